@@ -1,0 +1,7 @@
+"""`python -m fcsd`, so that `accelerate launch -m fcsd distill RECIPE` works."""
+
+import sys
+
+from fcsd.cli import main
+
+sys.exit(main())
