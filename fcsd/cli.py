@@ -1,0 +1,213 @@
+"""The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fcsd import __version__
+from fcsd.errors import UserError
+
+_LAYERS_HELP = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11 (default: all)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C is 130."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command is None:
+        _parser().print_help()
+        return 2
+    try:
+        run: Callable[[argparse.Namespace], int | None] = arguments.run
+        return run(arguments) or 0
+    except UserError as error:
+        print(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nfcsd {arguments.command}: interrupted; run the same command again to continue", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fcsd",
+        description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
+        " evaluate it against the original and leave it ready to publish.",
+        epilog="First steps: `fcsd tiny-data runs/tiny-data && fcsd run recipes/tiny/demo.yaml` trains, converts and"
+        " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",
+    )
+    parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=f"{text} {more}".strip(), formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    convert = command(
+        "convert",
+        _convert,
+        "Rewire a checkpoint: same weights, same tensor names, FarSkip connectivity.",
+        "The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True), without fcsd.",
+    )
+    _model_argument(convert)
+    convert.add_argument("out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed")
+    convert.add_argument("--layers", default="all", help=_LAYERS_HELP)
+    convert.add_argument("--attention", choices=["partial", "full"], default="partial", help="what attention reads")
+    convert.add_argument("--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read")
+
+    unconvert = command("unconvert", _unconvert, "Undo a conversion: the checkpoint of the original family, same weights.")
+    _model_argument(unconvert)
+    unconvert.add_argument("out", metavar="OUT", type=Path, help="new folder")
+
+    families = command("families", _families, "List the model families that can be converted.")
+    families.add_argument("--json", action="store_true", help="print JSON")
+
+    for name, text, more in (
+        ("recipe", "Print a recipe with every default filled in.", "Exits with an error when the recipe is not valid."),
+        ("pretrain", "Train a model from scratch, regular or FarSkip (paper App. A).", ""),
+        ("sweep", "Choose batch size, then learning rate, by training loss (paper 5.1).", "Leaves a ready recipe."),
+        (
+            "distill",
+            "Distil a FarSkip model from its original.",
+            "On several processes: accelerate launch --num_processes 8 -m fcsd distill RECIPE. Continues where it was cut off.",
+        ),
+        ("report", "Write the report of a run from what its stages left.", ""),
+        (
+            "run",
+            "All stages of a recipe in a row.",
+            "Finished stages are not run again; a stage whose settings changed is refused with the difference shown.",
+        ),
+    ):
+        _recipe_arguments(command(name, _RECIPE_COMMANDS[name], text, more), with_variant=name == "distill")
+
+    evaluate = command("evaluate", _evaluate, "Judge a checkpoint on a suite of tasks.", "Generated code runs only in a sandbox.")
+    _model_argument(evaluate)
+    evaluate.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
+    evaluate.add_argument("--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used")
+    evaluate.add_argument("--output", type=Path, required=True, help="folder for results.json and samples_*.jsonl")
+    evaluate.add_argument("--batch-size", type=int, default=16, help="sequences in one forward")
+    evaluate.add_argument("--limit", type=int, help="items per task, for a quick look; marked in the results")
+    evaluate.add_argument("--allow-weak-sandbox", action="store_true", help="run generated code even where this machine cannot shut it in")
+
+    compare = command("compare", _compare, "Original against converted, per task, with paired errors.")
+    compare.add_argument("original", metavar="A", type=Path, help="folder that `fcsd evaluate` wrote")
+    compare.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+
+    tiny = command("tiny-data", _tiny_data, "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.")
+    tiny.add_argument("out", metavar="OUT", type=Path, help="new folder")
+    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
+    return parser
+
+
+def _model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
+    parser.add_argument("--revision", help="revision of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the checkpoint to run")
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser, *, with_variant: bool) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file, see docs/recipes.md")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one value, for example train.learning_rate=4e-5; may be given several times",
+    )
+    if with_variant:
+        parser.add_argument("--variant", help="one of the recipe's variants instead of its main distillation")
+
+
+def _connectivity(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from fcsd.connectivity import Connectivity
+    from fcsd.connectivity.spec import parse_selection
+
+    return Connectivity(parse_selection(arguments.layers), arguments.attention, arguments.mlp)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from fcsd.connectivity import convert_checkpoint
+
+    convert_checkpoint(
+        arguments.model,
+        arguments.out,
+        _connectivity(arguments),
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    print(arguments.out)
+
+
+def _unconvert(arguments: argparse.Namespace) -> None:
+    from fcsd.connectivity import unconvert_checkpoint
+
+    unconvert_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
+    print(arguments.out)
+
+
+def _families(arguments: argparse.Namespace) -> None:
+    from fcsd.report.table import families_table
+
+    print(families_table(as_json=arguments.json))
+
+
+def _recipe(arguments: argparse.Namespace) -> None:
+    from fcsd.recipe import load_recipe, to_yaml
+
+    print(to_yaml(load_recipe(arguments.recipe, arguments.overrides).dump()), end="")
+
+
+def _stage(name: str) -> Callable[[argparse.Namespace], None]:
+    def run(arguments: argparse.Namespace) -> None:
+        from fcsd import stages
+        from fcsd.recipe import load_recipe
+
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if name == "distill":
+            stages.distill(recipe, arguments.variant)
+        else:
+            getattr(stages, name)(recipe)
+
+    return run
+
+
+_RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "recipe": _recipe,
+    **{name: _stage(name) for name in ("pretrain", "sweep", "distill", "report", "run")},
+}
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from fcsd import stages
+
+    stages.evaluate_checkpoint(
+        arguments.model,
+        suite=arguments.suite,
+        data_root=arguments.data_root,
+        output=arguments.output,
+        batch_size=arguments.batch_size,
+        limit=arguments.limit,
+        allow_weak_sandbox=arguments.allow_weak_sandbox,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from fcsd.report.table import comparison_table
+
+    print(comparison_table(arguments.original, arguments.converted, as_json=arguments.json))
+
+
+def _tiny_data(arguments: argparse.Namespace) -> None:
+    from fcsd.tiny_data import write_tiny_data
+
+    write_tiny_data(arguments.out, seed=arguments.seed)
+    print(arguments.out)

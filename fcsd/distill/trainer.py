@@ -1,0 +1,293 @@
+"""The training loop: `transformers.Trainer` with the objectives of the paper.
+
+The loss of one optimiser step is the sum over all kept tokens, of all ranks and accumulation steps, divided by their
+number, so it does not depend on how a batch is cut. Checkpoints are written beside and renamed, and hold all that an
+exact continuation needs.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from fcsd.artifact import read_json, replace_folder, write_json, writing
+from fcsd.distill.data import next_token_targets
+from fcsd.distill.early_stopping import EarlyStopper
+from fcsd.distill.head import block_outputs, final_hidden, l2_sum
+from fcsd.errors import UserError
+from fcsd.recipe import Objective
+
+_PARTIAL = "checkpoint-being-written"
+
+
+class DistillTrainer(Trainer):
+    """Minimises an `Objective` over packed rows.
+
+    The model must carry a loss head (`fcsd.distill.head.attach_loss_head`). `teacher` is frozen, in evaluation mode,
+    and needed for the objectives `kl` and `kl+l2`.
+    """
+
+    # `compute_loss` divides by the number of kept tokens of the whole step, see the module's docstring.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        objective: Objective,
+        teacher: PreTrainedModel | None,
+        stopper: EarlyStopper | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(model, args, **kwargs)
+        if (objective.name in ("kl", "kl+l2")) != (teacher is not None):
+            raise ValueError(f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher")
+        self.objective = objective
+        self.teacher = teacher.to(args.device) if teacher is not None else None
+        self.stopper = stopper
+        self._save_total_limit = args.save_total_limit
+        args.save_total_limit = None  # rotation happens after the rename, in `_save_checkpoint`
+        self._sums: dict[str, Tensor] = {}  # since the last log: this rank's part of each mean
+        self._clock = time.perf_counter()
+        self._tokens = 0
+
+    # ---- loss
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        """Number of kept tokens of the optimiser step, over all ranks."""
+        if not batch_samples:
+            return None
+        count = sum(
+            next_token_targets(batch["labels"], batch["position_ids"])[0].sum() for batch in batch_samples
+        )
+        tokens = sum(batch["input_ids"].numel() for batch in batch_samples)
+        counts = torch.tensor([int(count), tokens], device=device)
+        if self.args.world_size > 1:
+            counts = self.accelerator.reduce(counts, "sum")
+        self._tokens += int(counts[1])
+        return counts[0]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """This micro-batch's share of the step's mean loss, in nats per kept token."""
+        if num_items_in_batch is None:
+            raise RuntimeError("the number of kept tokens of the step is unknown")
+        ids, positions = inputs["input_ids"], inputs["position_ids"]
+        keep, targets = next_token_targets(inputs["labels"], positions)
+        name = self.objective.name
+        extra: dict[str, Any] = {"labels": targets, "objective": "ce"}
+        teacher_blocks: list[Tensor] = []
+        if self.teacher is not None:
+            with torch.no_grad(), block_outputs(self.teacher, enabled=name == "kl+l2") as teacher_blocks:
+                teacher_hidden = final_hidden(self.teacher, ids, positions, keep)
+            extra = {"teacher_hidden": teacher_hidden, "teacher_head": self.teacher.lm_head, "objective": "kl"}
+        with block_outputs(self.accelerator.unwrap_model(model), enabled=name == "kl+l2") as blocks:
+            outputs = model(input_ids=ids, position_ids=positions, keep=keep, **extra)
+        # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
+        scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
+        loss = outputs["loss"] * scale
+        self._add("kl" if self.teacher is not None else "ce", loss)
+        if name == "kl+l2":
+            l2 = l2_sum(blocks, teacher_blocks, keep) * scale
+            self._add("l2", l2)
+            loss = loss + self.objective.l2_coefficient * l2
+        return (loss, outputs) if return_outputs else loss
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+        if not math.isfinite(norm):
+            raise UserError(
+                f"training stopped at step {self.state.global_step + 1}: the loss or its gradient is not finite (gradient norm {norm});"
+                f" the last good checkpoint is in {self.args.output_dir}; lower train.learning_rate or check the data"
+            )
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the parts of the loss and the throughput to what the Trainer logs."""
+        if "loss" in logs and self._sums:
+            steps = max(1, self.state.global_step - self._logged_step)
+            names = sorted(self._sums)
+            means = torch.stack([self._sums[name] for name in names]) / steps
+            if self.args.world_size > 1:
+                means = self.accelerator.reduce(means, "mean")
+            logs.update(zip(names, means.tolist(), strict=True))
+            elapsed = time.perf_counter() - self._clock
+            logs["tokens_per_second"] = round(self._tokens / elapsed, 1)
+            self._reset_meters()
+        super().log(logs, start_time)
+
+    def _reset_meters(self) -> None:
+        self._sums, self._tokens = {}, 0
+        self._clock = time.perf_counter()
+        self._logged_step = self.state.global_step
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._reset_meters()
+        return prepared
+
+    # ---- checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder) / _PARTIAL) if getattr(self, "_writing", False) else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
+        folder = Path(self.args.output_dir)
+        name = f"checkpoint-{self.state.global_step}"
+        if (folder / name).is_dir():
+            return
+        self._writing = True
+        try:
+            with writing(folder / name):
+                super()._save_checkpoint(model, trial)
+                if self.args.should_save and self.stopper is not None:
+                    write_json(folder / _PARTIAL / name / "early_stopping.json", self.stopper.state())
+        finally:
+            self._writing = False
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save and not (folder / _PARTIAL / name / "trainer_state.json").is_file():
+                shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
+        if self.args.should_save:
+            replace_folder(folder / _PARTIAL / name, folder / name)
+            shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
+            for old in checkpoints(folder)[: -self._save_total_limit]:
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
+        # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are.
+        if state_dict is not None:
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            target = Path(output_dir or self.args.output_dir)
+            target.mkdir(parents=True, exist_ok=True)
+            save_model(self.accelerator.unwrap_model(self.model), str(target / "model.safetensors"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_model(self.model, str(Path(resume_from_checkpoint) / "model.safetensors"), strict=True)
+        stopped = Path(resume_from_checkpoint) / "early_stopping.json"
+        if self.stopper is not None and stopped.is_file():
+            self.stopper.load(read_json(stopped))
+
+    def restore_if_complete(self, checkpoint: Path) -> bool:
+        """Load a checkpoint after which there is nothing left to train; false, and nothing loaded, for any other.
+
+        A run that was killed between its last step and writing its model ends here: `train` would do one step more.
+        """
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        stopped = checkpoint / "early_stopping.json"
+        if self.stopper is not None and stopped.is_file():
+            self.stopper.load(read_json(stopped))
+        if state.global_step < self.args.max_steps and not (self.stopper is not None and self.stopper.should_stop):
+            return False
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = state
+        return True
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints below `folder`, oldest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+class ProgressBar(TrainerCallback):
+    """One line with step, time left, loss and tokens per second; nothing on ranks other than the first."""
+
+    def __init__(self, description: str):
+        self.description = description
+        self.bar: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the bar at the step at which training begins."""
+        if state.is_world_process_zero:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.description, unit="step")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Move the bar."""
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the newest figures."""
+        if self.bar is not None and logs and "tokens_per_second" in logs:
+            shown = {name: f"{logs[name]:.4f}" for name in ("kl", "ce", "l2") if name in logs}
+            self.bar.set_postfix({**shown, "tok/s": f"{logs['tokens_per_second']:.0f}"}, refresh=False)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+class StopWhenScoreStalls(TrainerCallback):
+    """Scores the model every `every_steps` steps and ends training when the stopper says so."""
+
+    def __init__(self, stopper: EarlyStopper, score: Callable[[int], float], keep_best: Callable[[int], None]):
+        self.stopper, self.score, self.keep_best = stopper, score, keep_best
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Score the model before the first step: the curve's first point, and never the best one kept."""
+        if state.global_step == 0:
+            self.stopper.first(self.score(0))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Score, keep the best, stop."""
+        step = state.global_step
+        due = step % self.stopper.every_steps == 0 or step == state.max_steps
+        if due and self.stopper.update(step, self.score(step)):
+            self.keep_best(step)
+        if self.stopper.should_stop:
+            control.should_training_stop = True
+            control.should_save = True
+
+
+def prepare_callbacks(trainer: Trainer, description: str) -> None:
+    """Put our progress bar in the place of the Trainer's own output."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(ProgressBar(description))

@@ -1,0 +1,309 @@
+"""A recipe: one strict YAML file that names everything a run depends on, and is the record of that run.
+
+A recipe is complete: no flag beside it, no inheritance, every default in the schema below
+(`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys. Relative paths are relative to the
+folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
+
+Not covered: where a run happens (processes, FSDP, DeepSpeed) is accelerate's configuration, see `configs/`.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from fcsd.errors import UserError
+from fcsd.strict import Strict, parse_yaml, read_yaml, validate
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Column = Literal["messages", "prompt", "input", "response", "text"]
+
+
+class Model(Strict):
+    """The original checkpoint: the teacher, and the weights the student starts from."""
+
+    path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: Dtype = "auto"  # of the teacher, and of every model while it is evaluated; auto: the checkpoint's own
+    attn_implementation: str | None = None
+    experts_implementation: str | None = None
+
+
+class Connectivity(Strict):
+    """Which layers are rewired, and which of their two inputs (see `fcsd.connectivity.Connectivity`)."""
+
+    layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
+    attention: Literal["partial", "full"] = "partial"
+    mlp: Literal["outdated", "full"] = "outdated"
+
+    @model_validator(mode="after")
+    def _selection_can_be_read(self) -> "Connectivity":
+        from fcsd.connectivity.spec import parse_selection
+
+        try:
+            parse_selection(self.layers)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class Source(Strict):
+    """One data set: a hub id, a local folder in hub layout, or a .jsonl, .json or .parquet file."""
+
+    path: str
+    name: str | None = None  # configuration of the data set
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    columns: dict[Column, str] = Field(default_factory=lambda: {"messages": "messages"})
+    weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
+    max_examples: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _columns_make_an_example(self) -> "Source":
+        kinds = set(self.columns)
+        if kinds not in ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"}):
+            raise ValueError(
+                "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'),"
+                f" got {', '.join(sorted(kinds)) or 'nothing'}"
+            )
+        return self
+
+
+class Data(Strict):
+    """Training text, and held-out text on which KL to the original is reported."""
+
+    train: list[Source] = Field(min_length=1)
+    heldout: Source | None = None
+    heldout_examples: int = Field(256, gt=0)
+    max_length: int = Field(4096, gt=1)  # tokens in one row
+    packing: bool = True
+    loss_on: Literal["response", "all"] = "response"
+
+
+class Objective(Strict):
+    """What is minimised, in nats per kept token.
+
+    kl      forward KL(teacher || student), paper Eq. 4
+    kl+l2   the same plus l2_coefficient times Eq. 5 on the outputs of all decoder layers
+    sft     cross-entropy on the data, paper Eq. 3: the baseline
+    ce      the same loss under its pre-training name
+    """
+
+    name: Literal["kl", "kl+l2", "sft", "ce"] = "kl"
+    l2_coefficient: float | None = Field(None, gt=0)
+    freeze_embeddings_and_head: bool = False
+
+    @model_validator(mode="after")
+    def _coefficient_belongs_to_l2(self) -> "Objective":
+        if (self.name == "kl+l2") != (self.l2_coefficient is not None):
+            raise ValueError("l2_coefficient is needed for objective 'kl+l2' and for no other")
+        return self
+
+
+class Train(Strict):
+    """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
+
+    max_steps: int = Field(2000, gt=0)
+    batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
+    per_device_train_batch_size: int = Field(1, gt=0)  # rows of max_length tokens in one forward
+    learning_rate: float = Field(2e-5, gt=0)
+    lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
+    min_lr_rate: float | None = Field(None, ge=0, le=1)  # for cosine_with_min_lr: last rate over first
+    warmup_steps: int = Field(1000, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
+    bf16: bool = False  # autocast to bfloat16
+    gradient_checkpointing: bool = False
+    logging_steps: int = Field(10, gt=0)
+    save_steps: int = Field(500, gt=0)
+    save_total_limit: int = Field(2, gt=0)
+    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _minimum_rate_belongs_to_its_schedule(self) -> "Train":
+        if (self.lr_scheduler_type == "cosine_with_min_lr") != (self.min_lr_rate is not None):
+            raise ValueError("min_lr_rate is needed for lr_scheduler_type 'cosine_with_min_lr' and for no other")
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        return self
+
+
+class EarlyStopping(Strict):
+    """Greedy pass@1 on a code task while training (paper 5.1: MBPP+, every 1000 steps, patience 20, delta 2 %)."""
+
+    dataset: str  # MBPP schema: hub id or folder below evaluation.data_root, or a local folder
+    split: str = "test"
+    every_steps: int = Field(1000, gt=0)
+    patience: int = Field(20, gt=0)  # evaluations without an improvement
+    min_delta: float = Field(0.02, ge=0)  # an improvement is more than this above the best so far
+    max_problems: int | None = Field(None, gt=0)
+    max_new_tokens: int = Field(768, gt=0)
+    batch_size: int = Field(32, gt=0)
+    chat_template: bool = True
+    timeout_s: float = Field(10.0, gt=0)
+
+
+class Sweep(Strict):
+    """Batch size first, at train.learning_rate; then learning rate, at the best batch size (paper 5.1)."""
+
+    batch_size_tokens: list[int] = Field(default_factory=lambda: [2**16, 2**17, 2**18], min_length=1)
+    learning_rate: list[float] = Field(default_factory=lambda: [2e-5, 4e-5, 8e-5], min_length=1)
+    steps: int = Field(2000, gt=0)  # of every run
+    warmup_steps: int = Field(1000, ge=0)
+    last_steps: int = Field(100, gt=0)  # the choice is by the mean training loss over this many last steps
+
+
+class Evaluation(Strict):
+    """How every model of the run is judged."""
+
+    suite: str = "tiny"  # name in eval/suites, or a path
+    data_root: str | None = None  # folder in hub layout; null: the Hub
+    batch_size: int = Field(16, gt=0)
+    limit: int | None = Field(None, gt=0)  # items per task, for a quick look
+    layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
+    allow_weak_sandbox: bool = False
+
+
+class Pretrain(Strict):
+    """A model from scratch (paper App. A): `config` is a transformers model configuration with its model_type."""
+
+    config: dict[str, Any]
+    tokenizer: str
+    connectivity: Connectivity = Connectivity(layers="none")
+    data: Data
+    train: Train
+
+    @field_validator("config")
+    @classmethod
+    def _config_names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "model_type" not in value:
+            raise ValueError("model_type is required (for example 'qwen3_moe')")
+        return value
+
+
+class Publication(Strict):
+    """What the model card of the published folder says beyond what was measured."""
+
+    repo_id: str | None = None
+    license: str | None = None
+    base_model: str | None = None
+    language: list[str] = Field(default_factory=list)
+
+
+class Recipe(Strict):
+    """Everything a run depends on; sections that are null are stages that the run does not have."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: str
+    seed: int = Field(0, ge=0)
+    pretrain: Pretrain | None = None
+    model: Model = Model()
+    connectivity: Connectivity = Connectivity()
+    data: Data
+    objective: Objective = Objective()
+    train: Train = Train()
+    early_stopping: EarlyStopping | None = None
+    sweep: Sweep | None = None
+    # Further distillations of the same model, each this recipe with some dotted keys replaced:
+    # {sft: {objective.name: sft}, last-50: {connectivity.layers: {last: 50%}}}
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    evaluation: Evaluation = Evaluation()
+    publication: Publication = Publication()
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "Recipe":
+        if not self.model.path and self.pretrain is None:
+            raise ValueError("model.path is required (or a `pretrain` section that makes the model)")
+        if self.model.path and self.pretrain is not None:
+            raise ValueError("model.path and pretrain are both given; leave one out")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output_dir)
+
+    @property
+    def model_path(self) -> str:
+        """The original checkpoint: `model.path`, or what the pre-training stage leaves."""
+        return self.model.path or str(self.folder / "pretrain" / "model")
+
+    def dump(self) -> dict[str, Any]:
+        """The whole recipe as plain data, defaults included."""
+        return self.model_dump(mode="json")
+
+    def variant(self, name: str) -> "Recipe":
+        """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own."""
+        raw = self.dump()
+        raw["variants"], raw["sweep"] = {}, None
+        where = f"recipe {self.name}: variants.{name}"
+        for key, value in self.variants[name].items():
+            if key.split(".")[0] not in ("connectivity", "data", "objective", "train", "early_stopping", "seed"):
+                raise UserError(
+                    f"{where}: {key}: a variant is another distillation of the same model and can change only"
+                    " connectivity, data, objective, train, early_stopping or seed"
+                )
+            set_dotted(raw, key, value, where)
+        return validate(Recipe, raw, where)
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read and check a recipe file; `overrides` are `dotted.key=value` texts, the value in YAML.
+
+    Raises:
+        UserError: unreadable file, invalid YAML, unknown key (with a suggestion), a value out of range.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, a recipe file is needed (for example {path}/recipe.yaml)")
+    raw = read_yaml(path)
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: a recipe is a mapping of keys to values, this file holds {type(raw).__name__}")
+    for override in overrides or []:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise UserError(f"--set {override}: must look like train.learning_rate=4e-5")
+        set_dotted(raw, key, parse_yaml(text, f"--set {override}"), f"--set {override}")
+    recipe = validate(Recipe, raw, str(path))
+    for name in recipe.variants:
+        recipe.variant(name)  # a mistake inside a variant is found now, not hours later
+    return recipe
+
+
+def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set `raw[a][b][c] = value` for key `a.b.c`, in place; a number selects an item of a list."""
+    parts = key.split(".")
+    place: Any = raw
+    for index, part in enumerate(parts[:-1]):
+        if isinstance(place, list):
+            place = _item(place, part, where)
+        else:
+            if place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+        if not isinstance(place, dict | list):
+            raise UserError(f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no key {parts[index + 1]!r}")
+    if isinstance(place, list):
+        _item(place, parts[-1], where)
+        place[int(parts[-1])] = copy.deepcopy(value)
+    else:
+        place[parts[-1]] = copy.deepcopy(value)
+
+
+def _item(place: list[Any], part: str, where: str) -> Any:
+    if not part.isdigit() or int(part) >= len(place):
+        raise UserError(f"{where}: {part!r} is not an item of this list; allowed: 0 to {len(place) - 1}")
+    return place[int(part)]
+
+
+def to_yaml(value: Any) -> str:
+    """YAML text in the order of the schema, as `fcsd recipe` prints it."""
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
