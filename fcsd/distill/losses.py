@@ -4,17 +4,20 @@ The logits of a 150k vocabulary outweigh everything else in a distillation step,
 logits of a chunk (full rows, of student and teacher) give its loss and, in closed form, its gradient, and are
 dropped.
 
-    z = logit_scale * (hidden @ weight.T + bias),   s = softcap * tanh(z / softcap)   (s = z without a softcap)
-    dL/ds = softmax(s) - q      q: the teacher's distribution (KL) or the one-hot label (cross entropy)
+    z = logit_scale * (hidden @ weight.T + bias)
+    s = softcap * tanh(z / softcap)     (s = z without a softcap)
+    dL/ds = softmax(s) - q              q: the teacher's distribution (KL) or the one-hot label (cross
+    entropy)
 
 Four matrix products a chunk (8 D V operations a token; six with a frozen head), none of them again in the
 backward pass.
 
-Precision. Logits are float32 whatever the inputs are: the gradient is a difference of two nearly equal softmaxes
-once the student is close to the teacher, and logits rounded to bfloat16 leave an error of 23 % in it at 5e-3 nats
-a token. On devices whose matrix product takes half-precision inputs and leaves float32 (CUDA) the inputs stay as
-they are and dL/ds is rounded for the two gradient products (an error of 2e-3, whatever the KL); elsewhere inputs
-are widened first. Head gradients are accumulated in float32. float64 inputs stay float64 throughout.
+Precision. Logits are float32 whatever the inputs are: the gradient is a difference of two nearly equal
+softmaxes once the student is close to the teacher, and logits rounded to bfloat16 leave an error of 23 % in
+it at 5e-3 nats a token. On devices whose matrix product takes half-precision inputs and leaves float32 (CUDA)
+the inputs stay as they are and dL/ds is rounded for the two gradient products (an error of 2e-3, whatever the
+KL); elsewhere inputs are widened first. Head gradients are accumulated in float32. float64 inputs stay
+float64 throughout.
 
 No collective, no host synchronisation, no data-dependent shape.
 """
@@ -30,8 +33,9 @@ from torch.autograd.function import once_differentiable
 
 from fcsd.errors import UserError
 
-# With a trainable head every chunk reads and writes the (V, D) gradient once: on an accelerator, below about a
-# thousand tokens a chunk, that traffic costs more than the products. On a CPU small tiles stay near the caches.
+# With a trainable head every chunk reads and writes the (V, D) gradient once: on an accelerator, below about
+# a thousand tokens a chunk, that traffic costs more than the products. On a CPU small tiles stay near the
+# caches.
 ACCELERATOR_CHUNK_BYTES = 1 << 30
 CPU_CHUNK_BYTES = 1 << 27
 
@@ -59,9 +63,10 @@ def fused_linear_kl(
         logit_scale, softcap: what the family does to its logits (`fcsd.distill.head.head_scaling`).
         chunk_bytes: memory for the logits of one chunk with all temporaries; at least one token is taken.
 
-    Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N = 0, and still a node of the
-    graph with zero gradients, so that no rank misses a collective. A non-finite logit gives a non-finite loss.
-    The gradients are scaled in place: a retained graph is differentiated once, a second time is an error.
+    Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N = 0, and still a node of
+    the graph with zero gradients, so that no rank misses a collective. A non-finite logit gives a non-finite
+    loss. The gradients are scaled in place: a retained graph is differentiated once, a second time is an
+    error.
 
     Raises: UserError when the vocabularies differ, or the shapes do not fit together.
     """
@@ -69,8 +74,9 @@ def fused_linear_kl(
     _check("teacher", teacher_hidden, teacher_weight, teacher_bias)
     if weight.shape[0] != teacher_weight.shape[0]:
         raise UserError(
-            f"teacher and student differ in vocabulary size ({teacher_weight.shape[0]} and {weight.shape[0]}): the"
-            " KL divergence needs one vocabulary; distil from the checkpoint that the student was made from"
+            "teacher and student differ in vocabulary size "
+            f"({teacher_weight.shape[0]} and {weight.shape[0]}): the KL divergence needs one vocabulary; "
+            "distil from the checkpoint that the student was made from"
         )
     if hidden.shape[0] != teacher_hidden.shape[0]:
         raise UserError(
@@ -108,8 +114,8 @@ def fused_linear_cross_entropy(
 def _check(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise UserError(
-            f"{whose}: hidden states {tuple(hidden.shape)} and head {tuple(weight.shape)} do not fit together:"
-            " (N, D) and (V, D) needed"
+            f"{whose}: hidden states {tuple(hidden.shape)} and head {tuple(weight.shape)} do not fit "
+            "together: (N, D) and (V, D) needed"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(f"{whose}: head bias {tuple(bias.shape)} for a vocabulary of {weight.shape[0]}")
@@ -200,8 +206,9 @@ class _FusedLinearLoss(torch.autograd.Function):
                     loss += t.sub_(s).mul_(p).sum()
                     d = s.exp_().sub_(p)
                     del p
-                    # sum(p_s - p_t) is 0 but for the rounding of the two log-sum-exps, which enters the sum above
-                    # with the opposite sign: without this line the KL of a converged student is rounding noise.
+                    # sum(p_s - p_t) is 0 but for the rounding of the two log-sum-exps, which enters the sum
+                    # above with the opposite sign: without this line the KL of a converged student is
+                    # rounding noise.
                     loss += d.sum()
                 else:
                     assert isinstance(target, Tensor)
@@ -230,8 +237,8 @@ class _FusedLinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
-        # In place: the buffers are ours, and one is as large as the head. A second pass over a retained graph is
-        # refused by autograd, which sees that a saved tensor changed.
+        # In place: the buffers are ours, and one is as large as the head. A second pass over a retained graph
+        # is refused by autograd, which sees that a saved tensor changed.
         grads = [
             None if saved is None else saved.mul_(grad_loss).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
