@@ -147,7 +147,9 @@ class EarlyStopping(Strict):
     max_problems: int | None = Field(None, gt=0)
     max_new_tokens: int = Field(768, gt=0)
     batch_size: int = Field(32, gt=0)
+    prompt_template: str = "{prompt}"  # as in a suite: {prompt}, {test} the first visible test, {tests} all of them
     chat_template: bool = True
+    stop: list[str] = Field(default_factory=list)  # besides the end of the sequence
     timeout_s: float = Field(10.0, gt=0)
 
 

@@ -1,0 +1,156 @@
+"""The two-stage sweep of the paper (5.1): batch size at one learning rate, then learning rate at the best batch size.
+
+Every candidate trains the same number of steps from the same weights on the same data order; the choice is by the mean
+training loss over the last steps. A finished candidate is never trained again.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.artifact import read_json, write_json, write_text
+from fcsd.distill.run import mean_of_last, read_history
+from fcsd.errors import UserError
+from fcsd.recipe import Recipe, Sweep, to_yaml
+from fcsd.recipe import Train as TrainSettings
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One run of the sweep; `folder` is its name below the sweep's folder."""
+
+    stage: str  # the key that varies: "batch_size_tokens" or "learning_rate"
+    batch_size_tokens: int
+    learning_rate: float
+
+    @property
+    def folder(self) -> str:
+        """A name that says what is tried."""
+        return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
+
+    def train(self, base: TrainSettings, sweep: Sweep) -> TrainSettings:
+        """The training section of this candidate: every step is logged, nothing else differs from `base`."""
+        changes = {
+            "batch_size_tokens": self.batch_size_tokens,
+            "learning_rate": self.learning_rate,
+            "max_steps": sweep.steps,
+            "warmup_steps": sweep.warmup_steps,
+            "logging_steps": 1,
+        }
+        return TrainSettings.model_validate(base.model_dump() | changes)
+
+
+def batch_size_candidates(base: TrainSettings, sweep: Sweep) -> list[Candidate]:
+    """The first stage: every batch size at `base.learning_rate`."""
+    return [Candidate("batch_size_tokens", tokens, base.learning_rate) for tokens in sweep.batch_size_tokens]
+
+
+def learning_rate_candidates(batch_size_tokens: int, sweep: Sweep) -> list[Candidate]:
+    """The second stage: every learning rate at the chosen batch size."""
+    return [Candidate("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row with the lowest loss; of equal ones the first.
+
+    Raises:
+        UserError: no row has a finite loss.
+    """
+    finite = [row for row in rows if row["loss"] is not None]
+    if not finite:
+        raise UserError("sweep: no candidate ended with a finite loss; try smaller learning rates")
+    return min(finite, key=lambda row: row["loss"])
+
+
+def run_sweep(
+    recipe: Recipe, folder: Path, run_candidate: Callable[[Candidate, TrainSettings, Path], None]
+) -> dict[str, Any]:
+    """Run what is missing of both stages and leave `sweep.json`, `sweep.md`, `sweep.png` and `recipe.yaml` in `folder`.
+
+    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`.
+
+    Returns:
+        `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
+    """
+    sweep = recipe.sweep
+    assert sweep is not None
+    if sweep.last_steps > sweep.steps:
+        raise UserError(f"sweep.last_steps ({sweep.last_steps}) is more than sweep.steps ({sweep.steps})")
+
+    def measure(candidates: list[Candidate]) -> list[dict[str, Any]]:
+        return [_measured(candidate, recipe, folder, run_candidate) for candidate in candidates]
+
+    first = measure(batch_size_candidates(recipe.train, sweep))
+    batch_size_tokens = best(first)["batch_size_tokens"]
+    second = measure(learning_rate_candidates(batch_size_tokens, sweep))
+    choice = best(second)
+    result = {
+        "batch_size_tokens": batch_size_tokens,
+        "learning_rate": choice["learning_rate"],
+        "loss": choice["loss"],
+        "steps": sweep.steps,
+        "last_steps": sweep.last_steps,
+        "candidates": first + second,
+    }
+    write_json(folder / "sweep.json", result)
+    write_text(folder / "sweep.md", sweep_table(result))
+    ready = with_choice(recipe, result).dump() | {"sweep": None}
+    write_text(folder / "recipe.yaml", f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n{to_yaml(ready)}")
+    return result
+
+
+def _measured(
+    candidate: Candidate,
+    recipe: Recipe,
+    folder: Path,
+    run_candidate: Callable[[Candidate, TrainSettings, Path], None],
+) -> dict[str, Any]:
+    sweep = recipe.sweep
+    assert sweep is not None
+    place = folder / candidate.folder
+    if not (place / "result.json").is_file():
+        try:
+            run_candidate(candidate, candidate.train(recipe.train, sweep), place)
+            losses = [point["loss"] for point in read_history(place)]
+        except UserError as error:
+            if "not finite" not in str(error):
+                raise
+            losses = []  # a candidate that diverges has lost, it does not end the sweep
+        loss = mean_of_last(losses, sweep.last_steps)
+        write_json(place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses})
+    found = read_json(place / "result.json")
+    return {
+        "stage": candidate.stage,
+        "batch_size_tokens": candidate.batch_size_tokens,
+        "learning_rate": candidate.learning_rate,
+        "loss": found["loss"],  # null: diverged
+        "folder": candidate.folder,
+    }
+
+
+def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
+    """`recipe` with the batch size and learning rate that its sweep chose."""
+    raw = recipe.dump()
+    raw["train"] |= {"batch_size_tokens": result["batch_size_tokens"], "learning_rate": result["learning_rate"]}
+    return Recipe.model_validate(raw)
+
+
+def sweep_table(result: dict[str, Any]) -> str:
+    """Markdown table of all candidates, the choice marked."""
+    lines = [
+        f"Mean training loss over the last {result['last_steps']} of {result['steps']} steps.",
+        "",
+        "| stage | batch size (tokens) | learning rate | loss | |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for row in result["candidates"]:
+        chosen = row["batch_size_tokens"] == result["batch_size_tokens"] and (
+            row["stage"] == "batch_size_tokens" or row["learning_rate"] == result["learning_rate"]
+        )
+        loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
+        lines.append(
+            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g} | {loss} | {'chosen' if chosen else ''} |"
+        )
+    return "\n".join(lines) + "\n"
