@@ -1,0 +1,9 @@
+"""Help for tests, also for those of code that builds on fcsd: tiny models, references, forked ranks.
+
+Not covered: data, GPUs, anything slow.
+"""
+
+from fcsd.testing.ranks import run_ranks
+from fcsd.testing.tiny import TINY, randomise, tiny_config, tiny_model, tiny_tokenizer
+
+__all__ = ["TINY", "randomise", "run_ranks", "tiny_config", "tiny_model", "tiny_tokenizer"]

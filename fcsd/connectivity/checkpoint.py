@@ -1,0 +1,159 @@
+"""Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file
+headers."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.spec import Connectivity
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose files have been found complete."""
+
+    folder: Path
+    config: dict[str, Any]
+    family: Family | None
+    """None only when the caller allowed unknown families."""
+    connectivity: Connectivity | None
+    """What a FarSkip checkpoint is converted with; None for a base checkpoint."""
+    weight_files: tuple[str, ...]
+    """Names of the safetensors files, without the index."""
+    shapes: dict[str, tuple[int, ...]]
+    """Tensor name -> shape."""
+
+
+def find_folder(path: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint: `path` itself, or the snapshot of a Hub repository `owner/name`.
+
+    Raises:
+        UserError: no such folder and not found on the Hub, a file instead of a folder, or a revision for a
+            local folder.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
+            )
+        return folder
+    if folder.exists():
+        raise UserError(f"{path}: is a file; a checkpoint is a folder with {CONFIG} and {WEIGHTS}")
+    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+        raise UserError(
+            f"{path}: no such folder; a checkpoint is a folder with {CONFIG} and {WEIGHTS}, or owner/name"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*"]
+    try:
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+    except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
+        ) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; is this folder a Hugging Face checkpoint?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: not valid JSON ({error}); the file is damaged, fetch it again") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: a JSON object is needed, got {type(value).__name__}")
+    return value
+
+
+def read_config(
+    folder: Path, any_family: bool = False
+) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
+    """The raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
+
+    Raises:
+        UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
+            model type without `farskip` field, or the other way round.
+    """
+    config = read_json(folder / CONFIG)
+    where = str(folder / CONFIG)
+    model_type = str(config.get("model_type") or "")
+    is_farskip = model_type.startswith(PREFIX)
+    if is_farskip != ("farskip" in config):
+        raise UserError(
+            f"{where}: model_type '{model_type}' and the field farskip ({'present' if 'farskip' in config else 'absent'})"
+            " contradict each other; convert the original checkpoint again with `fcsd convert`"
+        )
+    if any_family and base_model_type(model_type) not in FAMILIES:
+        return config, None, None
+    try:
+        family = family_of(config)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    return config, family, Connectivity.from_field(config["farskip"], where) if is_farskip else None
+
+
+def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
+    """Check a checkpoint folder and read its tensor shapes from the safetensors headers.
+
+    Raises:
+        UserError: as `read_config`, and: weights missing or not safetensors, a shard of the index missing, a
+            file that is truncated or damaged, a tensor that is not where the index says.
+    """
+    config, family, connectivity = read_config(folder, any_family)
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{folder / INDEX}: weight_map is missing or empty; fetch the file again")
+        files = sorted(set(weight_map.values()))
+        if missing := [name for name in files if not (folder / name).is_file()]:
+            raise UserError(
+                f"{folder / missing[0]}: no such file, but {INDEX} names it"
+                f" ({len(missing)} of {len(files)} shards are missing); fetch the checkpoint again"
+            )
+    elif (folder / WEIGHTS).exists():
+        weight_map, files = None, [WEIGHTS]
+    else:
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
+        raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        found = _header(folder / name)
+        wanted = (
+            found.keys() if weight_map is None else {key for key, file in weight_map.items() if file == name}
+        )
+        if absent := sorted(wanted - found.keys()):
+            raise UserError(
+                f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so; fetch both again"
+            )
+        shapes |= {key: found[key] for key in wanted}
+    return Checkpoint(folder, config, family, connectivity, tuple(files), shapes)
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor shapes of one file. safetensors itself checks that the offsets cover the file to its last
+    byte."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise UserError(
+            f"{file}: damaged or incomplete safetensors file ({size} bytes; {error}); fetch it again"
+        ) from None

@@ -1,0 +1,82 @@
+"""Conversion of a model in memory."""
+
+from typing import Any
+
+from torch import nn
+
+from fcsd.connectivity import rewire
+from fcsd.connectivity.modeling import base_model_class, farskip_model_class, with_farskip, without_farskip
+from fcsd.connectivity.spec import Connectivity
+from fcsd.errors import UserError
+from fcsd.families import Family, family_of, moe_mask
+
+
+def convert_model(model: Any, connectivity: Connectivity) -> list[int]:
+    """Rewire a CausalLM in place; an earlier conversion is undone first.
+
+    The model becomes a `FarSkip<Family>ForCausalLM` with a config of its own, so that what it saves can
+    never be loaded silently as the regular model. Parameters, buffers and their names stay. With no layer
+    selected nothing is rewired, and outputs are bit-identical.
+
+    Returns:
+        The indices of the rewired layers.
+
+    Raises:
+        UserError: unsupported family or class, a dense model, a selection that the model does not have, or
+            hooks that have set `forward` on a layer (device_map, accelerate).
+    """
+    family = _family(model)
+    field = connectivity.field(moe_mask(model.config, family))
+    try:
+        layers = rewire.rewire(model, family, field)
+    except ValueError as error:
+        raise UserError(f"{type(model).__name__}: {error}") from None
+    model.__class__ = farskip_model_class(family)
+    _replace_config(model, with_farskip(model.config, family, field))
+    return layers
+
+
+def unconvert_model(model: Any) -> None:
+    """Give a converted model its original class, config and wiring back; outputs are bit-identical to the
+    original's.
+
+    A model that is not converted is left as it is.
+    """
+    family = _family(model)
+    rewire.unrewire(model)
+    base = base_model_class(family)
+    if isinstance(model, farskip_model_class(family)):
+        model.__class__ = base
+        _replace_config(model, without_farskip(model.config, family))
+
+
+def farskip_layers(model: nn.Module) -> list[int]:
+    """The indices of the layers that are rewired now, read from the layers themselves; [] for a regular
+    model."""
+    return list(rewire.rewired_layers(rewire.decoder_layers(model, family_of(model.config))))
+
+
+def _family(model: Any) -> Family:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UserError(f"{type(model).__name__}: not a transformers model (it has no config)")
+    family = family_of(config)
+    if not isinstance(model, base_model_class(family)):
+        raise UserError(
+            f"{type(model).__name__}: only {family.causal_lm} of transformers' {family.upstream} can be converted;"
+            " convert before wrapping the model (PEFT, FSDP, DDP)"
+        )
+    return family
+
+
+def _replace_config(model: Any, new: Any) -> None:
+    """Put `new` in the place of the model's config, in every module that holds it.
+
+    The old object is left alone: another model (the teacher) may share it. All modules of this model go on
+    sharing one object, because the attention implementation is read from it at run time.
+    """
+    old = model.config
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)

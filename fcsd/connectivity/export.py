@@ -1,0 +1,164 @@
+"""Conversion from folder to folder. Tensor names and values do not change, so weights are never loaded."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, find_folder, read_checkpoint
+from fcsd.connectivity.load import check_tensors, config_and_class, load_config
+from fcsd.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
+from fcsd.connectivity.spec import Connectivity
+from fcsd.errors import UserError
+from fcsd.families import PREFIX, moe_mask
+
+CARRIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "LICENSE*",
+)
+"""What is carried over beside config and weights: tokenizer, generation defaults, licence. No code, no
+pickles."""
+
+
+def convert_checkpoint(
+    source: str | Path, destination: str | Path, connectivity: Connectivity, *, revision: str | None = None
+) -> list[int]:
+    """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
+
+    The weight files are copied byte for byte (as copy-on-write clones where the file system can), the config
+    is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
+    the end.
+
+    Returns:
+        The indices of the rewired layers.
+
+    Raises:
+        UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
+            `source` is already converted with this connectivity.
+    """
+    checkpoint = _checked(find_folder(source, revision))
+    family = checkpoint.family
+    assert family is not None
+    mask = moe_mask(load_config(checkpoint), family)
+    field = connectivity.field(mask)
+    if checkpoint.connectivity is not None and checkpoint.connectivity.field(mask) == field:
+        raise UserError(f"{source}: is already converted with this connectivity (layers {field['layers']})")
+    config = checkpoint.config | {
+        "model_type": PREFIX + family.model_type,
+        "architectures": [f"FarSkip{family.causal_lm}"],
+        "farskip": field,
+        "auto_map": auto_map(family),
+    }
+    with _new_folder(Path(destination)) as folder:
+        (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+        _write(checkpoint, folder, config)
+    return field["layers"]
+
+
+def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
+    """Write the base family's checkpoint with the weights of a FarSkip checkpoint: regular connectivity, no
+    own code.
+
+    Raises:
+        UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
+    """
+    checkpoint = _checked(find_folder(source, revision))
+    family = checkpoint.family
+    assert family is not None
+    if checkpoint.connectivity is None:
+        raise UserError(
+            f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
+        )
+    config = checkpoint.config | {"model_type": family.model_type, "architectures": [family.causal_lm]}
+    del config["farskip"]
+    config.pop("auto_map", None)
+    with _new_folder(Path(destination)) as folder:
+        _write(checkpoint, folder, config)
+
+
+def _checked(folder: Path) -> Checkpoint:
+    checkpoint = read_checkpoint(folder)
+    config, cls = config_and_class(checkpoint, None, original=False)
+    check_tensors(checkpoint, config, cls)
+    return checkpoint
+
+
+def _write(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+    for name in checkpoint.weight_files:
+        copy_file(checkpoint.folder / name, folder / name)
+    if len(checkpoint.weight_files) > 1 or (checkpoint.folder / INDEX).exists():
+        copy_file(checkpoint.folder / INDEX, folder / INDEX)
+    for pattern in CARRIED:
+        for file in sorted(checkpoint.folder.glob(pattern)):
+            if file.is_file():
+                copy_file(file, folder / file.relative_to(checkpoint.folder))
+    _name_tokenizer_class(folder, str(checkpoint.config["model_type"]).removeprefix(PREFIX))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _name_tokenizer_class(folder: Path, model_type: str) -> None:
+    """Write the tokenizer's class into its config where only the model type told it: a new model type tells
+    nothing."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if values.get("tokenizer_class"):
+        return
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    name = TOKENIZER_MAPPING_NAMES.get(model_type)
+    values["tokenizer_class"] = name if isinstance(name, str) else "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a file's bytes, as a copy-on-write clone where the file system can.
+
+    Not a hard link: safetensors writes into an existing file in place, so training that saves into the
+    converted folder would overwrite the original checkpoint.
+    """
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as reader, open(destination, "wb") as writer:
+        try:
+            import fcntl
+
+            fcntl.ioctl(writer.fileno(), 0x40049409, reader.fileno())  # FICLONE of linux/fs.h
+        except (ImportError, OSError):
+            shutil.copyfileobj(reader, writer, length=16 << 20)
+
+
+@contextmanager
+def _new_folder(destination: Path) -> Iterator[Path]:
+    """A temporary sibling of `destination` that takes its name on success and disappears on failure."""
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise UserError(f"{destination}: exists and is not a folder; choose another destination")
+    if destination.is_dir() and any(destination.iterdir()):
+        raise UserError(
+            f"{destination}: exists and is not empty; choose another destination or remove it first"
+        )
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        os.replace(temporary, destination)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+__all__ = ["convert_checkpoint", "unconvert_checkpoint"]

@@ -1,0 +1,195 @@
+"""Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
+weights."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, find_folder, read_checkpoint
+from fcsd.connectivity.modeling import (
+    base_model_class,
+    farskip_config_class,
+    farskip_model_class,
+    register,
+    with_farskip,
+    without_farskip,
+)
+from fcsd.connectivity.spec import Connectivity
+from fcsd.errors import UserError
+from fcsd.families import family_of, moe_mask
+
+
+def load_model(
+    path: str | Path,
+    *,
+    connectivity: Connectivity | None = None,
+    original: bool = False,
+    dtype: Any = "auto",
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Load a CausalLM in eval mode.
+
+    | checkpoint | connectivity | original | gives |
+    |---|---|---|---|
+    | base    | None  |       | the original model |
+    | base    | given |       | `FarSkip<Family>ForCausalLM`, rewired |
+    | FarSkip | None, or equal to its own | | `FarSkip<Family>ForCausalLM`, as the checkpoint says |
+    | FarSkip | None  | True  | the base family's model: the same weights with regular connectivity |
+
+    Args:
+        path: local folder, or `owner/name` of a Hub repository.
+        dtype: a torch dtype or its name; "auto" takes the checkpoint's.
+        revision: of a Hub repository.
+        trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
+            used); with connectivity None it allows a model type that fcsd does not know, loaded by
+            transformers with the code in its repository.
+        options: passed on to `from_pretrained` (`device_map`, `distributed_config`, `quantization_config`,
+            …).
+
+    Raises:
+        UserError: folder, config or weights missing, damaged, truncated or of other shapes than the config
+            says; family not supported or dense; a connectivity that the model cannot have, or that differs
+            from the checkpoint's; tensors missing or unexpected. Weights are never left at random values,
+            pickles are never read.
+    """
+    folder = find_folder(path, revision)
+    checkpoint = read_checkpoint(folder, any_family=trust_remote_code and connectivity is None)
+    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    if experts_implementation is not None:
+        options["experts_implementation"] = experts_implementation
+    if checkpoint.family is None:
+        from transformers import AutoModelForCausalLM
+
+        model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+    else:
+        config, cls = config_and_class(checkpoint, connectivity, original)
+        check_tensors(checkpoint, config, cls)
+        model, info = cls.from_pretrained(folder, config=config, **options)
+    if problem := _loading_problem(info):
+        raise UserError(f"{folder}: {problem}")
+    return model.eval()
+
+
+def config_and_class(
+    checkpoint: Checkpoint, connectivity: Connectivity | None, original: bool
+) -> tuple[Any, Any]:
+    """The config object and model class that a checkpoint of a known family is to be loaded with."""
+    family = checkpoint.family
+    assert family is not None
+    register(family.model_type)
+    config = load_config(checkpoint)
+    mask = moe_mask(config, family)
+    if original and connectivity is not None:
+        raise UserError(
+            f"{checkpoint.folder}: original=True loads the regular connectivity; give no connectivity with it"
+        )
+    if checkpoint.connectivity is None:
+        if connectivity is None:
+            return config, base_model_class(family)
+        return with_farskip(config, family, connectivity.field(mask)), farskip_model_class(family)
+    own = checkpoint.connectivity.field(mask)  # also refuses indices that the model does not have
+    if original:
+        return without_farskip(config, family), base_model_class(family)
+    if connectivity is not None and (wanted := connectivity.field(mask)) != own:
+        raise UserError(
+            f"{checkpoint.folder}: this checkpoint is already converted with {_shown(own)}, but {_shown(wanted)} is asked"
+            " for; leave the connectivity out to load it as it is, or convert the original checkpoint"
+        )
+    return config, farskip_model_class(family)
+
+
+def load_config(checkpoint: Checkpoint) -> Any:
+    """The config object of a checkpoint of a known family, with upstream's defaults filled in."""
+    family = checkpoint.family
+    assert family is not None
+    farskip = checkpoint.connectivity is not None
+    config_class = farskip_config_class(family) if farskip else base_model_class(family).config_class
+    try:
+        config = config_class.from_pretrained(checkpoint.folder)
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        reason = " ".join(str(error).split())
+        raise UserError(f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}") from None
+    try:
+        family_of(config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.folder}: {error}") from None
+    return config
+
+
+def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
+    """Compare the checkpoint's tensor names and shapes with what the config needs, without reading weights.
+
+    The model is built without storage, and its tensors are taken back to the names and shapes of checkpoint
+    files by transformers' own conversions. Checkpoints in the in-memory layout (fused experts) are accepted
+    too.
+
+    Raises:
+        UserError: a tensor has another shape than the config says, or is missing.
+    """
+    in_files, in_memory, tied = _expected_shapes(config, cls)
+    for name, shape in checkpoint.shapes.items():
+        expected = in_files.get(name) or in_memory.get(name)
+        if expected is not None and shape != expected and shape != in_memory.get(name):
+            raise UserError(
+                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says {list(expected)};"
+                " weights and config belong to different models"
+            )
+    have = checkpoint.shapes.keys()
+    prefix = cls.base_model_prefix + "."
+    if any(name.startswith(prefix) for name in in_files) and not any(
+        name.startswith(prefix) for name in have
+    ):
+        raise UserError(
+            f"{checkpoint.folder}: no tensor name starts with '{prefix}'; this is not a checkpoint of {cls.__name__}"
+        )
+    missing = [name for name in in_files if name not in have and name not in tied]
+    fused_missing = [name for name in in_memory if name not in have and name not in tied]
+    if missing and fused_missing:
+        shown = min(missing, fused_missing, key=len)
+        raise UserError(
+            f"{checkpoint.folder}: {len(shown)} tensors are missing, the first is '{shown[0]}';"
+            " the checkpoint is incomplete or of another model"
+        )
+
+
+def _expected_shapes(
+    config: Any, cls: Any
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], set[str]]:
+    """(name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        model = cls(config)
+    in_memory = model.state_dict()
+    in_files = revert_weight_conversion(model, dict(in_memory))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return (
+        {name: tuple(tensor.shape) for name, tensor in in_files.items()},
+        {name: tuple(tensor.shape) for name, tensor in in_memory.items()},
+        tied,
+    )
+
+
+def _loading_problem(info: dict[str, Any]) -> str | None:
+    """The first thing that transformers' loading report finds wrong, or None."""
+    for key, text in (
+        ("missing_keys", "tensors are missing"),
+        ("unexpected_keys", "tensors belong to no parameter"),
+        ("mismatched_keys", "tensors have another shape than the config says"),
+        ("error_msgs", "tensors could not be loaded"),
+    ):
+        if values := sorted(str(value) for value in info.get(key) or ()):
+            first = re.sub(r"\s+", " ", values[0])[:200]
+            return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
+    return None
+
+
+def _shown(field: dict[str, Any]) -> str:
+    return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"

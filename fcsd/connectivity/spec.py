@@ -1,0 +1,194 @@
+"""What is rewired: a selection of layers and the two sides of the connectivity. Standard library only."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fcsd.errors import UserError
+
+Selection = str | dict[str, int | str] | list[int]
+"""`all | moe | none | {"first": N | "P%"} | {"last": N | "P%"} | [indices]`."""
+
+VERSION = 1
+"""Version of the `farskip` field in a checkpoint's config."""
+
+_ALLOWED = "all, moe, none, first:N, last:N, first:P%, last:P%, or layer indices such as 0,2,5 or 1-5"
+
+
+@dataclass(frozen=True)
+class Connectivity:
+    """Which decoder layers are rewired, and how.
+
+    o_k is the residual stream after layer k, routed_k the output of its routed experts (with the family's
+    residual multiplier), attn_k and shared_k those of its attention and its shared experts (0 where it has
+    none). A layer outside the selection keeps the regular equations on the full o_{k-1}. A selected layer k
+    computes
+
+        o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)        dense layer: mlp_k(m) for the last two
+
+        attention: partial   a = o_{k-1} - routed_{k-1} if layer k-1 is a selected MoE layer (its routed
+                             output is in flight), else a = o_{k-1}
+        attention: full      a = o_{k-1}
+        mlp: outdated        m = o_{k-1}
+        mlp: full            m = h_k = o_{k-1} + attn_k(a), the regular MLP input
+
+    What is in flight does not depend on the MLP side: `mlp: full` is attention-only FarSkip, in which
+    attention still reads the stream without the routed output of the layer before it, and the MoE block
+    waits for it. `attention: full` is MLP-only FarSkip: attention and MoE block of one layer run in parallel
+    on the same full o_{k-1}, and nothing is carried to the next layer. A selected dense layer follows the
+    same two rules and leaves nothing in flight, so the layer after it reads the full stream. Both sides full
+    is the regular model and is refused, except with no layers.
+
+    Raises:
+        UserError: a side or the selection is not one of the values above.
+    """
+
+    layers: Selection = "all"
+    attention: Literal["partial", "full"] = "partial"
+    mlp: Literal["outdated", "full"] = "outdated"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", parse_selection(self.layers))
+        if self.attention not in ("partial", "full"):
+            raise UserError(f"connectivity.attention: must be 'partial' or 'full', got {self.attention!r}")
+        if self.mlp not in ("outdated", "full"):
+            raise UserError(f"connectivity.mlp: must be 'outdated' or 'full', got {self.mlp!r}")
+        if self.attention == self.mlp == "full" and self.layers not in ("none", []):
+            raise UserError(
+                "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be rewired;"
+                " set one of them (attention: partial, mlp: outdated), or use layers: none"
+            )
+
+    def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
+        """The `farskip` field of a config: version, resolved layer indices, both sides."""
+        layers = resolve_layers(self.layers, moe_mask)
+        return {"version": VERSION, "layers": layers, "attention": self.attention, "mlp": self.mlp}
+
+    @staticmethod
+    def from_field(field: Mapping[str, Any], where: str = "config.json") -> "Connectivity":
+        """Read a `farskip` field back; raises UserError for another version or a malformed field."""
+        version = field.get("version") if isinstance(field, Mapping) else None
+        if version != VERSION:
+            raise UserError(f"{where}: farskip.version: this fcsd reads version {VERSION}, got {version!r}")
+        if set(field) != {"version", "layers", "attention", "mlp"} or not isinstance(field["layers"], list):
+            raise UserError(
+                f"{where}: farskip: needs exactly the keys version, layers (a list), attention, mlp;"
+                f" got {dict(field)!r}"
+            )
+        layers: Selection = field["layers"] or "none"
+        return Connectivity(layers, field["attention"], field["mlp"])
+
+
+def parse_selection(value: Any) -> Selection:
+    """A selection in its normal form, from a value (recipe, Python) or from text (command line).
+
+    Text: `all`, `moe`, `none`, `first:8`, `last:75%`, `0,2,5`, `1-5`, `0,2-4`. Values: the same words, a
+    mapping with one key `first` or `last`, or a list of indices. Indices are returned sorted.
+
+    Raises:
+        UserError: nothing of the above, a repeated or negative index, a percentage outside (0, 100], a count
+            below 1.
+    """
+    if isinstance(value, str):
+        return _parse_text(value)
+    if isinstance(value, Mapping):
+        if len(value) != 1 or (side := next(iter(value))) not in ("first", "last"):
+            raise UserError(f"layers: a mapping needs exactly one key, first or last; got {dict(value)!r}")
+        return {side: _count(value[side], f"layers.{side}")}
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise UserError(
+            f"layers: {value} is ambiguous; write first:{value}, last:{value} or the list [{value}]"
+        )
+    if isinstance(value, Sequence):
+        return _indices(list(value), repr(value))
+    raise UserError(f"layers: {value!r} is not a selection; allowed: {_ALLOWED}")
+
+
+def _parse_text(text: str) -> Selection:
+    word = text.strip()
+    if word in ("all", "moe", "none"):
+        return word
+    if match := re.fullmatch(r"(first|last)\s*:\s*(.+)", word):
+        number = match[2].strip()
+        count: int | str = int(number) if re.fullmatch(r"-?\d+", number) else number
+        return {match[1]: _count(count, f"layers {match[1]}")}
+    indices: list[int] = []
+    for part in word.split(","):
+        if not (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)):
+            raise UserError(f"layers: '{text}' is not a selection; allowed: {_ALLOWED}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise UserError(f"layers: '{part.strip()}' runs backwards; write {high}-{low}")
+        if high - low > 10_000:
+            raise UserError(f"layers: '{part.strip()}' has more than 10000 layers")
+        indices.extend(range(low, high + 1))
+    return _indices(indices, f"'{text}'")
+
+
+def _count(value: Any, where: str) -> int | str:
+    """A number of layers, or a percentage in the normal form "75%"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise UserError(f"{where}: must be at least 1, got {value}; for no layers use none")
+        return value
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*", value)):
+        percent = float(match[1])
+        if not 0 < percent <= 100:
+            raise UserError(f"{where}: a percentage must be above 0% and at most 100%, got {value.strip()}")
+        return f"{percent:g}%"
+    raise UserError(f'{where}: must be a number of layers or a percentage such as "75%", got {value!r}')
+
+
+def _indices(values: list[Any], shown: str) -> list[int]:
+    if not values:
+        raise UserError("layers: the list of indices is empty; for no layers use none")
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in values):
+        raise UserError(f"layers: indices must be whole numbers, got {shown}")
+    if negative := [index for index in values if index < 0]:
+        raise UserError(f"layers: index {negative[0]} is negative; for the last layers use last:N")
+    if repeated := [index for index in values if values.count(index) > 1]:
+        raise UserError(f"layers: index {repeated[0]} is given twice in {shown}")
+    return sorted(values)
+
+
+def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
+    """The sorted indices that a selection names in one model.
+
+    Args:
+        selection: see `Selection`; text forms are accepted too.
+        moe_mask: one entry a decoder layer, True for an MoE layer.
+
+    Rules: `all` is every decoder layer, dense ones too; `moe` the MoE layers; `first` and `last` count
+    decoder layers; P% of L layers is P·L/100 rounded to the nearest whole number, halves up.
+
+    Raises:
+        UserError: an index or a count beyond the model's layers, or a percentage that comes to no layer.
+    """
+    total = len(moe_mask)
+    selection = parse_selection(selection)
+    if selection == "none":
+        return []
+    if selection == "all":
+        return list(range(total))
+    if selection == "moe":
+        return [index for index, is_moe in enumerate(moe_mask) if is_moe]
+    if isinstance(selection, dict):
+        ((side, count),) = selection.items()
+        if isinstance(count, str):
+            number = int(float(count.rstrip("%")) * total / 100 + 0.5)
+            if number < 1:
+                raise UserError(
+                    f"layers: {side}:{count} of {total} layers is no layer at all; for none use none"
+                )
+        else:
+            number = count
+        if number > total:
+            raise UserError(f"layers: {side}:{number}: the model has only {total} decoder layers")
+        return list(range(number)) if side == "first" else list(range(total - number, total))
+    if isinstance(selection, list) and (beyond := [index for index in selection if index >= total]):
+        raise UserError(
+            f"layers: index {beyond[0]} is out of range: the model has {total} decoder layers, 0 to {total - 1}"
+        )
+    assert isinstance(selection, list)
+    return selection

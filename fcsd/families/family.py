@@ -1,0 +1,81 @@
+"""What one MoE family is called upstream. Standard library only: recipes and `--help` read this without
+torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one family, in the spelling of its upstream modeling file.
+
+    Every family here has the pre-norm layer `h = o + c·attn(in_norm(o)); o' = h + c·moe(mlp_norm(h))`, where
+    c is 1 or the layer's `residual_multiplier`.
+    """
+
+    model_type: str
+    """Key in Hugging Face's Auto mappings."""
+    upstream: str
+    """File inside the transformers package that the other names come from."""
+    config: str
+    """Class of the configuration."""
+    causal_lm: str
+    """Class of the model with its LM head."""
+    base_model: str
+    """Class of the model without head."""
+    decoder_layer: str
+    """Class of a decoder layer, MoE or dense."""
+    moe_block: str
+    """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
+    in_norm: str = "input_layernorm"
+    """Attribute of the layer: norm before attention."""
+    mlp_norm: str = "post_attention_layernorm"
+    """Attribute of the layer: norm before the MoE block (its input is the stream after attention)."""
+    moe: str = "mlp"
+    """Attribute of the layer: MoE block, or the dense MLP of a dense layer."""
+    block_shared: str | None = None
+    """Attribute of the MoE block: its shared expert, where it has one."""
+    block_gate: str | None = None
+    """Attribute of the MoE block: linear whose sigmoid multiplies the shared expert's output."""
+    layer_shared: str | None = None
+    """Attribute of the layer: shared expert beside the MoE block; may be None in a given model."""
+    residual_multiplier: str | None = None
+    """Attribute of the layer: factor on both residual branches."""
+    moe_layers: str = "all"
+    """Which layers are MoE: a key of `MOE_LAYERS`."""
+
+
+def _all(config: Any) -> list[bool]:
+    return [True] * config.num_hidden_layers
+
+
+def _first_k_dense(config: Any) -> list[bool]:
+    return [k >= config.first_k_dense_replace for k in range(config.num_hidden_layers)]
+
+
+def _sparse_step(config: Any) -> list[bool]:
+    dense = set(config.mlp_only_layers or ())
+    step = config.decoder_sparse_step
+    has_experts = config.num_experts > 0
+    return [has_experts and k not in dense and (k + 1) % step == 0 for k in range(config.num_hidden_layers)]
+
+
+def _listed(config: Any) -> list[bool]:
+    return [k in set(config.moe_layers) for k in range(config.num_hidden_layers)]
+
+
+MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
+    "all": (("num_hidden_layers",), _all),
+    "first_k_dense_replace": (("first_k_dense_replace",), _first_k_dense),
+    "decoder_sparse_step": (("num_experts", "decoder_sparse_step", "mlp_only_layers"), _sparse_step),
+    "moe_layers": (("moe_layers", "interleave_moe_layer_step"), _listed),
+}
+"""Rule name -> (config fields that decide, function of the config). The rules are upstream's own
+conditions."""
+
+
+def moe_mask(config: Any, family: Family) -> list[bool]:
+    """One entry a decoder layer: True where it is an MoE layer. `config` is a config object (defaults filled
+    in)."""
+    return MOE_LAYERS[family.moe_layers][1](config)

@@ -1,0 +1,115 @@
+"""Several ranks on one machine: forked processes with a gloo group (forking takes 0.2 s, spawning 18 s)."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call `fn(rank, *args)` in `world_size` forked processes with torch.distributed initialised (gloo).
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does it, torch runs one
+    thread a rank. Results must pickle; tensors come back through plain pickling.
+
+    Returns:
+        Each rank's result, by rank.
+
+    Raises:
+        RuntimeError: with the traceback of the first rank that failed; the other ranks are stopped at once.
+        TimeoutError: the ranks were not done after `timeout_s` seconds.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            context.Process(
+                target=_rank, args=(fn, rank, world_size, port, folder, pipes[rank][1], args), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for _, writer in pipes:
+            writer.close()
+        try:
+            return _collect([reader for reader, _ in pipes], ranks, timeout_s)
+        finally:
+            for rank in ranks:
+                if rank.is_alive() and rank.pid is not None:
+                    os.kill(rank.pid, signal.SIGKILL)
+                rank.join()
+
+
+def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(enumerate(readers))
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        left = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting.values()), max(left, 0))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting)} were not done after {timeout_s:g} s")
+        for rank in [rank for rank, reader in waiting.items() if reader in ready]:
+            try:
+                ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
+            except EOFError:
+                ranks[rank].join()
+                raise RuntimeError(f"rank {rank} died with exit code {ranks[rank].exitcode}") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _send(pipe: Any, ok: bool, value: Any) -> None:
+    pipe.send_bytes(
+        pickle.dumps((ok, value))
+    )  # not `send`: torch would pass tensors as handles to a process that ends
+
+
+def _rank(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    pipe: Any,
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(os.path.join(folder, "store"), world_size)
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60)
+        )
+        _send(pipe, True, fn(rank, *args))
+    except BaseException:  # a rank's failure is reported whatever it is
+        _send(pipe, False, traceback.format_exc())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.close()
+    os._exit(0)  # the parent's exit handlers (pytest, wandb) are not this process's business

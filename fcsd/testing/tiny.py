@@ -1,0 +1,195 @@
+"""Tiny models of every family with every parameter randomised: a fresh norm is all ones, and hides a wrong
+one."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fcsd.errors import UserError
+
+VOCABULARY = 99
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_GRANITE: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 1.3,
+    "attention_multiplier": 0.35,
+    "logits_scaling": 2.0,
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
+    "deepseek_v2": {
+        **_MLA,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **_MLA,
+        "q_lora_rank": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+        "head_dim": 8,
+        "interleave_moe_layer_step": 1,
+        "attention_chunk_size": 16,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8},
+    "granitemoe": _GRANITE,
+    "granitemoeshared": {**_GRANITE, "shared_intermediate_size": 32},
+}
+"""Model type -> what its tiny configuration adds to the common sizes."""
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    """A configuration of 4 layers of width 32; `overrides` are config fields."""
+    if model_type not in TINY:
+        raise UserError(f"no tiny model of type '{model_type}'; there are: {', '.join(sorted(TINY))}")
+    return AutoConfig.for_model(model_type, **{**_COMMON, **TINY[model_type], **overrides})
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
+    """A regular CausalLM in eval mode, float32, all parameters and router bias buffers random from `seed`.
+
+    `attn_implementation`, `experts_implementation` and `dtype` among the overrides go to the model, the rest
+    to `tiny_config`.
+    """
+    options = {
+        name: overrides.pop(name)
+        for name in ("attn_implementation", "experts_implementation", "dtype")
+        if name in overrides
+    }
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), **options)
+    randomise(model, seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim), norms around 1, biases
+    around 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape, generator=generator)
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            parameter.copy_(normal(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
+        elif "norm" in name:
+            parameter.copy_(1 + 0.2 * normal(parameter))
+        else:
+            parameter.copy_(0.1 * normal(parameter))
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(0.3 * normal(buffer))
+
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<bos>' if loop.first else '' }}<{{ message['role'] }}> "
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<eos>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def tiny_tokenizer(vocab_size: int = 512, chat_template: bool = True) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer made in memory, with a chat template (roles system, user, assistant).
+
+    Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes when `vocab_size` holds them
+    (at least 262), else one id a printable character; encoding and decoding are exact for text of known
+    symbols. The vocabulary is filled with unused tokens up to `vocab_size`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<bos>", "<eos>", "<system>", "<user>", "<assistant>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(special) + 64:
+        raise UserError(f"tiny_tokenizer: vocab_size must be at least {len(special) + 64}, got {vocab_size}")
+    if vocab_size < len(special) + 256:
+        printable = {chr(code) for code in range(33, 127)} | {"Ġ", "Ċ"}
+        letters = [
+            symbol
+            for symbol in alphabet
+            if symbol in printable and (symbol.islower() or not symbol.isalpha())
+        ]
+        alphabet = letters + [symbol for symbol in alphabet if symbol in printable and symbol not in letters]
+    symbols = (special + alphabet)[:vocab_size]
+    symbols += [f"<unused{k}>" for k in range(vocab_size - len(symbols))]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: k for k, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=["<system>", "<user>", "<assistant>"],
+        clean_up_tokenization_spaces=False,
+    )
+    if chat_template:
+        fast.chat_template = _CHAT_TEMPLATE
+    return fast
