@@ -15,9 +15,10 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from fcsd.errors import UserError
-from fcsd.strict import Strict, parse_yaml, read_yaml, validate
+from fcsd.strict import Strict, did_you_mean, parse_yaml, read_yaml, validate
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_VARIANT_SECTIONS = ("connectivity", "data", "objective", "train", "early_stopping", "seed")
 Column = Literal["messages", "prompt", "input", "response", "text"]
 
 
@@ -248,10 +249,11 @@ class Recipe(Strict):
         raw["variants"], raw["sweep"] = {}, None
         where = f"recipe {self.name}: variants.{name}"
         for key, value in self.variants[name].items():
-            if key.split(".")[0] not in ("connectivity", "data", "objective", "train", "early_stopping", "seed"):
+            section = key.split(".")[0]
+            if section not in _VARIANT_SECTIONS:
                 raise UserError(
                     f"{where}: {key}: a variant is another distillation of the same model and can change only"
-                    " connectivity, data, objective, train, early_stopping or seed"
+                    f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
                 )
             set_dotted(raw, key, value, where)
         return validate(Recipe, raw, where)

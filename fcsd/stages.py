@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage, read_json, weights_fingerprint, write_json
-from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model, new_model
+from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model
 from fcsd.distill.data import build_dataset
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.run import Scorer, TrainingRun, train
@@ -36,6 +36,7 @@ from fcsd.evaluate.divergence import mean_kl
 from fcsd.evaluate.runner import evaluate, write_result
 from fcsd.evaluate.scorer import CodeScorer, pass_at_1
 from fcsd.evaluate.suites import SuiteTask, load_suite
+from fcsd.families import family_of
 from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer, local_checkpoint
 from fcsd.recipe import Data, Objective, Recipe, Source
 from fcsd.recipe import Train as TrainSettings
@@ -93,6 +94,26 @@ def pretrain(recipe: Recipe) -> Stage:
     results = train(run_)
     _finish(stage, results, model=folder / "model")
     return stage
+
+
+def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
+    """A model with fresh random weights; the caller sets the seed.
+
+    Raises:
+        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
+    """
+    values = dict(config)
+    model_type = values.pop("model_type")
+    experts = values.pop("experts_implementation", None)
+    try:
+        built = AutoConfig.for_model(model_type, **values)
+        family_of(built)
+        model = AutoModelForCausalLM.from_config(built, **({"experts_implementation": experts} if experts else {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"pretrain.config: {model_type}: {str(error).splitlines()[0]}") from error
+    if connectivity.layers != "none":
+        convert_model(model, connectivity)
+    return model
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+# Everything a fresh machine needs: `make demo` and `make test` install into .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+WORKERS ?= 2
+# Two workers on two cores: one thread each. Multi-rank tests fork further.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+
+.PHONY: setup demo test check bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpoint, on a CPU
+	$(BIN)/fcsd tiny-data runs/tiny-data
+	$(BIN)/fcsd run recipes/tiny/demo.yaml
+
+test: $(STAMP)  ## everything that needs no GPU
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy fcsd
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+check: $(STAMP)  ## the fast part, in under two minutes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy fcsd
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not slow'
+
+bench: $(STAMP)  ## ratios against peers, measured in one run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python benchmarks/loss.py
+	$(BIN)/python benchmarks/forward.py
+
+clean:
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache

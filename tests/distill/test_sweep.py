@@ -1,0 +1,93 @@
+"""Batch size first, then learning rate, by the mean loss of the last steps; nothing is trained twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fcsd.distill.sweep import Candidate, run_sweep
+from fcsd.errors import UserError
+from fcsd.recipe import Recipe, Train, load_recipe
+
+# loss[batch size][learning rate]: the last step alone would choose another learning rate than the mean of the last two
+LOSSES = {
+    (64, 1e-3): [9.0, 3.0, 3.0],
+    (128, 1e-3): [9.0, 2.0, 2.0],
+    (128, 2e-3): [9.0, 2.5, 1.0],
+    (128, 4e-3): [9.0, 4.0, 0.5],
+}
+
+
+def recipe(**sweep: object) -> Recipe:
+    settings = {"batch_size_tokens": [64, 128], "learning_rate": [1e-3, 2e-3, 4e-3], "steps": 3, "warmup_steps": 1, "last_steps": 2}
+    return Recipe.model_validate(
+        {
+            "name": "x",
+            "output_dir": "o",
+            "model": {"path": "m"},
+            "data": {"train": [{"path": "d"}]},
+            "train": {"learning_rate": 1e-3, "max_steps": 10, "warmup_steps": 2},
+            "sweep": settings | sweep,
+        }
+    )
+
+
+class Runner:
+    """Stands for a training: writes the history it is told to."""
+
+    def __init__(self, losses: dict | None = None, die_at: int | None = None):
+        self.losses, self.die_at, self.ran = losses or LOSSES, die_at, []  # type: ignore[var-annotated]
+
+    def __call__(self, candidate: Candidate, train: Train, folder: Path) -> None:
+        key = (candidate.batch_size_tokens, candidate.learning_rate)
+        assert (train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps) == (*key, 3, 1)
+        if len(self.ran) == self.die_at:
+            raise KeyboardInterrupt
+        self.ran.append(key)
+        if self.losses[key] is None:
+            raise UserError("training stopped at step 2: the loss or its gradient is not finite")
+        folder.mkdir(parents=True)
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(self.losses[key], start=1)]
+        (folder / "history.jsonl").write_text("\n".join(lines))
+
+
+def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(tmp_path: Path) -> None:
+    runner = Runner()
+    result = run_sweep(recipe(), tmp_path, runner)
+    assert (result["batch_size_tokens"], result["learning_rate"]) == (128, 2e-3)
+    assert result["loss"] == pytest.approx(1.75)
+    assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]  # (128, 1e-3) serves both stages
+    assert "| learning_rate | 128 | 0.002 | 1.75000 | chosen |" in (tmp_path / "sweep.md").read_text()
+
+
+def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
+    run_sweep(recipe(), tmp_path, Runner())
+    ready = load_recipe(tmp_path / "recipe.yaml")
+    assert (ready.train.batch_size_tokens, ready.train.learning_rate, ready.sweep) == (128, 2e-3, None)
+    assert ready.train.max_steps == 10
+
+
+def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(recipe(), tmp_path, Runner(die_at=2))
+    second = Runner()
+    result = run_sweep(recipe(), tmp_path, second)
+    assert second.ran == [(128, 2e-3), (128, 4e-3)]
+    assert result == run_sweep(recipe(), tmp_path / "whole", Runner())
+
+
+def test_a_candidate_that_diverges_has_lost(tmp_path: Path) -> None:
+    result = run_sweep(recipe(), tmp_path, Runner(LOSSES | {(128, 2e-3): None}))
+    assert result["learning_rate"] == 1e-3
+    assert "| diverged |" in (tmp_path / "sweep.md").read_text()
+    json.loads((tmp_path / "sweep.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_no_finite_candidate_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no candidate ended with a finite loss"):
+        run_sweep(recipe(), tmp_path, Runner(dict.fromkeys(LOSSES)))
+
+
+def test_more_last_steps_than_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"sweep\.last_steps \(4\) is more than sweep\.steps \(3\)"):
+        run_sweep(recipe(last_steps=4), tmp_path, Runner())

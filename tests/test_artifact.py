@@ -1,0 +1,102 @@
+"""Stage folders: finished ones are found, changed ones refused, nothing half-written under a final name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fcsd.artifact import Stage, differences, new_folder, weights_fingerprint, write_json, writing
+from fcsd.errors import UserError
+
+
+def stage(folder: Path, **settings: object) -> Stage:
+    return Stage(folder, "distill", {"train": {"learning_rate": 1e-3} | settings}, {"original": "abc"})
+
+
+def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) -> None:
+    one = stage(tmp_path / "s")
+    assert one.state() == "absent"
+    one.start()
+    assert one.state() == "unfinished"
+    one.finish({"steps": 3})
+    assert one.state() == "finished"
+    manifest = one.manifest()
+    assert manifest["results"] == {"steps": 3} and manifest["versions"]["torch"] and manifest["inputs"] == {"original": "abc"}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished: bool) -> None:
+    one = stage(tmp_path / "s")
+    one.start()
+    if finished:
+        one.finish({})
+    with pytest.raises(UserError, match=r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another output_dir"):
+        stage(tmp_path / "s", learning_rate=2e-3).state()
+    with pytest.raises(UserError, match=r'original: "abc" -> "def"'):
+        Stage(one.folder, one.name, one.settings, {"original": "def"}).state()
+    with pytest.raises(UserError, match="holds stage 'distill', not 'sweep'"):
+        Stage(one.folder, "sweep", {}, {}).state()
+
+
+def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(UserError, match="was not made by stage 'distill'"):
+        stage(tmp_path).state()
+
+
+def test_differences_name_added_and_removed_keys() -> None:
+    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 3}}) == ["b.c: 2 -> null", "b.d: null -> 3"]
+
+
+def test_a_folder_whose_writing_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "model") as folder:
+        (folder / "half").write_text("x")
+        1 / 0  # noqa: B018
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "model") as folder:
+        (folder / "old").write_text("x")
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "model") as folder:
+        1 / 0  # noqa: B018
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"]
+    with new_folder(tmp_path / "model") as folder:
+        (folder / "new").write_text("x")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk_is_one_line_and_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model: could not be written \(No space left on device\)"), writing(tmp_path / "model"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "model"):
+        (tmp_path / "absent").read_text()
+
+
+def test_a_damaged_manifest_says_what_to_do(tmp_path: Path) -> None:
+    one = stage(tmp_path / "s")
+    one.start()
+    (one.folder / "manifest.json").write_text('{"stage": ')
+    with pytest.raises(UserError, match=r"manifest\.json: not valid JSON .*; remove the folder"):
+        one.state()
+
+
+def test_the_fingerprint_follows_the_bytes_of_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no \.safetensors file"):
+        weights_fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    first = weights_fingerprint(tmp_path)
+    write_json(tmp_path / "config.json", {})
+    assert weights_fingerprint(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"b")
+    assert weights_fingerprint(tmp_path) != first
+
+
+def test_json_is_written_whole(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"é": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"é": 1}
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"é": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
