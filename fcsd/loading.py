@@ -1,4 +1,4 @@
-"""Finding checkpoints and data: hub ids and local folders alike, with errors that a user can act on."""
+"""Tokenizers, dtypes and the identity of data: what the stages load beside models."""
 
 import hashlib
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fcsd.artifact import file_sha256
+from fcsd.connectivity.checkpoint import find_folder
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,32 +24,11 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def local_checkpoint(path: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: `path` itself, or the Hub's snapshot (weights as safetensors only, never pickle)."""
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    text = str(path)
-    if text.startswith((".", "/", "~")) or text.count("/") != 1 or folder.suffix:
-        raise UserError(f"{text}: no such folder (and not a hub id of the form owner/name)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        allowed = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-        return Path(snapshot_download(text, revision=revision, allow_patterns=allowed))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(
-            f"{text}: no such local folder, and the Hub gave no checkpoint of this id ({type(error).__name__}:"
-            f" {str(error).splitlines()[0]}); give a local folder, or check the id and the connection"
-        ) from None
-
-
 def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTrainedTokenizerBase":
     """The tokenizer that lies beside a checkpoint."""
     from transformers import AutoTokenizer
 
-    folder = local_checkpoint(path, model.revision if model is not None else None)
+    folder = find_folder(path, model.revision if model is not None else None)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights")
     try:

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from fcsd.artifact import Stage, read_json, weights_fingerprint, write_json
 from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model
+from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.data import build_dataset
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.run import Scorer, TrainingRun, train
@@ -37,7 +38,7 @@ from fcsd.evaluate.runner import evaluate, write_result
 from fcsd.evaluate.scorer import CodeScorer, pass_at_1
 from fcsd.evaluate.suites import SuiteTask, load_suite
 from fcsd.families import family_of
-from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer, local_checkpoint
+from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer
 from fcsd.recipe import Data, Objective, Recipe, Source
 from fcsd.recipe import Train as TrainSettings
 
@@ -135,7 +136,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> di
 
 def convert(recipe: Recipe) -> Stage:
     """The original with FarSkip connectivity, untrained."""
-    source = local_checkpoint(recipe.model_path, recipe.model.revision)
+    source = find_folder(recipe.model_path, recipe.model.revision)
     folder = recipe.folder / "convert"
     settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
     stage = Stage(folder, "convert", settings, {"original": weights_fingerprint(source)})
@@ -313,7 +314,7 @@ def models(recipe: Recipe) -> dict[str, Path]:
     """Every model of the run that exists, by its name in the report: original, converted, main, variants."""
     folder = recipe.folder
     found = {
-        "original": local_checkpoint(recipe.model_path, recipe.model.revision),
+        "original": find_folder(recipe.model_path, recipe.model.revision),
         "converted": folder / "convert" / "model",
         MAIN: folder / "distill" / "model",
         **{name: folder / "variants" / name / "model" for name in recipe.variants},
@@ -331,7 +332,7 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
         "data": recipe.data.model_dump(mode="json", include={"heldout", "heldout_examples", "max_length", "packing", "loss_on"}),
         "model": {"dtype": recipe.model.dtype},
     }
-    original = local_checkpoint(recipe.model_path, recipe.model.revision)
+    original = find_folder(recipe.model_path, recipe.model.revision)
     inputs = {"model": weights_fingerprint(path), "connectivity": _wiring(path), "original": weights_fingerprint(original)}
     stage = Stage(recipe.folder / "evaluate" / name, "evaluate", settings, inputs)
     if _begin(stage) == "finished":
@@ -372,7 +373,7 @@ def evaluate_checkpoint(
     from fcsd.report.table import result_table
 
     tasks = load_suite(suite)
-    folder = local_checkpoint(path, revision)
+    folder = find_folder(path, revision)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
     inputs = {"model": weights_fingerprint(folder), "connectivity": _wiring(folder)}
     stage = Stage(output, "evaluate", settings, inputs)
@@ -399,7 +400,7 @@ def layers(recipe: Recipe) -> Stage:
 
     if recipe.data.heldout is None:
         raise UserError("evaluation.layer_study: needs data.heldout, the text on which KL is measured")
-    source = local_checkpoint(recipe.model_path, recipe.model.revision)
+    source = find_folder(recipe.model_path, recipe.model.revision)
     settings = recipe.data.model_dump(mode="json", include={"heldout", "heldout_examples", "max_length"})
     stage = Stage(recipe.folder / "layers", "layers", settings, {"original": weights_fingerprint(source)})
     if _begin(stage) == "finished":
@@ -481,7 +482,7 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _training_inputs(recipe: Recipe) -> dict[str, str]:
-    source = local_checkpoint(recipe.model_path, recipe.model.revision)
+    source = find_folder(recipe.model_path, recipe.model.revision)
     return {"original": weights_fingerprint(source), **_data_inputs(recipe.data)}
 
 
