@@ -214,7 +214,8 @@ def final_hidden(
 
 @contextmanager
 def block_outputs(model: nn.Module, enabled: bool = True) -> Iterator[list[Tensor]]:
-    """Collect o_k, the (B, T, D) residual stream after each decoder layer, of one forward pass in the context.
+    """Collect o_k, the (B, T, D) residual stream after each decoder layer, of one forward pass in the
+    context.
 
     A layer may return o_k or a tuple that starts with it. The hooks only take a reference, so that
     recomputation under non-reentrant checkpointing, which happens after the context, sees the same graph.
