@@ -94,8 +94,9 @@ def read_config(
     is_farskip = model_type.startswith(PREFIX)
     if is_farskip != ("farskip" in config):
         raise UserError(
-            f"{where}: model_type '{model_type}' and the field farskip ({'present' if 'farskip' in config else 'absent'})"
-            " contradict each other; convert the original checkpoint again with `fcsd convert`"
+            f"{where}: model_type '{model_type}' contradicts the field farskip, which is"
+            f" {'present' if 'farskip' in config else 'absent'};"
+            " convert the original checkpoint again with `fcsd convert`"
         )
     if any_family and base_model_type(model_type) not in FAMILIES:
         return config, None, None
@@ -138,7 +139,8 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         )
         if absent := sorted(wanted - found.keys()):
             raise UserError(
-                f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so; fetch both again"
+                f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
+                " fetch both again"
             )
         shapes |= {key: found[key] for key in wanted}
     return Checkpoint(folder, config, family, connectivity, tuple(files), shapes)

@@ -63,8 +63,8 @@ def _family(model: Any) -> Family:
     family = family_of(config)
     if not isinstance(model, base_model_class(family)):
         raise UserError(
-            f"{type(model).__name__}: only {family.causal_lm} of transformers' {family.upstream} can be converted;"
-            " convert before wrapping the model (PEFT, FSDP, DDP)"
+            f"{type(model).__name__}: only {family.causal_lm} of transformers' {family.upstream} can be"
+            " converted; convert before wrapping the model (PEFT, FSDP, DDP)"
         )
     return family
 

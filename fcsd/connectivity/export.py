@@ -37,9 +37,8 @@ def convert_checkpoint(
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
 
-    The weight files are copied byte for byte (as copy-on-write clones where the file system can), the config
-    is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
-    the end.
+    The weight files are hard-linked, or copied where the file system cannot link; the config is rewritten,
+    `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at the end.
 
     Returns:
         The indices of the rewired layers.
@@ -97,13 +96,15 @@ def _checked(folder: Path) -> Checkpoint:
 
 def _write(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
     for name in checkpoint.weight_files:
-        copy_file(checkpoint.folder / name, folder / name)
+        link_or_copy(checkpoint.folder / name, folder / name)
     if len(checkpoint.weight_files) > 1 or (checkpoint.folder / INDEX).exists():
-        copy_file(checkpoint.folder / INDEX, folder / INDEX)
+        shutil.copyfile(checkpoint.folder / INDEX, folder / INDEX)
     for pattern in CARRIED:
         for file in sorted(checkpoint.folder.glob(pattern)):
             if file.is_file():
-                copy_file(file, folder / file.relative_to(checkpoint.folder))
+                target = folder / file.relative_to(checkpoint.folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
     _name_tokenizer_class(folder, str(checkpoint.config["model_type"]).removeprefix(PREFIX))
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -124,20 +125,16 @@ def _name_tokenizer_class(folder: Path, model_type: str) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def copy_file(source: Path, destination: Path) -> None:
-    """Copy a file's bytes, as a copy-on-write clone where the file system can.
+def link_or_copy(source: Path, destination: Path) -> None:
+    """A hard link to the file's bytes, or a copy where the file system cannot.
 
-    Not a hard link: safetensors writes into an existing file in place, so training that saves into the
-    converted folder would overwrite the original checkpoint.
+    Links are safe here because safetensors and `save_pretrained` replace weight files and do not write into
+    them.
     """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as reader, open(destination, "wb") as writer:
-        try:
-            import fcntl
-
-            fcntl.ioctl(writer.fileno(), 0x40049409, reader.fileno())  # FICLONE of linux/fs.h
-        except (ImportError, OSError):
-            shutil.copyfileobj(reader, writer, length=16 << 20)
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:
+        shutil.copyfile(source, destination)
 
 
 @contextmanager

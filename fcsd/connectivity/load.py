@@ -66,11 +66,12 @@ def load_model(
     if checkpoint.family is None:
         from transformers import AutoModelForCausalLM
 
-        model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
     else:
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
-        model, info = cls.from_pretrained(folder, config=config, **options)
+        loaded = cls.from_pretrained(folder, config=config, **options)
+    model, info = loaded
     if problem := _loading_problem(info):
         raise UserError(f"{folder}: {problem}")
     return model.eval()
@@ -98,8 +99,9 @@ def config_and_class(
         return without_farskip(config, family), base_model_class(family)
     if connectivity is not None and (wanted := connectivity.field(mask)) != own:
         raise UserError(
-            f"{checkpoint.folder}: this checkpoint is already converted with {_shown(own)}, but {_shown(wanted)} is asked"
-            " for; leave the connectivity out to load it as it is, or convert the original checkpoint"
+            f"{checkpoint.folder}: this checkpoint is already converted with {_shown(own)}, but"
+            f" {_shown(wanted)} is asked for; leave the connectivity out to load it as it is, or convert the"
+            " original checkpoint"
         )
     return config, farskip_model_class(family)
 
@@ -137,8 +139,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
         expected = in_files.get(name) or in_memory.get(name)
         if expected is not None and shape != expected and shape != in_memory.get(name):
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says {list(expected)};"
-                " weights and config belong to different models"
+                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
+                f" {list(expected)}; weights and config belong to different models"
             )
     have = checkpoint.shapes.keys()
     prefix = cls.base_model_prefix + "."
@@ -146,7 +148,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
         name.startswith(prefix) for name in have
     ):
         raise UserError(
-            f"{checkpoint.folder}: no tensor name starts with '{prefix}'; this is not a checkpoint of {cls.__name__}"
+            f"{checkpoint.folder}: no tensor name starts with '{prefix}';"
+            f" this is not a checkpoint of {cls.__name__}"
         )
     missing = [name for name in in_files if name not in have and name not in tied]
     fused_missing = [name for name in in_memory if name not in have and name not in tied]
@@ -187,7 +190,8 @@ def _loading_problem(info: dict[str, Any]) -> str | None:
     ):
         if values := sorted(str(value) for value in info.get(key) or ()):
             first = re.sub(r"\s+", " ", values[0])[:200]
-            return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
+            advice = "the checkpoint is incomplete or of another model"
+            return f"{len(values)} {text}, the first is '{first}'; {advice}"
     return None
 
 

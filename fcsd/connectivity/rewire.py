@@ -113,11 +113,12 @@ def layer_class(base: type) -> type:
         return base_call(self, o, attention_input, *args, **kwargs)
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan: LayerPlan | None = self.farskip_plan
+        plan: Any = self.farskip_plan
         if plan is None:
             return base_forward(self, o, *args, **kwargs)
         attention_input, args = args[0], args[1:]
-        after_attention = shared_output = None
+        after_attention: Any = None
+        shared_output: Any = None
 
         def in_norm(_: torch.Tensor) -> torch.Tensor:
             return getattr(self, plan.in_norm)(o if attention_input is None else attention_input)
@@ -186,8 +187,8 @@ def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is needed"
-            f" (expected as in transformers' {family.upstream}; rewire before FSDP or DeepSpeed wrap the layers)"
+            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is"
+            f" needed, as in transformers' {family.upstream}; rewire before FSDP or DeepSpeed wrap layers"
         )
     return found[0]
 
@@ -235,8 +236,9 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
         block = getattr(stack[k], family.moe)
         if "forward" in vars(stack[k]) or "forward" in vars(block):
             raise ValueError(
-                f"layer {k} has its own `forward` (from device_map, accelerate hooks or kernels), which would bypass the"
-                " rewiring; convert the model before them, or load it with fcsd.connectivity.load_model"
+                f"layer {k} has its own `forward` (from device_map, accelerate hooks or kernels), which would"
+                " bypass the rewiring; convert the model before them, or load it with"
+                " fcsd.connectivity.load_model"
             )
     unrewire(model)
     for k in sorted(selected):

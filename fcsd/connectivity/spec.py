@@ -56,8 +56,8 @@ class Connectivity:
             raise UserError(f"connectivity.mlp: must be 'outdated' or 'full', got {self.mlp!r}")
         if self.attention == self.mlp == "full" and self.layers not in ("none", []):
             raise UserError(
-                "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be rewired;"
-                " set one of them (attention: partial, mlp: outdated), or use layers: none"
+                "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"
+                " rewired; set one of them (attention: partial, mlp: outdated), or use layers: none"
             )
 
     def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
@@ -188,7 +188,8 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
         return list(range(number)) if side == "first" else list(range(total - number, total))
     if isinstance(selection, list) and (beyond := [index for index in selection if index >= total]):
         raise UserError(
-            f"layers: index {beyond[0]} is out of range: the model has {total} decoder layers, 0 to {total - 1}"
+            f"layers: index {beyond[0]} is out of range: the model has {total} decoder layers,"
+            f" 0 to {total - 1}"
         )
     assert isinstance(selection, list)
     return selection

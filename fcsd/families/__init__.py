@@ -187,18 +187,20 @@ def family_of(config: Any) -> Family:
         if not any(get(name) for name in _EXPERT_COUNTS):
             raise UserError(
                 f"model type '{model_type}' is a dense model: it has no MoE layer, so FarSkip has no expert"
-                f" communication to overlap; choose an MoE model of one of the families {', '.join(sorted(FAMILIES))}"
+                " communication to overlap; choose an MoE model of one of the families"
+                f" {', '.join(sorted(FAMILIES))}"
             )
         hint = (
             "; convert its text model, which has model type 'llama4_text'" if model_type == "llama4" else ""
         )
         raise UserError(
-            f"model type '{model_type}' is not supported{hint}; supported families: {', '.join(sorted(FAMILIES))}"
+            f"model type '{model_type}' is not supported{hint}; supported families:"
+            f" {', '.join(sorted(FAMILIES))}"
         )
     if not isinstance(config, Mapping) and not any(moe_mask(config, family)):
         fields = MOE_LAYERS[family.moe_layers][0]
         raise UserError(
-            f"model type '{model_type}': this model is dense, none of its {config.num_hidden_layers} layers is an MoE"
-            f" layer (config fields: {', '.join(fields)}); FarSkip needs at least one"
+            f"model type '{model_type}': this model is dense, none of its {config.num_hidden_layers} layers"
+            f" is an MoE layer (config fields: {', '.join(fields)}); FarSkip needs at least one"
         )
     return family

@@ -95,7 +95,13 @@ TINY: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 1,
         "attention_chunk_size": 16,
     },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "granitemoe": _GRANITE,
     "granitemoeshared": {**_GRANITE, "shared_intermediate_size": 32},
 }

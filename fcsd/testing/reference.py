@@ -1,0 +1,229 @@
+"""FarSkip forward passes written from the equations, for tests: the routing, the experts and the layers by
+hand.
+
+Independent of the product: it reads no `Family`, no rewired class, and runs on the *regular* model, from
+which it takes weights, the norms, the attention modules and the keyword arguments that the model's loop
+hands to its layers. Slow: one matrix product a token and expert. Attribute names are spelled out below, each
+from upstream's modeling file.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu, softmax
+
+Parts = tuple[Tensor, Tensor]
+"""(routed output, shared output), each N x D."""
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def _mlp(mlp: Any, x: Tensor) -> Tensor:
+    return linear(silu(linear(x, mlp.gate_proj.weight)) * linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
+
+
+def _routed(x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """sum_k weights[n, k] · expert_{indices[n, k]}(x[n]); indices and weights are N x K."""
+    return torch.stack(
+        [
+            sum(
+                (w * expert(int(e), x[n]) for e, w in zip(indices[n], weights[n], strict=True)),
+                torch.zeros_like(x[n]),
+            )
+            for n in range(x.shape[0])
+        ]
+    )
+
+
+def _fused(experts: Any) -> Callable[[int, Tensor], Tensor]:
+    return lambda e, x: experts.down_proj[e] @ _swiglu(experts.gate_up_proj[e] @ x)
+
+
+def _softmax_router(
+    layer: Any, x: Tensor, k: int, normalise: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    weights, indices = softmax(x @ layer.mlp.gate.weight.T, dim=-1).topk(k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return indices, weights * scale
+
+
+def _qwen3_moe(layer: Any, config: Any, x: Tensor) -> Parts:
+    indices, weights = _softmax_router(layer, x, config.num_experts_per_tok, config.norm_topk_prob)
+    return _routed(x, indices, weights, _fused(layer.mlp.experts)), torch.zeros_like(x)
+
+
+def _qwen2_moe(layer: Any, config: Any, x: Tensor) -> Parts:
+    indices, weights = _softmax_router(layer, x, config.num_experts_per_tok, config.norm_topk_prob)
+    gate = torch.sigmoid(x @ layer.mlp.shared_expert_gate.weight.T)
+    shared = gate * _mlp(layer.mlp.shared_expert, x)
+    return _routed(x, indices, weights, _fused(layer.mlp.experts)), shared
+
+
+def _mixtral(layer: Any, config: Any, x: Tensor) -> Parts:
+    indices, weights = _softmax_router(layer, x, config.num_experts_per_tok, True)
+    return _routed(x, indices, weights, _fused(layer.mlp.experts)), torch.zeros_like(x)
+
+
+def _deepseek_v2(layer: Any, config: Any, x: Tensor) -> Parts:
+    k, scale = config.num_experts_per_tok, config.routed_scaling_factor
+    indices, weights = _softmax_router(layer, x, k, False, scale)
+    return _routed(x, indices, weights, _fused(layer.mlp.experts)), _mlp(layer.mlp.shared_experts, x)
+
+
+def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
+    """Sigmoid scores; groups chosen by their two best biased scores, experts by biased score, weights
+    unbiased."""
+    gate = layer.mlp.gate
+    scores = torch.sigmoid(x @ gate.weight.T)
+    biased = scores + gate.e_score_correction_bias
+    size = scores.shape[-1] // config.n_group
+    indices, weights = [], []
+    for n in range(x.shape[0]):
+        best_two = [float(group.topk(2).values.sum()) for group in biased[n].split(size)]
+        kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[: config.topk_group]
+        candidates = [e for g in kept for e in range(g * size, (g + 1) * size)]
+        chosen = sorted(candidates, key=lambda e: -float(biased[n, e]))[: config.num_experts_per_tok]
+        w = scores[n, chosen]
+        if config.norm_topk_prob:
+            w = w / w.sum()
+        indices.append(torch.tensor(chosen))
+        weights.append(w * config.routed_scaling_factor)
+    routed = _routed(x, torch.stack(indices), torch.stack(weights), _fused(layer.mlp.experts))
+    return routed, _mlp(layer.mlp.shared_experts, x)
+
+
+def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
+    """The sigmoid of the router's logit scales what goes *into* the expert; expert matrices are stored
+    transposed."""
+    block = layer.feed_forward
+    logits, indices = (x @ block.router.weight.T).topk(config.num_experts_per_tok, dim=-1)
+    experts = block.experts
+    routed = torch.stack(
+        [
+            sum(
+                (
+                    _swiglu(torch.sigmoid(w) * x[n] @ experts.gate_up_proj[e]) @ experts.down_proj[e]
+                    for e, w in zip(indices[n].tolist(), logits[n], strict=True)
+                ),
+                torch.zeros_like(x[n]),
+            )
+            for n in range(x.shape[0])
+        ]
+    )
+    return routed, _mlp(block.shared_expert, x)
+
+
+def _gpt_oss(layer: Any, config: Any, x: Tensor) -> Parts:
+    router, experts = layer.mlp.router, layer.mlp.experts
+    logits, indices = (x @ router.weight.T + router.bias).topk(config.num_experts_per_tok, dim=-1)
+
+    def expert(e: int, t: Tensor) -> Tensor:
+        gate_up = t @ experts.gate_up_proj[e] + experts.gate_up_proj_bias[e]
+        gate, up = gate_up[0::2].clamp(max=7.0), gate_up[1::2].clamp(-7.0, 7.0)
+        return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ experts.down_proj[
+            e
+        ] + experts.down_proj_bias[e]
+
+    return _routed(x, indices, softmax(logits, dim=-1), expert), torch.zeros_like(x)
+
+
+def _granite(layer: Any, config: Any, x: Tensor) -> Parts:
+    block = layer.block_sparse_moe
+    logits, indices = (x @ block.router.weight.T).topk(config.num_experts_per_tok, dim=-1)
+    routed = _routed(x, indices, softmax(logits, dim=-1), _fused(block.experts))
+    mlp = getattr(layer, "shared_mlp", None)
+    if mlp is None:
+        return routed, torch.zeros_like(x)
+    return routed, _swiglu(x @ mlp.input_linear.weight.T) @ mlp.output_linear.weight.T
+
+
+MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _deepseek_v3,
+    "mixtral": _mixtral,
+    "olmoe": _qwen3_moe,
+    "llama4_text": _llama4,
+    "gpt_oss": _gpt_oss,
+    "granitemoe": _granite,
+    "granitemoeshared": _granite,
+}
+
+
+def _is_moe(layer: Any) -> bool:
+    return any(hasattr(child, "experts") for child in layer.children())
+
+
+def layer_arguments(model: Any, input_ids: Tensor, **inputs: Any) -> tuple[Tensor, list[dict[str, Any]]]:
+    """(input of the first layer, keyword arguments of every layer) of the regular model's own loop."""
+    first: list[Tensor] = []
+    arguments: list[dict[str, Any]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first.append(args[0].clone())
+        arguments.append(dict(kwargs))
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
+    try:
+        model(input_ids, use_cache=False, **inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return first[0], arguments
+
+
+@torch.no_grad()
+def reference_forward(
+    model: Any,
+    input_ids: Tensor,
+    layers: Sequence[int],
+    attention: str = "partial",
+    mlp: str = "outdated",
+    **inputs: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits and streams of a regular model as if `layers` were FarSkip layers.
+
+        o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
+        a   = o_{k-1} - routed_{k-1} after a FarSkip MoE layer if layer k is FarSkip and attention is
+        partial, else o_{k-1} m   = o_{k-1} if layer k is FarSkip and mlp is outdated, else o_{k-1} +
+        attn_k(a)
+
+    Args:
+        model: a regular CausalLM of a family in `MOE`, in eval mode.
+        input_ids: B x T.
+        layers: indices of the FarSkip layers.
+        inputs: further model inputs (attention_mask, position_ids).
+
+    Returns:
+        (logits B x T x V, [o_0 … o_L] each B x T x D, before the final norm; o_0 is the embedding).
+    """
+    config = model.config
+    o, arguments = layer_arguments(model, input_ids, **inputs)
+    streams = [o]
+    in_flight: Tensor | None = None
+    for k, layer in enumerate(model.model.layers):
+        far = k in layers
+        scale = config.residual_multiplier if config.model_type.startswith("granite") else 1.0
+        a = o - in_flight if far and attention == "partial" and in_flight is not None else o
+        attended = scale * layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments[k])[0]
+        m = layer.post_attention_layernorm(o if far and mlp == "outdated" else o + attended)
+        x = m.reshape(-1, m.shape[-1])
+        if _is_moe(layer):
+            routed, shared = (scale * part.view(o.shape) for part in MOE[config.model_type](layer, config, x))
+            in_flight = routed if far else None
+            o = o + attended + shared + routed
+        else:
+            dense = layer.feed_forward if config.model_type == "llama4_text" else layer.mlp
+            in_flight = None
+            o = o + attended + scale * _mlp(dense, x).view(o.shape)
+        streams.append(o)
+    logits = model.lm_head(model.model.norm(o))
+    return logits / getattr(config, "logits_scaling", 1.0), streams
