@@ -1,0 +1,187 @@
+"""Plain Python values as JSON: what crosses between the examiner and the generated program. Standard library only.
+
+A JSON list is a list and a JSON scalar is itself; anything else is {"t": type, "v": content}. An instance of a class
+that is not known here crosses as a handle: something that is not None, has a truth value, equals only
+itself, and becomes the object again when it is passed back. Decoding never runs code that the sender chose.
+"""
+
+import itertools
+import json
+import os
+import re
+from collections import Counter, OrderedDict, deque
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+_LEAF = frozenset({type(None), bool, int, float, str})
+_ITERATORS: tuple[Any, ...] = (
+    type(iter([])), type(iter(())), type(iter({})), type(iter(set())), type(iter("")), type(reversed([])),
+    map, filter, zip, enumerate, type(_ for _ in ()), type({}.values()), type({}.items()),
+    itertools.chain, itertools.islice, itertools.combinations, itertools.permutations, itertools.product,
+    itertools.combinations_with_replacement, itertools.accumulate, itertools.starmap,
+)  # fmt: skip
+MAX_FRAME_BYTES = 1 << 30
+
+
+class Handle:
+    """An object that stayed on the other side."""
+
+    def __init__(self, number: int, truth: bool, shown: str):
+        self.number, self.truth, self.shown = number, truth, shown
+
+    def __bool__(self) -> bool:
+        return self.truth
+
+    def __repr__(self) -> str:
+        return self.shown
+
+
+class Codec:
+    """Encoder and decoder of one side; `objects` are those it gave out handles for."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def encode(self, value: Any) -> Any:
+        """`value` as JSON-able data."""
+        kind = type(value)
+        if kind in _LEAF:
+            return value
+        if kind is list:
+            types = set(map(type, value))
+            if types <= _LEAF:
+                return value
+            if types == {tuple} and set(map(type, itertools.chain.from_iterable(value))) <= _LEAF:
+                return {"t": "tuples", "v": value}  # at the speed of C: some results have millions of them
+            return [self.encode(item) for item in value]
+        if kind is Handle:
+            return {"t": "handle", "v": value.number}
+        if isinstance(
+            value, bool | int | float | str
+        ):  # a subclass (an Enum, numpy.float64): its plain value
+            for base in (int, float, str):
+                if isinstance(value, base):
+                    return base(value)
+        if isinstance(value, tuple):
+            return {"t": "tuple", "v": self.encode(list(value))}
+        if isinstance(value, list):
+            return self.encode(list(value))
+        if isinstance(value, set | frozenset):
+            name = "set" if isinstance(value, set) else "frozenset"
+            return {"t": name, "v": self.encode(list(value))}
+        if isinstance(value, dict):
+            name = "Counter" if isinstance(value, Counter) else "dict"
+            name = "OrderedDict" if isinstance(value, OrderedDict) else name
+            return {"t": name, "v": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
+        if isinstance(value, bytes | bytearray):
+            return {"t": kind.__name__, "v": value.decode("latin-1")}
+        if isinstance(value, complex):
+            return {"t": "complex", "v": [value.real, value.imag]}
+        if isinstance(value, range):
+            return {"t": "range", "v": [value.start, value.stop, value.step]}
+        if isinstance(value, deque):
+            return {"t": "deque", "v": self.encode(list(value))}
+        if kind is type({}.keys()):
+            return {"t": "dict_keys", "v": self.encode(list(value))}
+        if isinstance(value, _ITERATORS):
+            return {"t": "iterator", "v": self.encode(list(value))}
+        if isinstance(value, Fraction | Decimal):
+            return {"t": "Fraction" if isinstance(value, Fraction) else "Decimal", "v": str(value)}
+        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+            parts = value.view(value.real.dtype) if value.dtype.kind == "c" else value
+            return {"t": "numpy", "v": [value.dtype.str, list(value.shape), parts.ravel().tolist()]}
+        return self._handle(value)
+
+    def _handle(self, value: Any) -> Any:
+        try:
+            truth = bool(value)
+        except Exception:
+            truth = True
+        self.objects.append(value)
+        return {
+            "t": "handle",
+            "v": len(self.objects) - 1,
+            "truth": truth,
+            "shown": f"<{type(value).__name__}>"[:100],
+        }
+
+    def decode(self, data: Any) -> Any:
+        """The value of `data`; ValueError when it is not something that `encode` makes."""
+        kind = type(data)
+        if kind in _LEAF:
+            return data
+        if kind is list:
+            return data if set(map(type, data)) <= _LEAF else [self.decode(item) for item in data]
+        if kind is not dict or not isinstance(data.get("t"), str) or "v" not in data:
+            raise ValueError("not a value")
+        name, value = data["t"], data["v"]
+        if name == "tuples":
+            return [tuple(item) for item in value]
+        if name == "handle":
+            if "truth" in data:
+                return Handle(int(value), data["truth"] is True, str(data.get("shown"))[:100])
+            return self.objects[int(value)]
+        if name in ("dict", "Counter", "OrderedDict"):
+            made = {self.decode(k): self.decode(v) for k, v in value}
+            return {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}[name](made)
+        if name in ("tuple", "set", "frozenset", "deque", "iterator"):
+            make: Any = {
+                "tuple": tuple,
+                "set": set,
+                "frozenset": frozenset,
+                "deque": deque,
+                "iterator": iter,
+            }[name]
+            return make(self.decode(value))
+        if name == "dict_keys":
+            return dict.fromkeys(self.decode(value)).keys()
+        if name in ("bytes", "bytearray"):
+            return {"bytes": bytes, "bytearray": bytearray}[name](value.encode("latin-1"))
+        if name == "complex":
+            return complex(*value)
+        if name == "range":
+            return range(*value)
+        if name in ("Fraction", "Decimal"):
+            return {"Fraction": Fraction, "Decimal": Decimal}[name](value)
+        if name == "numpy":
+            return _numpy(*value)
+        raise ValueError(f"not a value: {name}")
+
+
+def _numpy(dtype: str, shape: list[int], flat: list[Any]) -> Any:
+    import numpy
+
+    if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", dtype):
+        raise ValueError("not a number type")
+    kind = numpy.dtype(dtype)
+    array = numpy.array(flat, dtype=kind.type(0).real.dtype).view(kind).reshape(shape)
+    return array if shape else array[()]
+
+
+def write_frame(fd: int, message: Any) -> None:
+    """Write `message` as JSON after its length (16 hexadecimal digits)."""
+    data = json.dumps(message).encode()
+    view = memoryview(b"%016x" % len(data) + data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """Read `size` bytes; EOFError when the other side ended before."""
+    parts = []
+    while size:
+        part = os.read(fd, min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def read_frame(fd: int) -> Any:
+    """Read what `write_frame` wrote."""
+    size = int(read_exactly(fd, 16), 16)
+    if not 0 <= size <= MAX_FRAME_BYTES:
+        raise ValueError("a message of more than 1 GiB")
+    return json.loads(read_exactly(fd, size))

@@ -1,0 +1,227 @@
+"""What the kernel forbids to generated programs, layer by layer. Standard library only; Linux on x86_64 and aarch64.
+
+    namespaces   own user, process, network, IPC and host-name space: no network, no process outside can be seen
+    scratch      a small tmpfs as the only writable folder (needs the user namespace); without it nothing can be written
+    landlock     files: read the Python installation and /usr, write only the scratch folder
+    seccomp      system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …; for the job
+                 also fork, signals to others, chmod, foreign limits
+    rlimits      address space, CPU time, file size, open files, processes
+    capabilities none left; no_new_privs
+
+Each function applies one layer to the calling process for ever and returns whether it holds. Structures and numbers:
+linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of x86_64 and of asm-generic.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import struct
+import sys
+from typing import Any
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+EPERM, ENOSYS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+SCRATCH_BYTES, SCRATCH_FILES = 64 << 20, 512
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+# Denied to everything in the sandbox: name -> (x86_64, aarch64), None where the machine has no such call.
+_SYSTEM: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "accept": (43, 202), "accept4": (288, 242), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
+    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225),
+    "acct": (163, 89), "quotactl": (179, 60), "personality": (135, 92), "syslog": (103, 116),
+    "settimeofday": (164, 170), "adjtimex": (159, 171), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "iopl": (172, None),
+    "ioperm": (173, None),
+}  # fmt: skip
+# Denied to the two processes of a job. Landlock does not know file modes, owners, times and attributes.
+_JOB: dict[str, tuple[int | None, int | None]] = {
+    "fork": (57, None), "vfork": (58, None), "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "sched_setscheduler": (144, 119),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "truncate": (76, 45), "file_setattr": (469, 469),
+}  # fmt: skip
+_CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT, _PRCTL = (
+    (56, 220),
+    (435, 435),
+    (62, 129),
+    (234, 131),
+    (302, 261),
+    (157, 167),
+)
+_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+
+
+def unshare_namespaces() -> list[str]:
+    """Enter new namespaces, with a user namespace or (as root where those are forbidden) without; [] if neither works.
+
+    The process namespace holds for children: fork afterwards.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    rest = NEWPID | NEWNET | NEWIPC | NEWUTS
+    if _libc.unshare(NEWUSER | rest) == 0:
+        # Inside, the caller is `nobody`; outside, it stays the user it was.
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"65534 {uid} 1"),
+            ("gid_map", f"65534 {gid} 1"),
+        ):
+            with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        return ["user", "pid", "net", "ipc", "uts"]
+    if _libc.unshare(rest) == 0:
+        return ["pid", "net", "ipc", "uts"]
+    return []
+
+
+def mount_scratch(folder: str) -> bool:
+    """Put a tmpfs of limited size and number of files over `folder`, in an own mount namespace."""
+    if _libc.unshare(NEWNS) != 0:
+        return False
+    private, recursive = 1 << 18, 1 << 14
+    _libc.mount(None, b"/", None, ctypes.c_ulong(private | recursive), None)
+    options = f"size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES},mode=700".encode()
+    nosuid_nodev_noexec = 2 | 4 | 8
+    return bool(
+        _libc.mount(b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(nosuid_nodev_noexec), options) == 0
+    )
+
+
+def drop_capabilities() -> bool:
+    """Give up every capability, those of a user namespace included, and the way to new ones."""
+    held = _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    for number in range(64):
+        _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
+    nothing = ctypes.create_string_buffer(24)
+    return held and _libc.capset(header, nothing) == 0
+
+
+def restrict_files(scratch: str | None) -> int:
+    """Landlock: read the Python installation and the system libraries, write below `scratch`. Returns the ABI, 0 if none."""
+    create, add_rule, restrict_self = 444, 445, 446
+    abi = int(_libc.syscall(create, None, ctypes.c_size_t(0), 1))
+    if abi < 1:
+        return 0
+    refer, truncate, ioctl = 1 << 13, 1 << 14, 1 << 15
+    handled = (
+        (1 << 13) - 1
+        | (refer if abi >= 2 else 0)
+        | (truncate if abi >= 3 else 0)
+        | (ioctl if abi >= 5 else 0)
+    )
+    net = 3 if abi >= 4 else 0  # bind and connect of TCP
+    scoped = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    attributes = ctypes.create_string_buffer(struct.pack("=QQQ", handled, net, scoped), 24)
+    ruleset = int(_libc.syscall(create, attributes, ctypes.c_size_t(size), 0))
+    if ruleset < 0:
+        return 0
+    execute, write_file, read_file, read_dir = 1, 2, 4, 8
+
+    def allow(path: str, rights: int) -> bool:
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return False
+        if not os.path.isdir(path):
+            rights &= execute | write_file | read_file | truncate | ioctl
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights & handled, fd), 12)
+        done = _libc.syscall(add_rule, ruleset, 1, rule, 0) == 0
+        os.close(fd)
+        return bool(done)
+
+    readable = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
+    readable |= {os.path.realpath(path) for path in readable} | {"/dev/urandom", "/dev/zero"}
+    for path in sorted(readable):
+        allow(path, read_file | read_dir)
+    allow("/dev/null", read_file | write_file)
+    whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11)  # no programs, devices, sockets
+    if scratch is not None and not allow(scratch, whole):
+        return 0
+    held = _libc.syscall(restrict_self, ruleset, 0) == 0
+    os.close(ruleset)
+    return abi if held else 0
+
+
+def forbid_system_calls(*, job: bool) -> bool:
+    """Seccomp: the deny list of the sandbox, or (`job=True`, on top of it) that of one job's processes."""
+    if platform.machine() not in _ARCH or struct.calcsize("P") != 8 or sys.byteorder != "little":
+        return False
+    column, audit = _ARCH[platform.machine()]
+    kill_process, refuse, allow = (0x06, 0, 0, 0x80000000), 0x00050000, (0x06, 0, 0, 0x7FFF0000)
+    load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
+    number, architecture, first_argument = 0, 4, 16
+    program: list[tuple[int, int, int, int]] = [
+        (load, 0, 0, architecture), (equal, 1, 0, audit), kill_process, (load, 0, 0, number),
+    ]  # fmt: skip
+    if column == 0:
+        program += [(at_least, 0, 1, 0x40000000), (0x06, 0, 0, refuse | EPERM)]  # the x32 calls
+
+    def when(call: tuple[int, int], *then: tuple[int, int, int, int]) -> None:
+        program.extend([(equal, 0, len(then), call[column]), *then])
+
+    stop, argument = (0x06, 0, 0, refuse | EPERM), (load, 0, 0, first_argument)
+    for numbers in (_JOB if job else _SYSTEM).values():
+        if numbers[column] is not None:
+            program += [(equal, 0, 1, int(numbers[column] or 0)), stop]
+    if job:
+        own = os.getpid()
+        when(_CLONE, argument, (any_bit, 0, 1, 0x10000), allow, stop)  # threads, not processes
+        when(_CLONE3, (0x06, 0, 0, refuse | ENOSYS))  # its flags lie in memory; glibc then uses clone
+        when(_KILL, argument, (equal, 0, 1, own), allow, stop)
+        when(_TGKILL, argument, (equal, 0, 1, own), allow, stop)
+        when(_PRLIMIT, argument, (equal, 0, 1, 0), allow, stop)
+        when(_PRCTL, argument, (equal, 0, 1, PR_SET_PDEATHSIG), stop, allow)
+    program.append(allow)
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    filter_program = ctypes.create_string_buffer(
+        struct.pack("=HxxxxxxQ", len(program), ctypes.addressof(buffer)), 16
+    )
+    return bool(_libc.prctl(PR_SET_SECCOMP, 2, filter_program, 0, 0) == 0)
+
+
+def limit_resources(memory_bytes: int, cpu_s: int) -> bool:
+    """Hard limits of one job's process: address space, CPU seconds, file size, open files, processes, no core."""
+    held = True
+    for name, value in (
+        (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, 16 << 20),
+        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 256), (resource.RLIMIT_CORE, 0),
+    ):  # fmt: skip
+        try:
+            hard = resource.getrlimit(name)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(name, (value, value))
+        except (ValueError, OSError):
+            held = False
+    return held
+
+
+def prctl(option: int, value: int) -> Any:
+    """One of the simple process controls."""
+    return _libc.prctl(option, value, 0, 0, 0)

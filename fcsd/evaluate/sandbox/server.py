@@ -1,0 +1,393 @@
+"""The fork server of the sandbox: `python -I server.py CONFIG`. Standard library only; see the package's docstring.
+
+CONFIG is JSON: {"folder": scratch, "memory_bytes": …, "disable": [layers to leave out, for tests]}.
+On standard output first a frame {"layers": {…}}; then for each job on standard input
+
+    48 hexadecimal digits: number, length, milliseconds;  then JSON {"code": …, "tests": [program, …]}
+
+one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, "seconds": …, "message": …}.
+"failure" is the sandbox's own, not the program's. Number and time are all that the server process itself reads of a job.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import types
+from typing import Any
+
+
+def _sibling(name: str) -> Any:
+    """Import a module that lies beside this script: `-I` takes its folder off the path."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+    spec = importlib.util.spec_from_file_location("fcsd_sandbox_" + name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+codec, layers = _sibling("codec"), _sibling("layers")
+
+JOBS, REPLIES = 0, 1
+# Imported once, so that a job does not pay for it.
+PRELOAD = (
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "hashlib", "heapq",
+    "itertools", "math", "numpy", "operator", "random", "re", "statistics", "string", "typing",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- program
+
+
+def program(requests: int, answers: int) -> None:
+    """Run the generated code, then answer the examiner's calls until it closes the pipe."""
+    values = codec.Codec()
+    module = types.ModuleType("program")
+    sys.modules["program"] = module  # dataclasses and typing look for it
+    namespace = module.__dict__
+
+    def answer(work: Any) -> None:
+        try:
+            message = {"value": values.encode(work())}
+            codec.write_frame(answers, message)
+        except BaseException as error:
+            codec.write_frame(answers, {"error": type(error).__name__, "text": _text(error)})
+
+    def run_code() -> list[str]:
+        exec(compile(request["code"], "<program>", "exec"), namespace)
+        return [
+            n for n, v in namespace.items() if isinstance(n, str) and callable(v) and not n.startswith("__")
+        ]
+
+    def call() -> Any:
+        function = namespace[request["call"]]
+        arguments = [values.decode(value) for value in request["arguments"]]
+        return function(*arguments, **{k: values.decode(v) for k, v in request["named"].items()})
+
+    try:
+        while True:
+            request = codec.read_frame(requests)
+            answer(run_code if "code" in request else call)
+    except (EOFError, OSError):
+        pass
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:500]
+    except BaseException:
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------- examiner
+
+
+class Died(BaseException):
+    """The program ended without an answer."""
+
+
+class Link:
+    """The examiner's side of the pipes to the program."""
+
+    def __init__(self, requests: int, answers: int):
+        self.requests, self.answers = requests, answers
+        self.values = codec.Codec()
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """One request and its answer; what the program raised is raised here, as the builtin of that name."""
+        try:
+            codec.write_frame(self.requests, request)
+            reply = codec.read_frame(self.answers)
+        except (EOFError, OSError):
+            raise Died from None
+        if isinstance(reply, dict) and "value" in reply:
+            return self.values.decode(reply["value"])
+        name, text = str(reply["error"]), str(reply["text"])
+        kind = getattr(builtins, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, UnicodeError):
+            kind, text = RuntimeError, f"{name}: {text}"
+        error = kind(text)
+        error.fcsd_from_program = name  # type: ignore[attr-defined]
+        raise error
+
+    def function(self, name: str) -> Any:
+        """A function that is called in the program's process."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            return self.ask({
+                "call": name,
+                "arguments": [self.values.encode(value) for value in arguments],
+                "named": {key: self.values.encode(value) for key, value in named.items()},
+            })  # fmt: skip
+
+        call.__name__ = name
+        return call
+
+
+def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
+    """Run the tests against the program: (outcome, message)."""
+    try:
+        names = link.ask({"code": job["code"]})
+        namespace: dict[str, Any] = {"__name__": "tests"}
+        namespace.update({name: link.function(name) for name in names if isinstance(name, str)})
+        for test in job["tests"]:
+            exec(compile(test, "<tests>", "exec"), namespace)
+        return "passed", ""
+    except Died:
+        raise
+    except MemoryError:
+        return "memory", "MemoryError"
+    except BaseException as error:
+        origin = getattr(error, "fcsd_from_program", None)
+        wrong = isinstance(error, AssertionError) and origin is None
+        return "wrong" if wrong else "error", f"{origin or type(error).__name__}: {_text(error)}"
+
+
+def examiner(link: Link, number: int, length: int, done: int) -> None:
+    """Read the job, examine, reply; one byte on `done`: r replied, d the program died, f the examiner failed."""
+    start = time.monotonic()
+    try:
+        job = json.loads(codec.read_exactly(JOBS, length))
+        outcome, message = examine(job, link)
+    except Died:
+        os.write(done, b"d")
+        return
+    except MemoryError:
+        outcome, message = "memory", "the tests ran out of memory"
+    reply = {"job": number, "outcome": outcome, "seconds": time.monotonic() - start, "message": message[:300]}
+    codec.write_frame(REPLIES, reply)  # below PIPE_BUF, so whole or not at all
+    os.write(done, b"r")
+
+
+# ---------------------------------------------------------------------------------------------- server
+
+
+def fork_job_process(run: Any, keep: set[int], config: dict[str, Any], cpu_s: int) -> int:
+    """Start a job's process that holds only the descriptors in `keep`, under the job's limits."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in range(3):
+            if fd not in keep:
+                os.dup2(null, fd)
+        for fd in range(3, 64):
+            if fd not in keep:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        disable = config["disable"]
+        if "rlimits" not in disable:
+            layers.limit_resources(config["memory_bytes"], cpu_s)
+        if "seccomp" not in disable:
+            layers.forbid_system_calls(job=True)
+        run()
+    except BaseException:
+        os._exit(70)
+    os._exit(0)
+
+
+def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], own_space: bool) -> bool:
+    """One job from start to the last of its processes; False when the scorer has gone."""
+    start = time.monotonic()
+    cpu_s = int(timeout_s) + 2
+    to_program, to_examiner, done = os.pipe(), os.pipe(), os.pipe()
+    # The program first: at this moment nothing of the job has been read by anyone.
+    pid = fork_job_process(
+        lambda: program(to_program[0], to_examiner[1]), {to_program[0], to_examiner[1]}, config, cpu_s
+    )
+    link = Link(to_program[1], to_examiner[0])
+    keep = {JOBS, REPLIES, to_program[1], to_examiner[0], done[1]}
+    judge = fork_job_process(lambda: examiner(link, number, length, done[1]), keep, config, cpu_s)
+    for fd in (*to_program, *to_examiner, done[1]):
+        os.close(fd)
+    poll = select.poll()
+    poll.register(done[0], select.POLLIN)
+    poll.register(JOBS, 0)  # only its end is of interest here
+    verdict, here = b"", True
+    deadline = start + timeout_s
+    while (left := deadline - time.monotonic()) > 0:
+        events = dict(poll.poll(left * 1000))
+        if events.get(JOBS):
+            here = False
+            break
+        if done[0] in events:
+            verdict = os.read(done[0], 1) or b"f"
+            break
+    in_time = time.monotonic() < deadline
+    if verdict == b"d":
+        time.sleep(0)  # the program is ending: let its own status be the one that counts
+        _wait(pid, 0.2)
+    status, usage = _kill(pid, judge, own_space)
+    if here and not verdict:
+        with contextlib.suppress(BlockingIOError):
+            os.set_blocking(done[0], False)
+            verdict = os.read(done[0], 1)
+    os.close(done[0])
+    if not here:
+        return False
+    if verdict != b"r":
+        outcome, message = _classify(verdict, in_time, status, usage, cpu_s)
+        seconds = time.monotonic() - start
+        reply = {"job": number, "outcome": outcome, "seconds": seconds, "message": message}
+        codec.write_frame(REPLIES, reply)
+    return True
+
+
+def _classify(verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int) -> tuple[str, str]:
+    """What became of a job whose examiner gave no outcome."""
+    if verdict == b"d" and status is not None:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
+            return "timeout", "CPU time limit"
+        if number == signal.SIGKILL:
+            return "memory", "killed, most likely for memory"
+        ending = f"signal {number}" if number else f"exit status {os.waitstatus_to_exitcode(status)}"
+        return "error", f"the program ended itself ({ending})"
+    if not in_time:
+        return "timeout", "time limit"
+    return "failure", "the examiner ended without a verdict"
+
+
+_ended: dict[int, tuple[int, float]] = {}
+
+
+def _reap(block: bool) -> bool:
+    """Collect one ended child; False when there is none (or, not blocking, none that has ended)."""
+    try:
+        pid, status, usage = os.wait4(-1, 0 if block else os.WNOHANG)
+    except ChildProcessError:
+        return False
+    if pid:
+        _ended[pid] = (status, usage.ru_utime + usage.ru_stime)
+    return bool(pid)
+
+
+def _wait(pid: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while pid not in _ended and time.monotonic() < end:
+        if not _reap(block=False):
+            time.sleep(0.002)
+
+
+def _kill(pid: int, judge: int, own_space: bool) -> tuple[int | None, float]:
+    """End everything of the job; (wait status, CPU seconds) of the program."""
+    for target in (pid, judge):
+        for end in (os.kill, os.killpg):  # each leads its own group
+            with contextlib.suppress(OSError):
+                if target not in _ended or end is os.killpg:
+                    end(target, signal.SIGKILL)
+    if own_space:
+        with contextlib.suppress(OSError):
+            os.kill(-1, signal.SIGKILL)  # from the first process of a namespace: every other process in it
+    if own_space:
+        while _reap(block=True):
+            pass
+    else:
+        while not {pid, judge} <= _ended.keys() and _reap(block=True):
+            pass
+        while _reap(block=False):
+            pass
+    status, usage = _ended.get(pid, (None, 0.0))
+    _ended.clear()
+    return status, usage
+
+
+def serve(config: dict[str, Any], namespaces: list[str]) -> None:
+    """Apply the layers, report them, and run jobs until standard input ends."""
+    folder, disable = config["folder"], config["disable"]
+    layers.prctl(layers.PR_SET_CHILD_SUBREAPER, 1)
+    scratch = "user" in namespaces and "scratch" not in disable and layers.mount_scratch(folder)
+    os.chdir(folder)  # after the mount: a path from before would lead below it
+    for name in PRELOAD:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    capabilities = layers.drop_capabilities()
+    landlock = 0 if "landlock" in disable else layers.restrict_files(folder if scratch else None)
+    seccomp = "seccomp" not in disable and layers.forbid_system_calls(job=False)
+    layers.prctl(layers.PR_SET_DUMPABLE, 0)
+    sys.setrecursionlimit(4000)  # removing nested folders
+    report = {
+        "namespaces": namespaces,
+        "landlock_abi": landlock,
+        "seccomp": seccomp,
+        "no_capabilities": capabilities,
+        "rlimits": "rlimits" not in disable,
+        "scratch": "tmpfs" if scratch else ("none" if landlock else "unlimited"),
+        "network_off": "net" in namespaces or seccomp,
+        "writes_restricted": landlock > 0,
+    }
+    codec.write_frame(REPLIES, {"layers": report})
+    gc.collect()
+    gc.freeze()  # pages shared with the jobs stay shared
+    own_space = "pid" in namespaces
+    while True:
+        try:
+            header = codec.read_exactly(JOBS, 48)
+        except EOFError:
+            return
+        number, length, milliseconds = (int(header[i : i + 16], 16) for i in (0, 16, 32))
+        place = os.path.join(folder, "job")
+        if scratch:
+            os.mkdir(place, 0o700)
+            os.chdir(place)
+        os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
+        if not run_job(number, length, milliseconds / 1000, config, own_space):
+            return
+        os.chdir(folder)
+        if scratch:
+            shutil.rmtree(place, ignore_errors=True)
+            if os.path.exists(place):
+                return  # a folder that resists: the scorer starts a new server
+
+
+# ---------------------------------------------------------------------------------------------- supervisor
+
+
+def main() -> None:
+    """Enter the namespaces, start the server in them, wait, and clean up, also when the scorer is killed."""
+    config = json.loads(sys.argv[1])
+    scorer = os.getppid()
+    sys.set_int_max_str_digits(0)
+    namespaces = [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
+    pid = os.fork()
+    if pid == 0:
+        layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            serve(config, namespaces)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    os.close(JOBS)
+    os.close(REPLIES)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        if os.getppid() != scorer:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            status = 1
+            break
+        time.sleep(0.05)
+    shutil.rmtree(config["folder"], ignore_errors=True)
+    os._exit(0 if status == 0 else 1)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).umask(0o077)
+    main()

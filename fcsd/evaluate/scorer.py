@@ -1,0 +1,390 @@
+"""Runs generated programs in the sandbox and says what became of each: the scorer side of `fcsd.evaluate.sandbox`.
+
+    with CodeScorer(timeout_s=10.0) as scorer:
+        scorer.self_check(problems)                      # canonical solutions must pass, or ScorerError
+        outcomes = scorer.score(problems, completions)   # one Outcome a problem, in the order of the problems
+        print(pass_at_1(outcomes))
+
+A failure of the scorer raises `ScorerError`; it is never a score of 0.
+
+Not covered: pass@k with several samples a problem; outcomes of programs that depend on the order of sets are as random
+as that order.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from fcsd.errors import UserError
+from fcsd.evaluate.code import Problem, extract_code
+
+OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
+OUTCOME_CLASSES: tuple[OutcomeClass, ...] = ("passed", "wrong", "error", "timeout", "memory")
+LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
+MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
+# The limit of a canonical solution, which sets the limit of its problem, over that of an ordinary program.
+_CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 60.0
+# A program may take this many times as long as the canonical solution of its problem, where that was measured.
+_SLOWER = 4.0
+
+_SERVER = Path(__file__).parent / "sandbox" / "server.py"
+_START_S, _GRACE_S = 60.0, 30.0
+
+
+class ScorerError(RuntimeError):
+    """The scorer, not the program that it scored, has failed: nothing is known about the score."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one program.
+
+    passed   ran all tests to their end
+    wrong    a test's assertion failed
+    error    another exception, in the program or in a test, or the program ended itself
+    timeout  not finished in time
+    memory   more memory than allowed
+    """
+
+    task_id: str
+    outcome: OutcomeClass
+    seconds: float
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program counts."""
+        return self.outcome == "passed"
+
+
+def pass_at_1(outcomes: Sequence[Outcome]) -> float:
+    """Share of programs that passed, one program a problem (greedy pass@1)."""
+    if not outcomes:
+        raise ValueError("pass@1 of no programs")
+    return sum(outcome.passed for outcome in outcomes) / len(outcomes)
+
+
+def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
+    """One worker a core that this process may use, and no more than fit the machine's free memory."""
+    cores = len(os.sched_getaffinity(0))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, int(free // memory_bytes)))
+
+
+class CodeScorer:
+    """A pool of sandbox servers, each a fresh process of its own; use as a context manager.
+
+    Args:
+        num_workers: programs that run at the same time; None: `default_num_workers`.
+        allow_weak_sandbox: run even where the machine cannot keep programs off the network and from writing files.
+        timeout_s: wall time of one program; more for problems whose canonical solution took more than a
+            quarter of it in `self_check`.
+        memory_bytes: address space of one program.
+        disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
+
+    Raises:
+        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not accepted.
+        ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        allow_weak_sandbox: bool = False,
+        timeout_s: float = 10.0,
+        memory_bytes: int = MEMORY_BYTES,
+        disable: Collection[str] = (),
+    ):
+        unknown = sorted(set(disable) - set(LAYERS))
+        if unknown:
+            raise ValueError(f"disable: unknown layers {unknown}; allowed: {', '.join(LAYERS)}")
+        self.num_workers = default_num_workers(memory_bytes) if num_workers is None else num_workers
+        if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
+            raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
+        self.allow_weak_sandbox, self.timeout_s, self.memory_bytes = (
+            allow_weak_sandbox,
+            timeout_s,
+            memory_bytes,
+        )
+        self.disable = sorted(disable)
+        self.layers: dict[str, Any] = {}
+        self._canonical_s: dict[tuple[str, str], float] = {}
+        self._servers: list[_Server] = []
+
+    def __enter__(self) -> "CodeScorer":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all servers and what runs in them."""
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+
+    def _start(self) -> None:
+        """Bring the pool to its size; servers that have ended are replaced."""
+        alive = []
+        for server in self._servers:
+            if server.usable:
+                alive.append(server)
+            else:
+                server.stop()
+        self._servers = alive
+        while len(self._servers) < self.num_workers:
+            server = _Server(self.memory_bytes, self.disable)
+            self._servers.append(server)
+        for server in self._servers:
+            self.layers = server.ready()
+            self._refuse_weak()
+
+    def _refuse_weak(self) -> None:
+        missing = [
+            text
+            for key, text in (
+                ("network_off", "keep generated programs off the network (network namespace or seccomp)"),
+                ("writes_restricted", "keep them from writing files (Landlock)"),
+            )
+            if not self.layers[key]
+        ]
+        if missing and not self.allow_weak_sandbox:
+            raise UserError(
+                f"code tasks: this machine's sandbox cannot {' and cannot '.join(missing)};"
+                " run on a newer kernel or in a container that allows it,"
+                " or accept the risk with --allow-weak-sandbox (allow_weak_sandbox: true)"
+            )
+
+    def self_check(self, problems: Sequence[Problem], *, progress: bool = False) -> list[Outcome]:
+        """Score the canonical solutions, which must all pass; what they take sets the time limits of their problems.
+
+        Raises:
+            ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
+        """
+        limit = max(_CANONICAL_FACTOR * self.timeout_s, _CANONICAL_MIN_S)
+        jobs = [(problem, problem.canonical, limit) for problem in problems]
+        outcomes = self._run(jobs, progress, "canonical solutions")
+        failed = [outcome for outcome in outcomes if not outcome.passed]
+        if failed:
+            shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
+            raise ScorerError(
+                f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
+                " the scorer or the data set is broken, so no score is given"
+            )
+        for problem, outcome in zip(problems, outcomes, strict=True):
+            self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
+        return outcomes
+
+    def score(
+        self,
+        problems: Sequence[Problem],
+        completions: Mapping[str, str],
+        *,
+        stop: Sequence[str] = (),
+        progress: bool = False,
+    ) -> list[Outcome]:
+        """Run the program in each completion (`extract_code`) against the tests of its problem.
+
+        Raises:
+            UserError: a problem without completion, or a completion for an unknown problem.
+            ScorerError: the sandbox failed.
+        """
+        known = {problem.task_id for problem in problems}
+        missing, extra = sorted(known - set(completions)), sorted(set(completions) - known)
+        if missing or extra:
+            what = f"no completion for problem {missing[0]}" if missing else f"{extra[0]} is not a problem"
+            raise UserError(
+                f"completions do not match the problems: {what} ({len(missing)} missing, {len(extra)} unknown)"
+            )
+        jobs = [
+            (problem, problem.program(extract_code(completions[problem.task_id], stop)), self._limit(problem))
+            for problem in problems
+        ]
+        return self._run(jobs, progress, "programs")
+
+    def _limit(self, problem: Problem) -> float:
+        return max(self.timeout_s, _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0))
+
+    def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
+        self._start()
+        queue, lock = deque(enumerate(jobs)), threading.Lock()
+        outcomes: dict[int, Outcome] = {}
+        with tqdm(total=len(jobs), desc=what, disable=not progress) as bar:
+
+            def work(server: _Server) -> None:
+                while True:
+                    with lock:
+                        if not queue:
+                            return
+                        index, (problem, program, limit) = queue.popleft()
+                    try:
+                        reply = server.run(program, problem.tests, limit)
+                        outcome = _outcome(problem.task_id, reply)
+                    except BaseException:
+                        queue.clear()  # the others stop after the program they are at
+                        raise
+                    with lock:
+                        outcomes[index] = outcome
+                        bar.update()
+
+            with ThreadPoolExecutor(len(self._servers)) as pool:
+                futures = [pool.submit(work, server) for server in self._servers[: max(1, len(jobs))]]
+            try:
+                for future in futures:
+                    future.result()
+            except ScorerError:
+                self.close()
+                raise
+        return [outcomes[index] for index in range(len(jobs))]
+
+
+def _outcome(task_id: str, reply: dict[str, Any]) -> Outcome:
+    outcome = reply.get("outcome")
+    if outcome not in OUTCOME_CLASSES:
+        raise ScorerError(f"problem {task_id}: the sandbox failed: {reply.get('message', reply)}")
+    return Outcome(task_id, outcome, float(reply["seconds"]), str(reply["message"]))
+
+
+class _Server:
+    """One sandbox server process and the pipes to it; one job at a time."""
+
+    def __init__(self, memory_bytes: int, disable: Sequence[str]):
+        self.memory_bytes, self.disable = memory_bytes, list(disable)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._layers: dict[str, Any] | None = None
+        self._broken = False
+        self._spawn()
+
+    def _spawn(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="fcsd-sandbox-")
+        self._log = tempfile.TemporaryFile()
+        self._layers, self._broken = None, False
+        config = {"folder": self.folder, "memory_bytes": self.memory_bytes, "disable": self.disable}
+        # Nothing of this process reaches the server: no environment, no descriptors, another working directory.
+        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **one_thread},
+            cwd=self.folder,
+            bufsize=0,
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the server can take a job, or can be started anew after an orderly end."""
+        return self._process is not None and not self._broken
+
+    def ready(self) -> dict[str, Any]:
+        """The layers of a started server."""
+        if self._layers is None:
+            self._layers = self._read(time.monotonic() + _START_S)["layers"]
+        return self._layers
+
+    def run(self, code: str, tests: Sequence[str], limit_s: float) -> dict[str, Any]:
+        """Run one job; the server's reply."""
+        assert self._process is not None and self._process.stdin is not None
+        if (
+            self._process.poll() == 0
+        ):  # it asked to be replaced: a program left a folder that cannot be removed
+            self.stop()
+            self._spawn()
+        self.ready()
+        self._number += 1
+        body = json.dumps({"code": code, "tests": list(tests)}).encode()
+        message = memoryview(
+            f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode() + body
+        )
+        deadline = time.monotonic() + limit_s + _GRACE_S
+        try:
+            while message:
+                message = message[self._process.stdin.write(message) or 0 :]
+        except OSError:
+            raise self._failure("takes no more programs") from None
+        while True:
+            reply = self._read(deadline)
+            if reply.get("job") == self._number:
+                return reply
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        size = int(self._read_exactly(16, deadline), 16)
+        try:
+            reply = json.loads(self._read_exactly(size, deadline))
+        except ValueError:
+            raise self._failure("wrote something that is no reply") from None
+        return dict(reply)
+
+    def _read_exactly(self, size: int, deadline: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        fd, parts = self._process.stdout.fileno(), b""
+        while len(parts) < size:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                raise self._failure("does not answer")
+            part = os.read(fd, size - len(parts))
+            if not part:
+                raise self._failure("has ended")
+            parts += part
+        return parts
+
+    def _failure(self, what: str) -> ScorerError:
+        """The error that says how the server ended; it is not used again."""
+        self._broken = True
+        assert self._process is not None
+        status: Any = "running"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(2.0)
+        self._log.seek(0)
+        log = self._log.read().decode(errors="replace").strip().splitlines()
+        return ScorerError(
+            f"the sandbox server {what} (exit status {status}){': ' + log[-1] if log else ''};"
+            " the scorer has failed, nothing is known about the programs; call again to start it anew"
+        )
+
+    def stop(self) -> None:
+        """End the server and all that runs in it, and remove its folder."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the supervisor kills its server and cleans up
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""What an evaluation in the middle of a training run must leave as it was."""
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@contextlib.contextmanager
+def random_state() -> Iterator[None]:
+    """Restore the generators of Python, NumPy and torch (CPU and every accelerator in use) on leaving."""
+    import numpy
+    import torch
+
+    python, array = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(
+        devices=list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(array)
+
+
+@contextlib.contextmanager
+def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]:
+    """Restore every module's `.training`, `use_cache`, the generation settings, the tokenizer's padding and the random
+    state on leaving."""
+    training = {module: module.training for module in model.modules()}
+    config = model.config
+    use_cache = getattr(config, "use_cache", None)
+    generation = copy.deepcopy(model.generation_config)
+    sides = {
+        name: getattr(tokenizer, name)
+        for name in ("padding_side", "truncation_side", "pad_token")
+        if tokenizer
+    }
+    with random_state():
+        try:
+            yield
+        finally:
+            for module, was_training in training.items():
+                module.training = was_training
+            if use_cache is not None:
+                config.use_cache = use_cache
+            model.generation_config = generation
+            for name, value in sides.items():
+                setattr(tokenizer, name, value)
