@@ -95,6 +95,8 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
         if columns is None or source.streaming:  # a stream fails, or turns out to be empty, when it is read
             first = next(iter(dataset), None)
             columns = None if first is None else list(first)
+    except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
+        columns = None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"data set {source.path}: {_one_line(error)}") from error
     if columns is None or (not source.streaming and len(dataset) == 0):

@@ -63,6 +63,7 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
 class LossHead(nn.Linear):
     """A head that, given a target, returns the loss sum over (N, D) hidden states instead of logits."""
 
+    _replaced: type[nn.Linear]
     logit_scale: float
     softcap: float | None
 
@@ -117,8 +118,9 @@ def attach_loss_head(model: nn.Module) -> None:
     if isinstance(head, LossHead):
         return
     logit_scale, softcap = head_scaling(model.config)
-    head.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
-    head.logit_scale, head.softcap = logit_scale, softcap
+    patched: Any = head
+    patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
+    patched.logit_scale, patched.softcap = logit_scale, softcap
 
     family_forward = model.forward
     model.__dict__["_forward_before_loss_head"] = model.__dict__.get("forward")
@@ -135,10 +137,10 @@ def attach_loss_head(model: nn.Module) -> None:
 
 def detach_loss_head(model: nn.Module) -> None:
     """Undo `attach_loss_head`; nothing happens to a model that has none."""
-    head: Any = model.lm_head
+    head = model.lm_head
     if not isinstance(head, LossHead):
         return
-    head.__class__ = head._replaced
+    head.__class__ = head._replaced  # type: ignore[assignment]
     del head.logit_scale, head.softcap
     earlier = model.__dict__.pop("_forward_before_loss_head")
     del model.__dict__["forward"]
@@ -217,10 +219,8 @@ def block_outputs(model: nn.Module, enabled: bool = True) -> Iterator[list[Tenso
     """Collect o_k, the (B, T, D) residual stream after each decoder layer, of one forward pass in the
     context.
 
-    A layer may return o_k or a tuple that starts with it. The hooks only take a reference, so that
-    recomputation under non-reentrant checkpointing, which happens after the context, sees the same graph.
-
-    Raises: UserError under reentrant checkpointing, where no gradient would reach o_k.
+    A layer may return o_k or a tuple that starts with it. Gradients flow through what is collected, under
+    activation checkpointing too: transformers checkpoints a layer's forward, inside of its hooks.
     """
     blocks: list[Tensor] = []
     if not enabled:
@@ -231,14 +231,6 @@ def block_outputs(model: nn.Module, enabled: bool = True) -> Iterator[list[Tenso
     def collect(_module: nn.Module, _inputs: Any, output: Any) -> None:
         blocks.append(output[0] if isinstance(output, tuple) else output)
 
-    for layer in layers:
-        checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
-        arguments = getattr(checkpoint, "keywords", {})
-        if getattr(layer, "gradient_checkpointing", False) and arguments.get("use_reentrant", False):
-            raise UserError(
-                "objective kl+l2 needs gradient checkpointing with use_reentrant: false, "
-                "found use_reentrant: true in gradient_checkpointing_kwargs"
-            )
     handles = [layer.register_forward_hook(collect) for layer in layers]
     try:
         yield blocks

@@ -1,0 +1,389 @@
+"""The loss head against the unpatched model: same logits without an objective, the textbook loss with one."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from fcsd.distill.head import (
+    LossHead,
+    attach_loss_head,
+    block_outputs,
+    detach_loss_head,
+    final_hidden,
+    head_scaling,
+    l2_sum,
+)
+from fcsd.errors import UserError
+
+B, T, V = 2, 10, 64
+SHAPE = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    ),
+    "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(
+        **SHAPE,
+        shared_intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        logits_scaling=8.0,
+        embedding_multiplier=2.0,
+        tie_word_embeddings=True,
+    ),
+    "cohere2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25),
+    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=3.0),
+}
+
+
+def make_model(family="qwen3_moe", seed=0):
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    config._attn_implementation = "eager" if family == "gemma2" else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+def make_batch(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (B, T), generator=g)
+    positions = torch.arange(T).expand(B, T)
+    keep = torch.rand(B, T, generator=g) > 0.4
+    return ids, positions, keep, torch.randint(0, V, (int(keep.sum()),), generator=g)
+
+
+def reference_kl(student_logits, teacher_logits):
+    s, t = student_logits.double().log_softmax(-1), teacher_logits.double().log_softmax(-1)
+    return F.kl_div(s, t, log_target=True, reduction="sum")
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(family):
+    student, teacher = make_model(family, 0), make_model(family, 1)
+    ids, positions, keep, _ = make_batch()
+    with torch.no_grad():
+        teacher_logits = teacher(ids, position_ids=positions).logits[keep]
+    expected = reference_kl(student(ids, position_ids=positions).logits[keep], teacher_logits)
+    expected.backward()
+    expected_gradients = gradients(student)
+    student.zero_grad()
+
+    attach_loss_head(student)
+    with torch.no_grad():
+        teacher_hidden = final_hidden(teacher, ids, positions, keep)
+    loss = student(
+        input_ids=ids,
+        position_ids=positions,
+        keep=keep,
+        objective="kl",
+        teacher_hidden=teacher_hidden,
+        teacher_head=teacher.lm_head,
+    )["loss"]
+    loss.backward()
+
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    actual = gradients(student)
+    assert actual.keys() == expected_gradients.keys()
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_cross_entropy_is_that_of_the_unpatched_models_logits(family):
+    model = make_model(family)
+    ids, positions, keep, labels = make_batch()
+    expected = F.cross_entropy(
+        model(ids, position_ids=positions).logits[keep].double(), labels, reduction="sum"
+    )
+    attach_loss_head(model)
+    loss = model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")["loss"]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kept_positions_may_be_given_as_indices():
+    model = make_model()
+    ids, positions, keep, labels = make_batch()
+    attach_loss_head(model)
+    arguments = {"input_ids": ids, "position_ids": positions, "labels": labels, "objective": "ce"}
+    by_mask = model(**arguments, keep=keep)["loss"]
+    by_index = model(**arguments, keep=keep.flatten().nonzero().squeeze(1))["loss"]
+    assert torch.equal(by_mask, by_index)
+
+
+def test_a_batch_without_kept_positions_gives_zero_and_a_gradient_for_every_parameter():
+    model = make_model()
+    ids, positions, keep, _ = make_batch()
+    attach_loss_head(model)
+    nothing = torch.zeros_like(keep)
+    labels = torch.zeros(0, dtype=torch.long)
+    loss = model(input_ids=ids, position_ids=positions, keep=nothing, labels=labels, objective="ce")["loss"]
+    loss.backward()
+    assert loss.item() == 0
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+    assert all((gradient == 0).all() for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoeshared"])
+def test_without_an_objective_the_model_is_what_it_was(family, tmp_path):
+    model, untouched = make_model(family), make_model(family)
+    ids, *_ = make_batch()
+    modules, signature = [name for name, _ in model.named_modules()], inspect.signature(model.forward)
+    attach_loss_head(model)
+
+    assert torch.equal(model(ids).logits, untouched(ids).logits)
+    assert torch.equal(model(ids, labels=ids).loss, untouched(ids, labels=ids).loss)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), untouched.generate(ids, **options))
+    assert inspect.signature(model.forward) == signature
+    assert [name for name, _ in model.named_modules()] == modules
+    assert type(model.lm_head).__name__ == "Linear" and isinstance(model.lm_head, nn.Linear)
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, untouched(ids).logits)
+
+
+def test_detaching_leaves_no_trace():
+    model = make_model()
+    before = {**model.__dict__}, {**model.lm_head.__dict__}, type(model.lm_head)
+    attach_loss_head(model)
+    attach_loss_head(model)  # a second time changes nothing
+    detach_loss_head(model)
+    detach_loss_head(model)
+    assert (model.__dict__, model.lm_head.__dict__, type(model.lm_head)) == before
+
+
+def test_a_forward_that_was_already_replaced_comes_back():
+    model = make_model()
+    seen = []
+    family_forward = model.forward
+    model.forward = lambda *args, **kwargs: seen.append(1) or family_forward(*args, **kwargs)
+    replaced = model.forward
+    attach_loss_head(model)
+    model(make_batch()[0])
+    detach_loss_head(model)
+    assert seen == [1] and model.forward is replaced
+
+
+def test_a_copied_model_trains_its_own_parameters():
+    model = make_model()
+    attach_loss_head(model)
+    twin = copy.deepcopy(model)
+    ids, positions, keep, labels = make_batch()
+    twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")["loss"].backward()
+    assert not gradients(model) and gradients(twin)
+
+
+def test_another_model_of_the_same_class_keeps_its_own_forward():
+    patched, other = make_model(), make_model()
+    attach_loss_head(patched)
+    assert type(other.lm_head) is nn.Linear and "forward" not in other.__dict__
+
+
+def test_forward_hooks_of_the_head_fire_in_training():
+    """FSDP2 and ZeRO-3 gather and reduce the head's weight from such hooks."""
+    model = make_model()
+    attach_loss_head(model)
+    shapes = []
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: shapes.append(tuple(inputs[0].shape)))
+    ids, positions, keep, labels = make_batch()
+    model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")
+    assert shapes == [(int(keep.sum()), 32)]
+
+
+def test_a_teacher_with_a_loss_head_gives_the_same_hidden_states_through_its_own_forward():
+    teacher = make_model()
+    ids, positions, keep, _ = make_batch()
+    expected = final_hidden(teacher, ids, positions, keep)
+    torch.testing.assert_close(teacher.lm_head(expected), teacher(ids).logits[keep])
+    attach_loss_head(teacher)
+    calls = []
+    teacher.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(final_hidden(teacher, ids, positions, keep), expected)
+    assert calls == [1]
+
+
+def test_a_teacher_of_another_scale_keeps_its_own():
+    student, teacher = make_model("granitemoeshared", 0), make_model("granitemoeshared", 1)
+    teacher.config.logits_scaling = 2.0
+    ids, positions, keep, _ = make_batch()
+    expected = reference_kl(student(ids).logits[keep], teacher(ids).logits[keep])
+    attach_loss_head(student)
+    attach_loss_head(teacher)
+    hidden = final_hidden(teacher, ids, positions, keep)
+    loss = student(
+        input_ids=ids,
+        position_ids=positions,
+        keep=keep,
+        objective="kl",
+        teacher_hidden=hidden,
+        teacher_head=teacher.lm_head,
+    )["loss"]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_flash_attention_gets_one_long_row_because_it_would_mix_packed_rows_of_a_batch():
+    model = make_model()
+    ids, positions, keep, labels = make_batch()
+    attach_loss_head(model)
+    arguments = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "keep": keep,
+        "labels": labels,
+        "objective": "ce",
+    }
+    expected = model(**arguments)["loss"]
+    shapes = []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    # sdpa computes; only the name that the model is asked for is that of the flash kernels
+    kernel, model.config._attn_implementation_internal = "sdpa", "flash_attention_2"
+    model.model.register_forward_pre_hook(
+        lambda *_: setattr(model.config, "_attn_implementation_internal", kernel)
+    )
+    actual = model(**arguments)["loss"]
+    assert shapes == [(1, B * T)]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("qwen3_moe", (1.0, None)),
+        ("granitemoeshared", (0.125, None)),
+        ("cohere2", (0.25, None)),
+        ("gemma2", (1.0, 3.0)),
+    ],
+)
+def test_logit_post_processing_is_read_from_the_config(config, expected):
+    assert head_scaling(CONFIGS[config]()) == expected
+
+
+def test_a_model_without_a_linear_head_is_refused():
+    with pytest.raises(UserError, match="Linear: not a causal language model"):
+        attach_loss_head(nn.Linear(2, 2))
+
+
+def test_an_objective_without_its_arguments_is_an_error():
+    model = make_model()
+    attach_loss_head(model)
+    ids, positions, keep, _ = make_batch()
+    with pytest.raises(ValueError, match="objective 'kl': needed is"):
+        model(input_ids=ids, position_ids=positions, keep=keep, objective="kl")
+
+
+# ---- block outputs
+
+
+def reference_l2(student, teacher, ids, keep):
+    """From transformers' own collection, but for the last layer, whose entry there is normed already."""
+
+    def blocks(model):
+        hidden = list(model(ids, output_hidden_states=True).hidden_states[1:-1])
+        last = []
+        handle = model.model.norm.register_forward_pre_hook(lambda _module, inputs: last.append(inputs[0]))
+        model(ids)
+        handle.remove()
+        return [*hidden, *last]
+
+    with torch.no_grad():
+        targets = blocks(teacher)
+    return sum(
+        (s[keep].double() - t[keep].double()).pow(2).sum()
+        for s, t in zip(blocks(student), targets, strict=True)
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+def test_the_l2_sum_over_blocks_and_its_gradients_equal_the_textbook(checkpointing):
+    student, teacher = make_model(seed=0).train(), make_model(seed=1)
+    ids, positions, keep, labels = make_batch()
+    expected = reference_l2(student, teacher, ids, keep)
+    expected.backward()
+    expected_gradients = gradients(student)
+    student.zero_grad()
+    if checkpointing is not None:
+        student.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    attach_loss_head(student)
+    with torch.no_grad(), block_outputs(teacher) as targets:
+        final_hidden(teacher, ids, positions, keep)
+    with block_outputs(student) as blocks:
+        student(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")
+    assert len(blocks) == len(targets) == 3
+    loss = l2_sum(blocks, targets, keep)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert gradients(student).keys() == expected_gradients.keys()
+    for name, gradient in gradients(student).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_blocks_of_layers_that_return_tuples_are_their_first_element():
+    model = make_model()
+
+    class Pair(type(model.model.layers[0])):
+        def forward(self, hidden_states, *args, **kwargs):
+            hidden_states = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
+            output = super().forward(hidden_states, *args, **kwargs)
+            return (output, output * 0)
+
+    ids, positions, *_ = make_batch()
+    with block_outputs(model) as expected:
+        final_hidden(model, ids, positions, None)
+    for layer in model.model.layers[:-1]:
+        layer.__class__ = Pair
+    model.model.layers[-1].register_forward_pre_hook(lambda _m, inputs: (inputs[0][0], *inputs[1:]))
+    with block_outputs(model) as actual:
+        final_hidden(model, ids, positions, None)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_blocks_are_collected_only_inside_the_context_and_only_when_asked_for():
+    model = make_model()
+    ids, positions, *_ = make_batch()
+    with block_outputs(model, enabled=False) as nothing:
+        final_hidden(model, ids, positions, None)
+    with block_outputs(model) as blocks:
+        final_hidden(model, ids, positions, None)
+    final_hidden(model, ids, positions, None)
+    assert nothing == [] and len(blocks) == 3
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
+def test_no_kept_position_gives_an_l2_of_zero_that_still_reaches_the_blocks():
+    blocks = [torch.randn(B, T, 4, requires_grad=True) for _ in range(2)]
+    loss = l2_sum(blocks, [torch.randn(B, T, 4) for _ in range(2)], torch.zeros(B, T, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == 0 and all((block.grad == 0).all() for block in blocks)
+
+
+def test_models_of_different_depth_are_refused():
+    with pytest.raises(UserError, match="the student has 2 decoder layers and the teacher 1"):
+        l2_sum([torch.zeros(1, 1, 1)] * 2, [torch.zeros(1, 1, 1)], None)
+
+
+def test_the_class_of_the_head_is_made_once():
+    first, second = make_model(), make_model()
+    attach_loss_head(first)
+    attach_loss_head(second)
+    assert type(first.lm_head) is type(second.lm_head) and issubclass(type(first.lm_head), LossHead)
