@@ -81,7 +81,7 @@ def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
     unbiased."""
     gate = layer.mlp.gate
     scores = torch.sigmoid(x @ gate.weight.T)
-    biased = scores + gate.e_score_correction_bias
+    biased = scores.detach() + gate.e_score_correction_bias
     size = scores.shape[-1] // config.n_group
     indices, weights = [], []
     for n in range(x.shape[0]):
@@ -173,14 +173,14 @@ def layer_arguments(model: Any, input_ids: Tensor, **inputs: Any) -> tuple[Tenso
 
     hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
     try:
-        model(input_ids, use_cache=False, **inputs)
+        with torch.no_grad():
+            model(input_ids, use_cache=False, **inputs)
     finally:
         for hook in hooks:
             hook.remove()
     return first[0], arguments
 
 
-@torch.no_grad()
 def reference_forward(
     model: Any,
     input_ids: Tensor,
@@ -203,7 +203,8 @@ def reference_forward(
         inputs: further model inputs (attention_mask, position_ids).
 
     Returns:
-        (logits B x T x V, [o_0 … o_L] each B x T x D, before the final norm; o_0 is the embedding).
+        (logits B x T x V, [o_0 … o_L] each B x T x D, before the final norm; o_0 is the embedding, a
+        constant for autograd).
     """
     config = model.config
     o, arguments = layer_arguments(model, input_ids, **inputs)

@@ -1,0 +1,266 @@
+"""The contract of every family: a rewired model against forward passes written from the equations."""
+
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fcsd.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
+from fcsd.families import FAMILIES, moe_mask
+from fcsd.testing import reference_forward, tiny_model
+
+FAMILY_NAMES = sorted(FAMILIES)
+SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
+SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
+# Float32, another order of summation; the logits are about 5 in size, a wrong wiring is off by more than 1.
+TOLERANCE = 5e-5
+
+
+def tokens(rows: int = 2, length: int = 11, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padding(rows: int, length: int, padding: int = 4) -> torch.Tensor:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return mask
+
+
+@torch.no_grad()
+def logits(model, input_ids, **inputs):
+    return model(input_ids, use_cache=False, **inputs).logits
+
+
+@torch.no_grad()
+def reference(model, *args, **inputs):
+    return reference_forward(model, *args, **inputs)
+
+
+def resolved(model, selection):
+    return resolve_layers(selection, moe_mask(model.config, FAMILIES[model.config.model_type]))
+
+
+def test_every_supported_family_has_a_tiny_model_and_a_reference():
+    from fcsd.testing.reference import MOE
+    from fcsd.testing.tiny import TINY
+
+    assert FAMILIES.keys() == TINY.keys() == MOE.keys()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_converted_model_computes_the_equations(family, implementation, padded):
+    if family == "gpt_oss":
+        implementation = "eager"  # its attention sinks have no sdpa path
+    x = tokens()
+    mask = left_padding(*x.shape) if padded else None
+    kept = slice(None) if mask is None else mask.bool()
+    model = tiny_model(family, attn_implementation=implementation)
+    for selection, (attention, mlp) in itertools.product(SELECTIONS, SIDES):
+        unconvert_model(model)
+        layers = resolved(model, selection)
+        expected, _ = reference(model, x, layers, attention, mlp, attention_mask=mask)
+        assert convert_model(model, Connectivity(selection, attention, mlp)) == layers
+        actual = logits(model, x, attention_mask=mask)
+        error = (actual - expected)[kept].abs().max()
+        assert error < TOLERANCE, f"{selection} {attention} {mlp}: {error:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_regular_model_computes_the_reference_without_farskip_layers(family):
+    model, x = tiny_model(family), tokens()
+    assert (logits(model, x) - reference(model, x, [])[0]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama4_text", {"interleave_moe_layer_step": 2}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("qwen2_moe", {"mlp_only_layers": [1, 3]}),
+        ("deepseek_v2", {"first_k_dense_replace": 2}),
+    ],
+)
+@pytest.mark.parametrize("sides", SIDES)
+def test_dense_layers_read_what_is_in_flight_and_leave_nothing_in_flight(family, overrides, sides):
+    model, x = tiny_model(family, **overrides), tokens()
+    for selection in ("all", "moe", {"first": 3}, [1, 2]):
+        unconvert_model(model)
+        layers = resolved(model, selection)
+        expected, _ = reference(model, x, layers, *sides)
+        convert_model(model, Connectivity(selection, *sides))
+        assert (logits(model, x) - expected).abs().max() < TOLERANCE, selection
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_no_layers_and_unconverting_are_bit_identical_to_the_original(family):
+    model, x = tiny_model(family), tokens()
+    original = logits(model, x)
+    assert convert_model(model, Connectivity("none")) == []
+    assert torch.equal(logits(model, x), original)
+    convert_model(model, Connectivity("all"))
+    assert (logits(model, x) - original).abs().max() > 1
+    unconvert_model(model)
+    assert torch.equal(logits(model, x), original)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_recorded_hidden_states_are_the_full_streams(family):
+    model, x = tiny_model(family), tokens()
+    _, streams = reference(model, x, range(4))
+    convert_model(model, Connectivity("all"))
+    with torch.no_grad():
+        recorded = model(x, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(recorded) == len(streams) == 5
+    # The last recorded state is after the final norm, in the regular model too.
+    for k, (actual, expected) in enumerate(zip(recorded[:-1], streams[:-1], strict=True)):
+        assert (actual - expected).abs().max() < TOLERANCE, k
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_generating_with_the_cache_gives_what_full_passes_give(family):
+    model, x = tiny_model(family), tokens(length=9)
+    convert_model(model, Connectivity("all"))
+    mask = left_padding(*x.shape)
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    made = [model.generate(x, attention_mask=mask, use_cache=cache, **settings) for cache in (True, False)]
+    assert torch.equal(*made)
+    with torch.no_grad():
+        step = model(x[:, :6], use_cache=True)
+        rest = model(x[:, 6:], past_key_values=step.past_key_values, use_cache=True).logits
+    assert (torch.cat([step.logits, rest], dim=1) - logits(model, x)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_gradient_checkpointing_does_not_change_gradients(family):
+    x = tokens()
+    model = tiny_model(family)
+    convert_model(model, Connectivity("all"))
+    model.train()
+
+    def gradients():
+        model.zero_grad()
+        loss = model(x, labels=x, use_cache=False).loss
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    assert len(plain) == len(list(model.parameters()))
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        runs = []
+        hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023
+        checkpointed = gradients()
+        hook.remove()
+        model.activation_checkpointing_disable()
+        assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
+        assert checkpointed.keys() == plain.keys()
+        for name, gradient in plain.items():
+            assert torch.equal(checkpointed[name], gradient), name
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
+    model = tiny_model(family)
+    parts = [tokens(1, 5, seed=1), tokens(1, 7, seed=2)]
+    positions = torch.cat([torch.arange(part.shape[1])[None] for part in parts], dim=1)
+
+    def error():
+        packed = logits(model, torch.cat(parts, dim=1), position_ids=positions)
+        return (packed - torch.cat([logits(model, part) for part in parts], dim=1)).abs().max()
+
+    if family == "gpt_oss":
+        # transformers 5.23 builds its masks without position ids: the original mixes packed sequences too.
+        assert error() > 1
+        return
+    assert error() < TOLERANCE
+    convert_model(model, Connectivity("all"))
+    assert error() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_gradients_are_those_of_the_equations(family):
+    model, x = tiny_model(family), tokens(2, 6)
+    weights = {name: p for name, p in model.named_parameters() if ".layers." in name}
+
+    def gradients(output):
+        loss = torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        return torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+
+    expected = gradients(reference_forward(model, x, range(4))[0])
+    convert_model(model, Connectivity("all"))
+    actual = gradients(model(x, use_cache=False).logits)
+    for name, a, e in zip(weights, actual, expected, strict=True):
+        assert (a - e).abs().max() < 1e-5 * max(1.0, float(e.abs().max())), name
+
+
+MUTANTS = {
+    "the MLP side uses the norm of attention": (
+        "getattr(self, plan.mlp_norm)(o",
+        "getattr(self, plan.in_norm)(o",
+    ),
+    "attention gets the full stream": ("o if attention_input is None else attention_input", "o"),
+    "the MLP side sees attention": ("o if plan.outdated else h", "h"),
+    "the shared experts stay in flight": ("out, after_attention + shared_output", "out, after_attention"),
+    "the residual multiplier is forgotten": (
+        "shared_output * getattr(self, plan.residual_multiplier)",
+        "shared_output",
+    ),
+    "the sigmoid gate is forgotten": (
+        "torch.sigmoid(getattr(self, gate)(hidden_states)) * shared_output",
+        "shared_output",
+    ),
+    "the routed output is added twice": (
+        "total = routed + shared_output",
+        "total = 2 * routed + shared_output",
+    ),
+    "a dense layer leaves its output in flight": (
+        'attention == "partial" and type(block).__name__ == family.moe_block and',
+        'attention == "partial" and',
+    ),
+    "a regular layer gets the partial stream": ("and k + 1 in selected", "and k + 1 < len(stack)"),
+}
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
+    """What the comparisons above could miss: each mutation must show in at least one family."""
+    text = Path(rewire.__file__).read_text(encoding="utf-8")
+    if mutant:
+        old, new = MUTANTS[mutant]
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    module = types.ModuleType("mutant_rewire")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, "mutant_rewire.py", "exec"), module.__dict__)
+    x, worst = tokens(), 0.0
+    for family in ("qwen3_moe", "qwen2_moe", "granitemoeshared", "deepseek_v2"):
+        overrides = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+        for layers in ([0, 1, 2, 3], [0, 1, 2]):
+            model = tiny_model(family, **overrides)
+            expected, _ = reference(model, x, layers)
+            field = {"version": 1, "layers": layers, "attention": "partial", "mlp": "outdated"}
+            module.rewire(model, FAMILIES[family], field)
+            try:
+                actual = logits(model, x)
+            except (TypeError, ValueError, AttributeError):
+                worst = float("inf")
+                continue
+            worst = max(worst, float((actual - expected).abs().max()))
+    assert worst > 0.05 if mutant else worst < TOLERANCE
+
+
+def test_rewiring_is_refused_for_an_unknown_version_or_side_and_indices_out_of_range():
+    model, family = tiny_model("qwen3_moe"), FAMILIES["qwen3_moe"]
+    good = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
+    for change in ({"version": 2}, {"attention": "half"}, {"mlp": "late"}, {"layers": [4]}, {"layers": [-1]}):
+        with pytest.raises(ValueError, match=r"config\.farskip"):
+            rewire.rewire(model, family, good | change)
+    with pytest.raises(ValueError, match=r"config\.farskip"):
+        rewire.rewire(model, family, None)
