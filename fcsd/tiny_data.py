@@ -6,10 +6,11 @@ Three skills, all answered in the chat form of the tokenizer that is written bes
 - choice: which expression does what is asked, what an expression gives, what an expression does;
 - answers: an expression or a short function is evaluated.
 
-What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and of numbers. A combination
-is hashed into one of four splits (train, held out, validation, test), so the same combination never occurs in two
-splits in any frame of words or under any function name. A combination without numbers counts its frame too,
-otherwise whole wordings would be missing from training.
+What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and of numbers. It is
+hashed into one of four splits (train, held out, validation, test), so the same combination never occurs in
+two splits in any frame of words or under any function name. A combination without numbers counts its frame
+too, otherwise whole wordings would be missing from training. The value of an expression is asked for in one
+split only.
 
 Not covered: programs with loops or branches, more than two steps, natural text.
 """
@@ -54,268 +55,133 @@ class Operation:
     gives: str
     code: str
     wordings: tuple[str, ...]
-    numbers: tuple[int, int] = (1, 59)
-    computed: bool = True
+    numbers: tuple[int, int]
+    computed: bool
 
 
-FACTOR, LENGTH = (2, 9), (2, 4)
+# takes, gives, numbers, what is asked | code | wordings
+# numbers: any (1 to 59), factor (2 to 9), length (2 to 4), or - for none and for letters;
+# "value": questions ask for the value too; not of sums and products, which could only be learnt by heart.
+_TABLE = """
+int  int     any    code  | {v} + {n}            | add {n} to {v} | increase {v} by {n}
+int  int     any    code  | {v} - {n}            | subtract {n} from {v} | decrease {v} by {n}
+int  int     any    code  | {n} - {v}            | subtract {v} from {n} | take {v} away from {n}
+int  int     factor code  | {v} * {n}            | multiply {v} by {n} | scale {v} by {n}
+int  int     factor code  | {v} // {n}           | divide {v} by {n} | say how often {n} fits into {v}
+int  int     factor code | {v} % {n} | find the remainder of {v} by {n} | reduce {v} modulo {n}
+int  int     any    value | max({v}, {n}) | return the larger of {v} and {n} | raise {v} to at least {n}
+int  int     any    value | min({v}, {n}) | return the smaller of {v} and {n} | limit {v} to at most {n}
+int  int     any    code | abs({v} - {n}) | find the distance of {v} and {n} | say how far {v} is from {n}
+int  int     -      code  | {v} * {v}            | square {v} | multiply {v} by itself
+int  bool    any    value | {v} > {n} | check if {v} is greater than {n} | tell if {v} exceeds {n}
+int  bool    any    value | {v} < {n} | check if {v} is less than {n} | tell if {v} is below {n}
+int  bool    factor code | {v} % {n} == 0 | check if {v} is divisible by {n} | tell if {n} divides {v}
+int  bool    -      code  | {v} % 2 == 1         | check if {v} is odd | tell if {v} is an odd number
+int  list    length value | [{v}] * {n}          | make a list of {n} copies of {v} | list {v} {n} times
+int  list    any    value | [{v}, {n}]           | pair {v} with {n} | list {v} and {n}
+list int     -      code  | sum({v})             | add up {v} | total {v}
+list int     -      value | max({v})             | find the largest of {v} | return the maximum of {v}
+list int     -      value | min({v})             | find the smallest of {v} | return the minimum of {v}
+list int     -      value | len({v})             | count the items of {v} | return the length of {v}
+list int     -      value | {v}[0] | return the first of {v} | give the item at the start of {v}
+list int     -      value | {v}[-1] | return the last of {v} | give the item at the end of {v}
+list int     any    value | {v}.count({n}) | count how often {n} occurs in {v} | count each {n} in {v}
+list int     any    code  | sum(i > {n} for i in {v})   | count the items of {v} greater than {n} \
+| say how many of {v} exceed {n}
+list bool    any    value | {n} in {v}           | check if {v} contains {n} | tell if {n} is one of {v}
+list bool    any    code  | all(i > {n} for i in {v})   | check if all of {v} are greater than {n} \
+| tell if every item of {v} exceeds {n}
+list list    any    code | [i + {n} for i in {v}] | add {n} to every item of {v} \
+| increase all of {v} by {n}
+list list    any    code  | [i - {n} for i in {v}]      | subtract {n} from every item of {v} \
+| decrease all of {v} by {n}
+list list    factor code | [i * {n} for i in {v}] | multiply every item of {v} by {n} \
+| scale all of {v} by {n}
+list list    any    value | [i for i in {v} if i > {n}] | keep the items of {v} greater than {n} \
+| drop all of {v} up to {n}
+list list    any    value | [i for i in {v} if i < {n}] | keep the items of {v} less than {n} \
+| drop all of {v} from {n} up
+list list    any    value | [i for i in {v} if i != {n}] | remove every {n} from {v} \
+| drop the items of {v} equal to {n}
+list list    factor code  | [i for i in {v} if i % {n} == 0] | keep the items of {v} divisible by {n} \
+| keep the multiples of {n} in {v}
+list list    -      code  | sorted({v})          | sort {v} | put {v} in ascending order
+list list    -      code | sorted({v})[::-1] | sort {v} in descending order | put the largest of {v} first
+list list    -      value | {v}[::-1]            | reverse {v} | turn {v} around
+list list    length value | {v}[:{n}] | take the first {n} of {v} | keep only {n} at the start of {v}
+list list    length value | {v}[-{n}:] | take the last {n} of {v} | keep only {n} at the end of {v}
+list list    length value | {v}[{n}:] | drop the first {n} of {v} | skip {n} at the start of {v}
+list list    any    value | {v} + [{n}]          | append {n} to {v} | put {n} at the end of {v}
+list list    any    value | [{n}] + {v}          | insert {n} before {v} | put {n} at the start of {v}
+str  str     -      value | {v}[::-1]            | reverse {v} | write {v} backwards
+str  str     length value | {v}[:{n}] | take the first {n} letters of {v} | cut {v} after {n} letters
+str  str     length value | {v}[{n}:] | drop the first {n} letters of {v} | skip {n} letters of {v}
+str  str     length value | {v}[-{n}:] | take the last {n} letters of {v} \
+| keep the {n} letters that end {v}
+str  str     length value | {v} * {n}            | repeat {v} {n} times | join {n} copies of {v}
+str  str     -      value | {v} + '{c}'          | append {c} to {v} | put {c} after {v}
+str  str     -      value | '{c}' + {v}          | put {c} before {v} | start {v} with an extra {c}
+str  str     -      value | {v}.replace('{c}', '') | remove every {c} from {v} \
+| delete the letter {c} in {v}
+str  str     -      code  | {v}.lower()          | put {v} in lower case | make all letters of {v} small
+str  int     -      value | len({v})             | return the length of {v} | count the letters of {v}
+str  int     -      value | {v}.count('{c}') | count how often {c} occurs in {v} | count each {c} in {v}
+str  int     -      value | {v}.find('{c}')      | find the place of {c} in {v} | say where {c} is in {v}
+str  bool    -      value | '{c}' in {v}         | check if {v} contains {c} | tell if {c} occurs in {v}
+str  bool    -      value | {v}.startswith('{c}') | check if {v} starts with {c} \
+| tell if {v} begins with {c}
+str  letters -      value | list({v})            | list the letters of {v} | split {v} into letters
+"""
+_NUMBERS = {"any": (1, 59), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
 
 
-def _op(
-    takes: str,
-    gives: str,
-    code: str,
-    *wordings: str,
-    numbers: tuple[int, int] = (1, 59),
-    computed: bool = True,
-) -> Operation:
-    return Operation(takes, gives, code, wordings, numbers, computed)
+def _parse(line: str) -> Operation:
+    head, code, *wordings = (cell.strip() for cell in line.split("|"))
+    takes, gives, numbers, asked = head.split()
+    return Operation(takes, gives, code, tuple(wordings), _NUMBERS[numbers], asked == "value")
 
 
-OPERATIONS = (
-    _op("int", "int", "{v} + {n}", "add {n} to {v}", "increase {v} by {n}", "return the sum of {v} and {n}"),
-    _op("int", "int", "{v} - {n}", "subtract {n} from {v}", "decrease {v} by {n}", "take {n} away from {v}"),
-    _op("int", "int", "{n} - {v}", "subtract {v} from {n}", "return {n} minus {v}", "take {v} away from {n}"),
-    _op(
-        "int",
-        "int",
-        "{v} * {n}",
-        "multiply {v} by {n}",
-        "return {n} times {v}",
-        "scale {v} by {n}",
-        numbers=FACTOR,
-    ),
-    _op(
-        "int",
-        "int",
-        "{v} // {n}",
-        "divide {v} by {n} and round down",
-        "return how often {n} fits into {v}",
-        numbers=FACTOR,
-    ),
-    _op(
-        "int",
-        "int",
-        "{v} % {n}",
-        "return the remainder of {v} divided by {n}",
-        "reduce {v} modulo {n}",
-        numbers=FACTOR,
-    ),
-    _op("int", "int", "max({v}, {n})", "return the larger of {v} and {n}", "raise {v} to at least {n}"),
-    _op("int", "int", "min({v}, {n})", "return the smaller of {v} and {n}", "limit {v} to at most {n}"),
-    _op(
-        "int",
-        "int",
-        "abs({v} - {n})",
-        "return the distance between {v} and {n}",
-        "say how far {v} is from {n}",
-    ),
-    _op("int", "int", "{v} * {v}", "square {v}", "multiply {v} by itself", "return the square of {v}"),
-    _op("int", "bool", "{v} > {n}", "check if {v} is greater than {n}", "tell whether {v} exceeds {n}"),
-    _op("int", "bool", "{v} < {n}", "check if {v} is less than {n}", "tell whether {v} is below {n}"),
-    _op(
-        "int",
-        "bool",
-        "{v} % {n} == 0",
-        "check if {v} is divisible by {n}",
-        "tell whether {n} divides {v}",
-        numbers=FACTOR,
-    ),
-    _op("int", "bool", "{v} % 2 == 1", "check if {v} is odd", "tell whether {v} is an odd number"),
-    _op(
-        "int",
-        "list",
-        "[{v}] * {n}",
-        "make a list of {n} copies of {v}",
-        "repeat {v} {n} times in a list",
-        numbers=LENGTH,
-    ),
-    _op("int", "list", "[{v}, {n}]", "pair {v} with {n} in a list", "return a list of {v} and {n}"),
-    _op("list", "int", "sum({v})", "return the sum of {v}", "add up the items of {v}", "total {v}"),
-    _op("list", "int", "max({v})", "return the largest item of {v}", "find the maximum of {v}"),
-    _op("list", "int", "min({v})", "return the smallest item of {v}", "find the minimum of {v}"),
-    _op(
-        "list",
-        "int",
-        "len({v})",
-        "count the items of {v}",
-        "return the length of {v}",
-        "say how many items {v} has",
-    ),
-    _op("list", "int", "{v}[0]", "return the first item of {v}", "give the item at the start of {v}"),
-    _op("list", "int", "{v}[-1]", "return the last item of {v}", "give the item at the end of {v}"),
-    _op(
-        "list",
-        "int",
-        "{v}.count({n})",
-        "count how often {n} occurs in {v}",
-        "return the number of items of {v} equal to {n}",
-    ),
-    _op(
-        "list",
-        "int",
-        "sum(i > {n} for i in {v})",
-        "count the items of {v} greater than {n}",
-        "say how many items of {v} exceed {n}",
-    ),
-    _op("list", "bool", "{n} in {v}", "check if {v} contains {n}", "tell whether {n} is one of {v}"),
-    _op(
-        "list",
-        "bool",
-        "all(i > {n} for i in {v})",
-        "check if all items of {v} are greater than {n}",
-        "tell whether every item of {v} exceeds {n}",
-    ),
-    _op(
-        "list",
-        "list",
-        "[i + {n} for i in {v}]",
-        "add {n} to every item of {v}",
-        "increase each item of {v} by {n}",
-    ),
-    _op(
-        "list",
-        "list",
-        "[i - {n} for i in {v}]",
-        "subtract {n} from every item of {v}",
-        "decrease each item of {v} by {n}",
-    ),
-    _op(
-        "list",
-        "list",
-        "[i * {n} for i in {v}]",
-        "multiply every item of {v} by {n}",
-        "scale each item of {v} by {n}",
-        numbers=FACTOR,
-    ),
-    _op(
-        "list",
-        "list",
-        "[i for i in {v} if i > {n}]",
-        "keep the items of {v} greater than {n}",
-        "drop all items of {v} up to {n}",
-    ),
-    _op(
-        "list",
-        "list",
-        "[i for i in {v} if i < {n}]",
-        "keep the items of {v} less than {n}",
-        "drop all items of {v} from {n} up",
-    ),
-    _op(
-        "list",
-        "list",
-        "[i for i in {v} if i != {n}]",
-        "remove every {n} from {v}",
-        "drop the items of {v} equal to {n}",
-    ),
-    _op(
-        "list",
-        "list",
-        "[i for i in {v} if i % {n} == 0]",
-        "keep the items of {v} divisible by {n}",
-        "keep the multiples of {n} in {v}",
-        numbers=FACTOR,
-    ),
-    _op("list", "list", "sorted({v})", "sort {v}", "put {v} in ascending order"),
-    _op(
-        "list",
-        "list",
-        "sorted({v})[::-1]",
-        "sort {v} in descending order",
-        "put the largest items of {v} first",
-    ),
-    _op("list", "list", "{v}[::-1]", "reverse {v}", "turn {v} around"),
-    _op(
-        "list",
-        "list",
-        "{v}[:{n}]",
-        "take the first {n} items of {v}",
-        "keep only {n} items at the start of {v}",
-        numbers=LENGTH,
-    ),
-    _op(
-        "list",
-        "list",
-        "{v}[-{n}:]",
-        "take the last {n} items of {v}",
-        "keep only {n} items at the end of {v}",
-        numbers=LENGTH,
-    ),
-    _op(
-        "list",
-        "list",
-        "{v}[{n}:]",
-        "drop the first {n} items of {v}",
-        "skip {n} items at the start of {v}",
-        numbers=LENGTH,
-    ),
-    _op("list", "list", "{v} + [{n}]", "append {n} to {v}", "put {n} at the end of {v}"),
-    _op("list", "list", "[{n}] + {v}", "insert {n} before {v}", "put {n} at the start of {v}"),
-    _op("str", "str", "{v}[::-1]", "reverse {v}", "write {v} backwards"),
-    _op(
-        "str",
-        "str",
-        "{v}[:{n}]",
-        "take the first {n} letters of {v}",
-        "cut {v} after {n} letters",
-        numbers=LENGTH,
-    ),
-    _op(
-        "str",
-        "str",
-        "{v}[{n}:]",
-        "drop the first {n} letters of {v}",
-        "skip {n} letters at the start of {v}",
-        numbers=LENGTH,
-    ),
-    _op(
-        "str",
-        "str",
-        "{v}[-{n}:]",
-        "take the last {n} letters of {v}",
-        "keep {n} letters at the end of {v}",
-        numbers=LENGTH,
-    ),
-    _op("str", "str", "{v} * {n}", "repeat {v} {n} times", "join {n} copies of {v}", numbers=LENGTH),
-    _op("str", "str", "{v} + '{c}'", "append {c} to {v}", "put {c} after {v}"),
-    _op("str", "str", "'{c}' + {v}", "put {c} before {v}", "start {v} with an extra {c}"),
-    _op("str", "str", "{v}.replace('{c}', '')", "remove every {c} from {v}", "delete the letter {c} in {v}"),
-    _op(
-        "str", "str", "{v}.lower()", "put {v} in lower case", "make all letters of {v} small", computed=False
-    ),
-    _op("str", "int", "len({v})", "return the length of {v}", "count the letters of {v}"),
-    _op(
-        "str",
-        "int",
-        "{v}.count('{c}')",
-        "count how often {c} occurs in {v}",
-        "return the number of {c} in {v}",
-    ),
-    _op("str", "int", "{v}.find('{c}')", "find the place of {c} in {v}", "say where {c} is in {v}"),
-    _op("str", "bool", "'{c}' in {v}", "check if {v} contains {c}", "tell whether {c} occurs in {v}"),
-    _op(
-        "str",
-        "bool",
-        "{v}.startswith('{c}')",
-        "check if {v} starts with {c}",
-        "tell whether {c} is the first letter of {v}",
-    ),
-    _op("str", "letters", "list({v})", "return the letters of {v} as a list", "split {v} into letters"),
-)
+OPERATIONS = tuple(_parse(line) for line in _TABLE.strip().splitlines())
 
 ARGUMENTS = {"int": "x", "list": "xs", "str": "s"}
 _TYPES = ("int", "list", "list", "str")  # lists have most operations
 WORDS = (
-    *("apply", "build", "change", "check", "compute", "do", "find", "get", "handle"),
-    *("make", "run", "show", "solve", "task", "test", "use", "work"),
+    *(
+        "adapt",
+        "alter",
+        "apply",
+        "build",
+        "change",
+        "check",
+        "compute",
+        "convert",
+        "derive",
+        "do",
+        "edit",
+        "find",
+    ),
+    *(
+        "form",
+        "get",
+        "handle",
+        "inspect",
+        "look",
+        "make",
+        "map",
+        "measure",
+        "move",
+        "obtain",
+        "pick",
+        "prepare",
+    ),
+    *("process", "query", "read", "run", "scan", "select", "show", "solve", "step", "test", "use", "work"),
 )
 CODE_FRAMES = (
     "Write {call} to {task}.",
-    "Define {call}. It should {task}.",
-    "I need a function {call} that can {task}.",
-    "Implement {call}: {task}.",
-    "Please code {call} so that we can {task}.",
+    "Define {call}: {task}.",
+    "I need {call} to {task}.",
+    "{call} should {task}.",
+    "Let {call} {task}.",
 )
 STEP_FRAMES = (
     "{first}, then {second}",
@@ -419,7 +285,7 @@ def _function(name: str, steps: list[Step], docstring: str | None = None) -> str
     return "\n".join([*lines, f"    return {steps[-1].code(argument)}"])
 
 
-def _combination(steps: list[Step], frame: int) -> tuple[Any, ...]:
+def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
     """What must not occur in two splits; without a number or letter the frame of words is part of it."""
     fillings = [step.filling for step in steps if step.filling is not None]
     return (*(step.combination for step in steps), None if fillings else frame)
@@ -430,12 +296,13 @@ def _code_row(rng: random.Random, split: str) -> dict[str, Any] | None:
     if rng.random() < 0.6 and steps[0].operation.gives in ARGUMENTS:
         steps.append(_step(rng, steps[0].operation.gives))
     argument = ARGUMENTS[steps[0].operation.takes]
-    frame, join = rng.randrange(len(CODE_FRAMES)), rng.randrange(len(STEP_FRAMES))
-    if split_of(_combination(steps, frame * len(STEP_FRAMES) + join)) != split:
+    frame = rng.randrange(len(CODE_FRAMES))
+    join = rng.randrange(len(STEP_FRAMES)) if len(steps) == 2 else 0
+    if split_of(_combination(steps, (frame, join))) != split:
         return None
     texts = [step.text(argument) for step in steps]
     task = texts[0] if len(texts) == 1 else STEP_FRAMES[join].format(first=texts[0], second=texts[1])
-    name = "_".join(rng.sample(WORDS, 2))
+    name = rng.choice(WORDS)
     prompt = CODE_FRAMES[frame].format(call=f"{name}({argument})", task=task)
     docstring = None
     if rng.random() < 0.1:
@@ -469,7 +336,7 @@ def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[St
 def _choose(rng: random.Random, split: str) -> Question | None:
     """Words to expression; the wrong expressions take the same type and behave differently."""
     step, frame = _step(rng), rng.randrange(len(CHOOSE_FRAMES))
-    if split_of(_combination([step], frame)) != split:
+    if split_of(_combination([step], (frame,))) != split:
         return None
     argument = ARGUMENTS[step.operation.takes]
     right = step.code(argument)
@@ -487,7 +354,7 @@ def _meaning(rng: random.Random, split: str) -> Question | None:
     """Expression to words; the first wording of an operation is the answer."""
     step, frame = _step(rng), rng.randrange(len(MEANING_FRAMES))
     step = Step(step.operation, 0, step.filling)
-    if split_of(("meaning", *_combination([step], frame))) != split:
+    if split_of(("meaning", *_combination([step], (frame,)))) != split:
         return None
     argument = ARGUMENTS[step.operation.takes]
 
@@ -502,7 +369,7 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
     step = _step(rng, computed=True)
     kind, gives = step.operation.takes, step.operation.gives
     value = _value(rng, kind, step.near, True)
-    if split_of(("value", *step.combination, value)) != split:
+    if split_of(("value", step.code(repr(value)))) != split:
         return None
     argument = ARGUMENTS[kind]
     result = _result(step.code(argument), argument, value)
@@ -541,7 +408,7 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
 
 
 def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
-    """An MBPP+ row: `test_list` (3 asserts), `test` (a script over all inputs); None when too few inputs fit."""
+    """An MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs); None: too few inputs fit."""
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
     namespace: dict[str, Any] = {}
@@ -680,7 +547,7 @@ def write_tiny_data(
 ) -> None:
     """Write the tokenizer, the training rows and the three tasks; the same settings give the same bytes.
 
-    Layout: `tokenizer/`, `train.jsonl`, `heldout.jsonl` (`messages` rows), `settings.json`, and in `data/fcsd/`
+    Layout: `tokenizer/`, `train.jsonl`, `heldout.jsonl` (`messages`), `settings.json`, and in `data/fcsd/`
     `tiny-code/{validation,test}.jsonl` (MBPP+ schema), `tiny-choice/test.jsonl`, `tiny-answers/test.jsonl`.
     A finished folder with the same settings is left as it is. UserError when `folder` holds something else.
     """
