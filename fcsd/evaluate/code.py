@@ -1,4 +1,5 @@
-"""Code tasks: problems in the MBPP+ schema, greedy completions from a model in memory, and the program in a completion.
+"""Code tasks: problems in the MBPP+ schema, greedy completions from a model in memory, and the program in a
+completion.
 
 Not covered: several samples a problem; running the programs (`fcsd.evaluate.scorer`).
 """
@@ -12,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fcsd.errors import UserError
-from fcsd.evaluate.suites import CODE_STOP
+from fcsd.evaluate.suites import SuiteTask, dataset_location, first_line, require_chat_template
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-# For data sets whose prompt does not name the function, as MBPP's: the first visible test does.
-PROMPT_WITH_TEST = "{prompt}\nYour code should satisfy this test:\n{test}"
 
 _COLUMNS = ("task_id", "prompt", "code", "test_imports", "test_list", "test")
 
@@ -58,33 +56,45 @@ class Problem:
         return re.sub(r"\{(?:prompt|tests?)\}", lambda match: parts[match[0]], template)
 
 
-def load_problems(path: str | Path, split: str = "test", name: str | None = None) -> list[Problem]:
+def load_problems(task: SuiteTask, data_root: Path | None = None) -> list[Problem]:
+    """The problems of a code task, in the order of the data set.
+
+    Raises:
+        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given
+        twice.
+    """
+    location = dataset_location(task, data_root)
+    assert location is not None, "a code task names its data set"
+    return read_problems(location, task.split or "test", task.dataset_name, task.revision)
+
+
+def read_problems(
+    path: str | Path, split: str = "test", name: str | None = None, revision: str | None = None
+) -> list[Problem]:
     """Problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
 
     Columns: `task_id`, `prompt`, `code`, `test_imports` (list of text), `test_list` (list of text), `test`.
-
-    Raises:
-        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given twice.
     """
-    rows = _load_rows(str(path), split, name)
+    rows = _load_rows(str(path), split, name, revision)
     where = f"{path} ({split})"
     missing = [column for column in _COLUMNS if column not in rows.column_names]
+    if not len(rows):
+        raise UserError(f"{where}: the data set is empty")
     if missing:
         raise UserError(
             f"{where}: no column {', '.join(missing)}; code tasks need the MBPP+ schema:"
             f" {', '.join(_COLUMNS)} (found {', '.join(rows.column_names) or 'none'})"
         )
-    if not len(rows):
-        raise UserError(f"{where}: the data set is empty")
     problems = [_problem(row, f"{where}, row {index}") for index, row in enumerate(rows)]
-    ids = [problem.task_id for problem in problems]
-    twice = sorted({task_id for task_id in ids if ids.count(task_id) > 1}) if len(set(ids)) < len(ids) else []
-    if twice:
-        raise UserError(f"{where}: task_id {twice[0]} is given twice")
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.task_id in seen:
+            raise UserError(f"{where}: task_id {problem.task_id} is given twice")
+        seen.add(problem.task_id)
     return problems
 
 
-def _load_rows(path: str, split: str, name: str | None) -> Any:
+def _load_rows(path: str, split: str, name: str | None, revision: str | None) -> Any:
     import datasets
 
     local = Path(path)
@@ -92,16 +102,19 @@ def _load_rows(path: str, split: str, name: str | None) -> Any:
         if local.suffix in (".jsonl", ".json", ".parquet"):
             if not local.is_file():
                 raise UserError(f"{path}: no such file")
+            if not local.stat().st_size:
+                raise UserError(f"{path}: the file is empty")
             builder = "parquet" if local.suffix == ".parquet" else "json"
             return datasets.load_dataset(builder, data_files={split: path}, split=split)
         if local.is_absolute() and not local.is_dir():
             raise UserError(f"{path}: no such folder")
-        return datasets.load_dataset(path, name, split=split)
+        return datasets.load_dataset(path, name, split=split, revision=revision)
     except UserError:
         raise
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path}: cannot read split {split!r} of this data set: {first}") from None
+        raise UserError(
+            f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
+        ) from error
 
 
 def _problem(row: dict[str, Any], where: str) -> Problem:
@@ -129,8 +142,8 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re
 
 
 def extract_code(text: str, stop: Sequence[str] = ()) -> str:
-    """The program in a completion: the first fenced block (to the end if it is not closed), else the text up to the
-    first of the `stop` strings."""
+    """The program in a completion: the first fenced block (to the end if it is not closed), else the text up
+    to the first of the `stop` strings."""
     fenced = _FENCE.search(text)
     if fenced:
         return fenced[1]
@@ -142,29 +155,21 @@ def first_stop(text: str, stop: Sequence[str]) -> int:
     return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
 
 
-def prompts(
-    tokenizer: "PreTrainedTokenizerBase",
-    problems: Sequence[Problem],
-    *,
-    chat_template: bool,
-    prompt_template: str,
-) -> list[str]:
+def prompts(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: SuiteTask) -> list[str]:
     """The texts that the model is given: as one user turn, or as they are with a line break.
 
     Raises:
         UserError: a chat template is asked for and the tokenizer has none.
     """
-    if not chat_template:
-        return [problem.text(prompt_template).strip() + "\n" for problem in problems]
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "chat_template: the tokenizer has no chat template; set chat_template: false for this task"
-            " or add a chat template to the tokenizer"
-        )
+    template = task.prompt_template or "{prompt}"
+    if not task.chat_template:
+        return [problem.text(template).strip() + "\n" for problem in problems]
+    require_chat_template(tokenizer, task)
     made = []
     for problem in problems:
-        turn = [{"role": "user", "content": problem.text(prompt_template)}]
-        # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore it
+        turn = [{"role": "user", "content": problem.text(template)}]
+        # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore
+        # it
         text = tokenizer.apply_chat_template(
             turn, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
@@ -177,29 +182,30 @@ def generate_completions(
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[Problem],
     *,
-    max_new_tokens: int,
+    task: SuiteTask,
     batch_size: int,
-    stop: Sequence[str] = CODE_STOP,
-    chat_template: bool = True,
-    prompt_template: str = "{prompt}",
     progress: bool = True,
 ) -> dict[str, str]:
-    """Greedy completions, task_id -> text up to the first stop string, in the order of the problems.
+    """Greedy completions under the settings of a code task's row, task_id -> text up to the first stop
+    string, in the order of the problems.
 
-    Batches are sorted by prompt length, longest first, and padded on the left; a batch ends when all its sequences have.
-    The model's training mode, its `use_cache` and the state of all random generators are as before, and the tokenizer
-    is not changed.
+    Batches are sorted by prompt length, longest first, and padded on the left; a batch ends when all its
+    sequences have. The model's training mode, its `use_cache` and the state of all random generators are as
+    before, and the tokenizer is not changed.
 
     Raises:
-        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat template.
+        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat
+        template.
     """
     import torch
 
     from fcsd.evaluate.state import preserved
 
-    texts = prompts(tokenizer, problems, chat_template=chat_template, prompt_template=prompt_template)
+    assert task.max_new_tokens is not None and task.stop is not None
+    max_new_tokens, stop = task.max_new_tokens, task.stop
+    texts = prompts(tokenizer, problems, task)
     # A chat template writes its own special tokens.
-    tokens = [tokenizer(text, add_special_tokens=not chat_template)["input_ids"] for text in texts]
+    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
     longest = max(map(len, tokens), default=0)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + max_new_tokens > positions:
@@ -280,7 +286,8 @@ def _end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") 
 
 
 class StopAtText:
-    """Ends the sequences whose new text holds a stop string. transformers' own `stop_strings` looks at the prompt too."""
+    """Ends the sequences whose new text holds a stop string. transformers' own `stop_strings` looks at the
+    prompt too."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt_length: int):
         self.tokenizer, self.stop, self.prompt_length = tokenizer, list(stop), prompt_length

@@ -1,4 +1,5 @@
-"""Runs generated programs in the sandbox and says what became of each: the scorer side of `fcsd.evaluate.sandbox`.
+"""Runs generated programs in the sandbox and says what became of each: the scorer side of
+`fcsd.evaluate.sandbox`.
 
     with CodeScorer(timeout_s=10.0) as scorer:
         scorer.self_check(problems)                      # canonical solutions must pass, or ScorerError
@@ -7,8 +8,8 @@
 
 A failure of the scorer raises `ScorerError`; it is never a score of 0.
 
-Not covered: pass@k with several samples a problem; outcomes of programs that depend on the order of sets are as random
-as that order.
+Not covered: pass@k with several samples a problem; outcomes of programs that depend on the order of sets are
+as random as that order.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
 MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
 # The limit of a canonical solution, which sets the limit of its problem, over that of an ordinary program.
 _CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 60.0
-# A program may take this many times as long as the canonical solution of its problem, where that was measured.
+# A program may take this many times as long as the canonical solution of its problem, where that was
+# measured.
 _SLOWER = 4.0
 
 _SERVER = Path(__file__).parent / "sandbox" / "server.py"
@@ -92,15 +94,16 @@ class CodeScorer:
 
     Args:
         num_workers: programs that run at the same time; None: `default_num_workers`.
-        allow_weak_sandbox: run even where the machine cannot keep programs off the network and from writing files.
-        timeout_s: wall time of one program; more for problems whose canonical solution took more than a
+        allow_weak_sandbox: run even where the machine cannot keep programs off the network and from writing
+        files. timeout_s: wall time of one program; more for problems whose canonical solution took more than
+        a
             quarter of it in `self_check`.
         memory_bytes: address space of one program.
         disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
 
     Raises:
-        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not accepted.
-        ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not
+        accepted. ScorerError: a server does not start, or ends, or fails; the next call starts it again.
     """
 
     def __init__(
@@ -180,7 +183,8 @@ class CodeScorer:
             )
 
     def self_check(self, problems: Sequence[Problem], *, progress: bool = False) -> list[Outcome]:
-        """Score the canonical solutions, which must all pass; what they take sets the time limits of their problems.
+        """Score the canonical solutions, which must all pass; what they take sets the time limits of their
+        problems.
 
         Raises:
             ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
@@ -204,7 +208,6 @@ class CodeScorer:
         problems: Sequence[Problem],
         completions: Mapping[str, str],
         *,
-        stop: Sequence[str] = (),
         progress: bool = False,
     ) -> list[Outcome]:
         """Run the program in each completion (`extract_code`) against the tests of its problem.
@@ -221,7 +224,7 @@ class CodeScorer:
                 f"completions do not match the problems: {what} ({len(missing)} missing, {len(extra)} unknown)"
             )
         jobs = [
-            (problem, problem.program(extract_code(completions[problem.task_id], stop)), self._limit(problem))
+            (problem, problem.program(extract_code(completions[problem.task_id])), self._limit(problem))
             for problem in problems
         ]
         return self._run(jobs, progress, "programs")
@@ -282,10 +285,11 @@ class _Server:
 
     def _spawn(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="fcsd-sandbox-")
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115: lives as long as the server
         self._layers, self._broken = None, False
         config = {"folder": self.folder, "memory_bytes": self.memory_bytes, "disable": self.disable}
-        # Nothing of this process reaches the server: no environment, no descriptors, another working directory.
+        # Nothing of this process reaches the server: no environment, no descriptors, another working
+        # directory.
         one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],

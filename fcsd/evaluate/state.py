@@ -29,8 +29,8 @@ def random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]:
-    """Restore every module's `.training`, `use_cache`, the generation settings, the tokenizer's padding and the random
-    state on leaving."""
+    """Restore every module's `.training`, `use_cache`, the generation settings, the tokenizer's padding and
+    the random state on leaving."""
     training = {module: module.training for module in model.modules()}
     config = model.config
     use_cache = getattr(config, "use_cache", None)

@@ -1,4 +1,5 @@
-"""Suites: which tasks are run, with which shots, metric, data set and revision, as data in `eval/suites/*.yaml`.
+"""Suites: which tasks are run, with which shots, metric, data set and revision, as data in
+`eval/suites/*.yaml`.
 
     name: tiny
     tasks:
@@ -23,7 +24,8 @@ from fcsd.errors import UserError
 from fcsd.paths import data_dir
 from fcsd.strict import Strict, did_you_mean, read_yaml, validate
 
-# Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without special tokens.
+# Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without
+# special tokens.
 CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
 _CODE_DEFAULTS: dict[str, Any] = {
     "metric": "pass@1",
@@ -49,8 +51,8 @@ class SuiteTask(Strict):
     dataset_name: str | None = None  # configuration; null: what the lm-eval task names
     split: str | None = None  # graded split; null: what the lm-eval task names
     revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
-    # Folder with the lm-eval task's YAML; looked for beside the suite file, in eval/tasks, and in lm-eval's own
-    # tasks folder (`arc`, `mmlu/default`). null: lm-eval's folder named like the task.
+    # Folder with the lm-eval task's YAML; looked for beside the suite file, in eval/tasks, and in lm-eval's
+    # own tasks folder (`arc`, `mmlu/default`). null: lm-eval's folder named like the task.
     lm_eval_include: str | None = None
     chat_template: bool = False
     # generation and code; null: what the lm-eval task says
@@ -58,7 +60,8 @@ class SuiteTask(Strict):
     stop: list[str] | None = None
     # code only
     timeout_s: float | None = Field(None, gt=0)  # wall time of one program
-    # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all of them.
+    # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
+    # of them.
     prompt_template: str | None = None
 
     @model_validator(mode="before")
@@ -120,7 +123,8 @@ def load_suite(name_or_path: str | Path) -> Suite:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
     Raises:
-        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that does not
+        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that
+        does not
             belong to the task's kind.
     """
     text = str(name_or_path)
@@ -138,3 +142,36 @@ def load_suite(name_or_path: str | Path) -> Suite:
     if isinstance(raw, dict) and "folder" in raw:
         raise UserError(f"{path}: folder: unknown key")
     return validate(Suite, {**raw, "folder": str(path.parent)} if isinstance(raw, dict) else raw, str(path))
+
+
+def dataset_location(row: SuiteTask, data_root: Path | None) -> str | None:
+    """Where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
+
+    A path to a folder or file that exists is used as it is.
+
+    Raises:
+        UserError: the data root has no such folder.
+    """
+    if row.dataset is None or Path(row.dataset).is_absolute() or data_root is None:
+        return row.dataset
+    folder = data_root / row.dataset
+    if not folder.exists():
+        raise UserError(
+            f"task {row.task}: {folder}: no such folder; the data root must hold the data set {row.dataset}"
+            " in the layout of its hub repository"
+        )
+    return str(folder.resolve())
+
+
+def require_chat_template(tokenizer: Any, row: SuiteTask) -> None:
+    """Refuse a task that wants a chat template where the tokenizer has none."""
+    if row.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"task {row.task}: chat_template: true, but the tokenizer has no chat template;"
+            " set chat_template: false for this task or add a chat template to the tokenizer"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or its name."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

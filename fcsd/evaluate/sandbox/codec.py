@@ -1,7 +1,8 @@
-"""Plain Python values as JSON: what crosses between the examiner and the generated program. Standard library only.
+"""Plain Python values as JSON: what crosses between the examiner and the generated program. Standard library
+only.
 
-A JSON list is a list and a JSON scalar is itself; anything else is {"t": type, "v": content}. An instance of a class
-that is not known here crosses as a handle: something that is not None, has a truth value, equals only
+A JSON list is a list and a JSON scalar is itself; anything else is {"t": type, "v": content}. An instance of
+a class that is not known here crosses as a handle: something that is not None, has a truth value, equals only
 itself, and becomes the object again when it is passed back. Decoding never runs code that the sender chose.
 """
 

@@ -1,15 +1,20 @@
-"""What the kernel forbids to generated programs, layer by layer. Standard library only; Linux on x86_64 and aarch64.
+"""What the kernel forbids to generated programs, layer by layer. Standard library only; Linux on x86_64 and
+aarch64.
 
-    namespaces   own user, process, network, IPC and host-name space: no network, no process outside can be seen
-    scratch      a small tmpfs as the only writable folder (needs the user namespace); without it nothing can be written
+    namespaces   own user, process, network, IPC and host-name space: no network, no process outside can be
+                 seen
+    scratch      a small tmpfs as the only writable folder (needs the user namespace); without it nothing can
+                 be written
     landlock     files: read the Python installation and /usr, write only the scratch folder
-    seccomp      system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …; for the job
+    seccomp      system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …; for the
+                 job
                  also fork, signals to others, chmod, foreign limits
     rlimits      address space, CPU time, file size, open files, processes
     capabilities none left; no_new_privs
 
-Each function applies one layer to the calling process for ever and returns whether it holds. Structures and numbers:
-linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of x86_64 and of asm-generic.
+Each function applies one layer to the calling process for ever and returns whether it holds. Structures and
+numbers: linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of x86_64 and of
+asm-generic.
 """
 
 import contextlib
@@ -77,7 +82,8 @@ _ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above,
 
 
 def unshare_namespaces() -> list[str]:
-    """Enter new namespaces, with a user namespace or (as root where those are forbidden) without; [] if neither works.
+    """Enter new namespaces, with a user namespace or (as root where those are forbidden) without; [] if
+    neither works.
 
     The process namespace holds for children: fork afterwards.
     """
@@ -122,7 +128,8 @@ def drop_capabilities() -> bool:
 
 
 def restrict_files(scratch: str | None) -> int:
-    """Landlock: read the Python installation and the system libraries, write below `scratch`. Returns the ABI, 0 if none."""
+    """Landlock: read the Python installation and the system libraries, write below `scratch`. Returns the
+    ABI, 0 if none."""
     create, add_rule, restrict_self = 444, 445, 446
     abi = int(_libc.syscall(create, None, ctypes.c_size_t(0), 1))
     if abi < 1:
@@ -207,7 +214,8 @@ def forbid_system_calls(*, job: bool) -> bool:
 
 
 def limit_resources(memory_bytes: int, cpu_s: int) -> bool:
-    """Hard limits of one job's process: address space, CPU seconds, file size, open files, processes, no core."""
+    """Hard limits of one job's process: address space, CPU seconds, file size, open files, processes, no
+    core."""
     held = True
     for name, value in (
         (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_FSIZE, 16 << 20),

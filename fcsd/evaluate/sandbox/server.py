@@ -1,4 +1,5 @@
-"""The fork server of the sandbox: `python -I server.py CONFIG`. Standard library only; see the package's docstring.
+"""The fork server of the sandbox: `python -I server.py CONFIG`. Standard library only; see the package's
+docstring.
 
 CONFIG is JSON: {"folder": scratch, "memory_bytes": …, "disable": [layers to leave out, for tests]}.
 On standard output first a frame {"layers": {…}}; then for each job on standard input
@@ -6,7 +7,8 @@ On standard output first a frame {"layers": {…}}; then for each job on standar
     48 hexadecimal digits: number, length, milliseconds;  then JSON {"code": …, "tests": [program, …]}
 
 one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, "seconds": …, "message": …}.
-"failure" is the sandbox's own, not the program's. Number and time are all that the server process itself reads of a job.
+"failure" is the sandbox's own, not the program's. Number and time are all that the server process itself
+reads of a job.
 """
 
 import builtins
@@ -154,7 +156,8 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
 
 
 def examiner(link: Link, number: int, length: int, done: int) -> None:
-    """Read the job, examine, reply; one byte on `done`: r replied, d the program died, f the examiner failed."""
+    """Read the job, examine, reply; one byte on `done`: r replied, d the program died, f the examiner
+    failed."""
     start = time.monotonic()
     try:
         job = json.loads(codec.read_exactly(JOBS, length))

@@ -1,0 +1,211 @@
+"""Likelihood and generation tasks: lm-eval on a model in memory, task by task, without the network.
+
+Our numbers are those of plain lm-eval: the same task, the same requests, the mean of the same item scores.
+Only means over items are reported, because everything downstream compares item by item.
+
+Not covered: sharded models (every rank must ask the same questions in the same order), data parallelism over
+ranks, automatic batch sizes; prompts that are longer than the model's positions are cut on the left by
+lm-eval.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fcsd.errors import UserError
+from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, first_line, require_chat_template
+from fcsd.paths import data_dir
+from fcsd.strict import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FEWSHOT_SEED = 1234  # lm-eval's default
+_GROUP = "fcsd_row"  # the generated group around one row
+
+
+def language_model(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", *, batch_size: int, progress: bool
+) -> Any:
+    """lm-eval's wrapper around a model in memory; the tokenizer is copied, because lm-eval changes it."""
+    with quiet():
+        from lm_eval.models.huggingface import HFLM
+
+        class InMemory(HFLM):
+            """HFLM with progress bars that can be switched off."""
+
+            def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+                return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not progress)
+
+            def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+                return super().generate_until(requests, disable_tqdm=disable_tqdm or not progress)
+
+        return InMemory(
+            pretrained=model,
+            tokenizer=copy.deepcopy(tokenizer),
+            batch_size=batch_size,
+            enable_thinking=False,  # hybrids would spend their tokens on thoughts; other templates ignore it
+        )
+
+
+def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: Any) -> dict[str, Any]:
+    """lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
+
+    Raises:
+        UserError: no such task, no data, or a chat template that the tokenizer does not have.
+    """
+    require_chat_template(tokenizer, row)
+    folder = _task_folder(row, suite)
+    overrides: dict[str, Any] = {"num_fewshot": row.num_fewshot}
+    location = dataset_location(row, data_root)
+    if location is not None:
+        overrides["dataset_path"] = location
+    if row.dataset_name is not None:
+        overrides["dataset_name"] = row.dataset_name
+    if row.split is not None:
+        overrides["test_split"] = row.split
+    if row.revision is not None and data_root is None:
+        overrides["dataset_kwargs"] = {"revision": row.revision}
+    with quiet(), tempfile.TemporaryDirectory() as overlay:
+        from lm_eval.tasks import TaskManager
+
+        known = TaskManager(include_path=[str(folder)], include_defaults=False)
+        if row.task not in known.all_tasks:
+            raise UserError(
+                f"task {row.task}: not defined in {folder}{did_you_mean(row.task, known.all_tasks)}"
+            )
+        kind = "group" if row.task in known.all_groups else "task"
+        # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file (research: inline
+        # dicts fail).
+        text = yaml.safe_dump({"group": _GROUP, "task": [{kind: row.task, **overrides}]})
+        (Path(overlay) / "row.yaml").write_text(text, encoding="utf-8")
+        try:
+            manager = TaskManager(include_path=[str(folder), overlay], include_defaults=False)
+            tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
+        except Exception as error:
+            place = location or "its data set"
+            raise UserError(f"task {row.task}: cannot be loaded from {place}: {first_line(error)}") from error
+    for task in tasks.values():
+        _apply(task, row)
+    return tasks
+
+
+def _task_folder(row: SuiteTask, suite: Suite) -> Path:
+    """Where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+    import lm_eval
+
+    name = row.lm_eval_include or row.task
+    places = [data_dir("eval") / "tasks", Path(str(lm_eval.__file__)).parent / "tasks"]
+    if suite.folder:
+        places.insert(0, Path(suite.folder))
+    for place in places:
+        if (place / name).is_dir():
+            return (place / name).resolve()
+    raise UserError(
+        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {places[-2]} or in lm-eval's tasks;"
+        " set lm_eval_include to the folder that holds its YAML"
+    )
+
+
+def _apply(task: Any, row: SuiteTask) -> None:
+    """Settings that lm-eval does not take as overrides."""
+    likelihood = task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
+    if likelihood != (row.kind == "likelihood"):
+        raise UserError(
+            f"task {row.task}: kind is {row.kind!r}, but lm-eval's output_type is {task.OUTPUT_TYPE}"
+        )
+    metric, name = row.metric.split(",", 1)
+    metrics, filters = list(task._metric_fn_list), [f.name for f in task._filters]
+    if metric not in metrics or name not in filters:
+        allowed = ", ".join(f"{m},{f}" for m in metrics for f in filters)
+        raise UserError(f"task {row.task}: metric {row.metric!r} does not exist; allowed: {allowed}")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
+    settings: dict[str, Any] = {}
+    if row.max_new_tokens is not None:
+        settings["max_gen_toks"] = row.max_new_tokens
+    if row.stop is not None:
+        settings["until"] = row.stop
+    if settings:
+        task.set_config(key="generation_kwargs", value=settings, update=True)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+
+
+def run_task(
+    language_model: Any, row: SuiteTask, tasks: dict[str, Any], limit: int | None
+) -> list[dict[str, Any]]:
+    """Evaluate one row; its samples in the order of the data set (group members one after another).
+
+    Each sample: doc_id, doc_hash, prompt_hash, score, target, and `completion` (generation) or
+    `loglikelihoods`.
+    """
+    with quiet():
+        from lm_eval.evaluator import evaluate
+
+        output = evaluate(
+            lm=language_model,
+            task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=True,
+            apply_chat_template=row.chat_template,
+            fewshot_as_multiturn=row.chat_template,
+        )
+    metric, name = row.metric.split(",", 1)
+    samples = []
+    for task, items in output["samples"].items():
+        chosen = sorted(
+            (item for item in items if item["filter"] == name), key=lambda item: int(item["doc_id"])
+        )
+        scores = [float(item[metric]) for item in chosen]
+        _require_mean(row, float(output["results"][task][row.metric]), scores)
+        samples += [_sample(item, score, row, task) for item, score in zip(chosen, scores, strict=True)]
+    return samples
+
+
+def _require_mean(row: SuiteTask, value: float, scores: list[float]) -> None:
+    if not math.isclose(value, math.fsum(scores) / len(scores), rel_tol=1e-6, abs_tol=1e-9):
+        raise UserError(
+            f"task {row.task}: metric {row.metric!r} is not a mean over items (lm-eval gives {value:.6g});"
+            " choose one that is, because models are compared item by item"
+        )
+
+
+def _sample(item: dict[str, Any], score: float, row: SuiteTask, task: str) -> dict[str, Any]:
+    doc_id = int(item["doc_id"])
+    sample: dict[str, Any] = {
+        "doc_id": doc_id if task == row.task else f"{task}/{doc_id}",
+        "doc_hash": item["doc_hash"],
+        "prompt_hash": item["prompt_hash"],
+        "score": score,
+        "target": str(item["target"]),
+    }
+    if row.kind == "generation":
+        sample["completion"] = str(item["resps"][0][0])
+    else:
+        sample["loglikelihoods"] = [float(choice[0][0]) for choice in item["resps"]]
+    return sample
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval and datasets without their notices and bars."""
+    import datasets
+
+    logger = logging.getLogger("lm_eval")
+    level, bars = logger.level, datasets.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
