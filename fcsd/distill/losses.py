@@ -33,11 +33,11 @@ from torch.autograd.function import once_differentiable
 
 from fcsd.errors import UserError
 
-# With a trainable head every chunk reads and writes the (V, D) gradient once: on an accelerator, below about
-# a thousand tokens a chunk, that traffic costs more than the products. On a CPU small tiles stay near the
-# caches.
-ACCELERATOR_CHUNK_BYTES = 1 << 30
-CPU_CHUNK_BYTES = 1 << 27
+# Memory for the logits of a chunk where the caller names none, and the fewest tokens in a chunk of a
+# trainable head: every chunk reads and writes the (V, D) gradient, and with fewer tokens that traffic costs
+# more than the products. On a CPU small tiles stay near the caches.
+CHUNK_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 30}
+FEWEST_TOKENS = {"cpu": 128, "accelerator": 1024}
 
 
 def fused_linear_kl(
@@ -62,6 +62,7 @@ def fused_linear_kl(
         teacher_hidden, teacher_weight, teacher_bias: (N, D'), (V, D'), (V,); constants, they get no gradient.
         logit_scale, softcap: what the family does to its logits (`fcsd.distill.head.head_scaling`).
         chunk_bytes: memory for the logits of one chunk with all temporaries; at least one token is taken.
+            None: 1 GiB on an accelerator (at least 1024 tokens if the head trains), 32 MiB (128) on a CPU.
 
     Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N = 0, and still a node of
     the graph with zero gradients, so that no rank misses a collective. A non-finite logit gives a non-finite
@@ -179,8 +180,8 @@ class _FusedLinearLoss(torch.autograd.Function):
         num_tokens, num_vocab = hidden.shape[0], weight.shape[0]
         dtype = torch.float64 if student.weight.dtype == torch.float64 else torch.float32
         num_tiles = (3 if teacher is not None else 2) + (softcap is not None)
-        chunk = _chunk_tokens(num_vocab * dtype.itemsize * num_tiles, chunk_bytes, hidden.device)
-        chunk = min(chunk, num_tokens)
+        row_bytes = num_vocab * dtype.itemsize * num_tiles
+        chunk = min(_chunk_tokens(row_bytes, chunk_bytes, hidden.device, wants_weight), num_tokens)
 
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -246,10 +247,13 @@ class _FusedLinearLoss(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def _chunk_tokens(bytes_per_token: int, chunk_bytes: int | None, device: torch.device) -> int:
-    if chunk_bytes is None:
-        chunk_bytes = CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
-    return max(1, chunk_bytes // bytes_per_token)
+def _chunk_tokens(
+    bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+) -> int:
+    if chunk_bytes is not None:
+        return max(1, chunk_bytes // bytes_per_token)
+    kind = "cpu" if device.type == "cpu" else "accelerator"
+    return max(FEWEST_TOKENS[kind] if trains_head else 1, CHUNK_BYTES[kind] // bytes_per_token)
 
 
 def _widening_product(device: torch.device, dtype: torch.dtype) -> bool:

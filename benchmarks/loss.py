@@ -1,0 +1,295 @@
+"""Time and peak memory of the head-and-loss, ours and its peers', as ratios to full logits.
+
+    python benchmarks/loss.py [--json OUT] [--tokens 1024 --dim 256 --vocab 32000] [--frozen-head] …
+
+What is measured: forward KL(teacher || student) from (N, D) hidden states and (V, D) heads of both, forward
+and backward, with gradients for the student's hidden states and head.
+
+    naive      full logits of both models, log_softmax, kl_div
+    trl        TRL's chunked divergence with its own tile sizes, and with tiles of 256 tokens x 8192 of the
+    vocabulary liger      Liger's fused linear JSD loss at beta = 0, not compiled, with its own chunk and with
+    256 tokens fcsd       `fused_linear_kl` with its own chunk, and with 256 tokens
+
+Each runs in a process of its own; all of them stay alive and take turns, so that a busy machine is busy for
+all. A ratio is the median over rounds of (time here / time of naive in the same round). On a CPU time is
+processor time, and memory the peak of resident memory over what was resident before, both gradients included;
+the first call is the one whose memory counts. Losses and gradients are compared with a float64 reference
+before anything is printed. TRL's Triton kernel is for GPUs: on a CPU its PyTorch fallback is what is
+measured.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NAIVE = "naive"
+LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 2e-2}
+
+
+# ---- variants: (hidden, weight, teacher_hidden, teacher_weight) -> loss sum
+
+
+def naive(h: Any, w: Any, th: Any, tw: Any) -> Any:
+    import torch
+    import torch.nn.functional as F
+
+    with torch.no_grad():
+        teacher = F.log_softmax(th @ tw.T, -1)
+    return F.kl_div(F.log_softmax(h @ w.T, -1), teacher, reduction="sum", log_target=True)
+
+
+def trl(h: Any, w: Any, th: Any, tw: Any, *, tokens: int | None = None, vocab: int | None = None) -> Any:
+    import torch
+    import trl.kernels.chunked_divergence as kernel
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    kernel.TOKEN_CHUNK_SIZE = tokens or kernel.TOKEN_CHUNK_SIZE
+    kernel.VOCAB_CHUNK_SIZE = vocab or kernel.VOCAB_CHUNK_SIZE
+    mask = torch.ones(1, len(h), dtype=torch.long, device=h.device)
+    return _chunked_divergence_loss(h[None], th[None], w, tw, mask, beta=0.0, num_items_in_batch=1)[0]
+
+
+def liger(h: Any, w: Any, th: Any, tw: Any, *, tokens: int = 1024) -> Any:
+    import torch
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=False, chunk_size=tokens
+    )
+    return loss(h, w, th, tw, torch.zeros(len(h), dtype=torch.long, device=h.device)) * len(h)
+
+
+def fcsd(h: Any, w: Any, th: Any, tw: Any, *, tokens: int | None = None) -> Any:
+    from fcsd.distill.losses import fused_linear_kl
+
+    chunk_bytes = None if tokens is None else tokens * len(w) * 3 * 4  # three float32 tiles
+    return fused_linear_kl(h, w, th, tw, chunk_bytes=chunk_bytes)
+
+
+VARIANTS: dict[str, tuple[str, Callable[..., Any], dict[str, int]]] = {
+    NAIVE: ("torch", naive, {}),
+    "trl": ("trl", trl, {}),
+    "trl 256 x 8192": ("trl", trl, {"tokens": 256, "vocab": 8192}),
+    "liger": ("liger_kernel", liger, {}),
+    "liger 256": ("liger_kernel", liger, {"tokens": 256}),
+    "fcsd": ("torch", fcsd, {}),
+    "fcsd 256": ("torch", fcsd, {"tokens": 256}),
+}
+
+
+# ---- one variant, in its own process
+
+
+def make_inputs(options: argparse.Namespace, tokens: int, vocab: int) -> list[Any]:
+    """A student near its teacher: logits of standard deviation 3, KL of a few hundredths of a nat a token."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    scale = 3.0 / options.dim**0.5
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator)
+
+    tw = normal(vocab, options.dim) * scale
+    w = tw + 0.02 * scale * normal(vocab, options.dim)
+    th = normal(tokens, options.dim)
+    h = th + 0.1 * normal(tokens, options.dim)
+    dtype = getattr(torch, options.dtype)
+    h, w, th, tw = (x.to(options.device, dtype) for x in (h, w, th, tw))
+    return [h.requires_grad_(), w.requires_grad_(not options.frozen_head), th, tw]
+
+
+def reference(inputs: list[Any]) -> list[Any]:
+    """[loss, dL/dh, dL/dw] by autograd in float64, 64 tokens at a time."""
+    import torch
+    import torch.nn.functional as F
+
+    h, w, th, tw = (x.detach().double() for x in inputs)
+    h.requires_grad_(), w.requires_grad_()
+    loss = 0.0
+    for i in range(0, len(h), 64):
+        s, t = (h[i : i + 64] @ w.T).log_softmax(-1), (th[i : i + 64] @ tw.T).log_softmax(-1)
+        part = F.kl_div(s, t, log_target=True, reduction="sum")
+        part.backward()
+        loss += part.item()
+    return [torch.tensor(loss), h.grad.float(), w.grad.float()]
+
+
+def resident(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def measure(run: Callable[[], Any], device: str) -> tuple[Any, float, int]:
+    """(loss, seconds, peak bytes) of one forward and backward."""
+    import torch
+
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before = resident("VmRSS")
+    clock = time.perf_counter if cuda else time.process_time
+    begin = clock()
+    loss = run()
+    loss.backward()
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = clock() - begin
+    return loss, seconds, (torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")) - before
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Answers each line on stdin with one measurement as JSON; the first also tells the errors."""
+    import torch
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    _, function, arguments = VARIANTS[options.worker]
+    warm_up = make_inputs(options, 8, 128)
+    function(*warm_up, **arguments).backward()
+    inputs = make_inputs(options, options.tokens, options.vocab)
+    if options.worker == NAIVE:
+        torch.save(reference(inputs), options.reference)
+    errors = None
+    for _ in sys.stdin:
+        for x in inputs[:2]:
+            x.grad = None
+        loss, seconds, peak = measure(lambda: function(*inputs, **arguments), options.device)
+        if errors is None:
+            found = [loss.detach().cpu(), *(None if x.grad is None else x.grad.cpu() for x in inputs[:2])]
+            exact = torch.load(options.reference)
+            errors = [
+                None if f is None else ((f.double() - e.double()).norm() / e.double().norm()).item()
+                for f, e in zip(found, exact, strict=True)
+            ]
+            del found, exact
+        print(
+            json.dumps({"seconds": seconds, "peak_bytes": peak, "errors": errors}), file=answers, flush=True
+        )
+        del loss
+
+
+# ---- all of them
+
+
+def start(name: str, options: argparse.Namespace, file: str) -> subprocess.Popen:
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **os.environ}
+    arguments = ["--worker", name, "--reference", file, *sys.argv[1:]]
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def ask(name: str, process: subprocess.Popen) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise SystemExit(f"{name}: failed, see above")
+    return json.loads(answer)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    absent = {n: m for n, (m, *_) in VARIANTS.items() if importlib.util.find_spec(m) is None}
+    names = [name for name in VARIANTS if name not in absent]
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        processes: dict[str, subprocess.Popen] = {}
+        try:
+            for round_ in range(options.rounds + 1):
+                for name in names:
+                    if round_ == 0:  # one after the other: their preparation would disturb each other
+                        processes[name] = start(name, options, f"{folder}/reference.pt")
+                    measured[name].append(ask(name, processes[name]))
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+    results = {}
+    for name in names:
+        times = [m["seconds"] for m in measured[name][1:]]
+        base = [m["seconds"] for m in measured[NAIVE][1:]]
+        peak, base_peak = (measured[n][0]["peak_bytes"] for n in (name, NAIVE))
+        results[name] = {
+            "time_ratio": statistics.median(t / b for t, b in zip(times, base, strict=True)),
+            "peak_ratio": peak / base_peak,
+            "seconds": times,
+            "peak_bytes": peak,
+            "errors": dict(zip(("loss", "hidden", "weight"), measured[name][0]["errors"], strict=True)),
+        }
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "worker", "reference")}
+    return {"settings": settings, "not_installed": absent, "results": results}
+
+
+def table(report: dict[str, Any]) -> str:
+    s = report["settings"]
+    lines = [
+        f"forward KL, N={s['tokens']} D={s['dim']} V={s['vocab']} {s['dtype']} {s['device']}"
+        f"{', frozen head' if s['frozen_head'] else ''}; ratios to naive, errors relative to float64",
+        "",
+        f"{'variant':16} {'time':>6} {'peak memory':>12} {'loss err':>10} {'dH err':>10} {'dW err':>10}",
+    ]
+    for name, r in report["results"].items():
+        errors = " ".join(f"{'-' if e is None else format(e, '.1e'):>10}" for e in r["errors"].values())
+        lines.append(f"{name:16} {r['time_ratio']:6.2f} {r['peak_ratio']:12.2f} {errors}")
+    base = report["results"][NAIVE]
+    lines += ["", f"naive: {min(base['seconds']):.2f} s, {base['peak_bytes'] / 2**20:.0f} MiB"]
+    lines += [f"{name}: not installed ({module})" for name, module in report["not_installed"].items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=16384)
+    parser.add_argument("--dtype", choices=LARGEST_ERROR, default="float32")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--frozen-head", action="store_true", help="no gradient for the student's head")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one for memory")
+    parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--reference", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options)
+        return 0
+    report = run(options)
+    wrong = {
+        name: result["errors"]
+        for name, result in report["results"].items()
+        if not all(e is None or e < LARGEST_ERROR[options.dtype] for e in result["errors"].values())
+    }
+    print(table(report))
+    for name, errors in wrong.items():
+        print(f"{name}: disagrees with the float64 reference: {errors}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    return 1 if any(name.startswith("fcsd") for name in wrong) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
