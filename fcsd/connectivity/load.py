@@ -151,12 +151,10 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
             f"{checkpoint.folder}: no tensor name starts with '{prefix}';"
             f" this is not a checkpoint of {cls.__name__}"
         )
-    missing = [name for name in in_files if name not in have and name not in tied]
-    fused_missing = [name for name in in_memory if name not in have and name not in tied]
-    if missing and fused_missing:
-        shown = min(missing, fused_missing, key=len)
+    expected_names = in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
+    if missing := [name for name in expected_names if name not in have and name not in tied]:
         raise UserError(
-            f"{checkpoint.folder}: {len(shown)} tensors are missing, the first is '{shown[0]}';"
+            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
             " the checkpoint is incomplete or of another model"
         )
 

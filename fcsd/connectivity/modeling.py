@@ -166,20 +166,25 @@ def base_model_class(family: Family) -> Any:
     return getattr(modeling_module(family), family.causal_lm)
 
 
+def _as_class(config: Any, config_class: Any) -> Any:
+    copied = copy.deepcopy(config)
+    copied.__class__ = config_class
+    # A config read from a file holds its model type on the instance, which would hide that of the class.
+    for name in ("model_type", "farskip", "auto_map"):
+        copied.__dict__.pop(name, None)
+    return copied
+
+
 def with_farskip(config: Any, family: Family, field: dict[str, Any]) -> Any:
     """A copy of a config (base or FarSkip) as `FarSkip<Family>Config` with this `farskip` field."""
-    copied = copy.deepcopy(config)
-    copied.__class__ = farskip_config_class(family)
+    copied = _as_class(config, farskip_config_class(family))
     copied.farskip = field
     return copied
 
 
 def without_farskip(config: Any, family: Family) -> Any:
     """A copy of a config as the base family's config."""
-    copied = copy.deepcopy(config)
-    copied.__class__ = base_model_class(family).config_class
-    for name in ("farskip", "auto_map"):
-        copied.__dict__.pop(name, None)
+    copied = _as_class(config, base_model_class(family).config_class)
     copied.architectures = [family.causal_lm]
     return copied
 

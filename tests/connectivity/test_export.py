@@ -1,0 +1,298 @@
+"""FarSkip checkpoints: folder to folder, saved by a trainer, and loaded where fcsd does not exist."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from fcsd.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    farskip_layers,
+    load_model,
+    unconvert_checkpoint,
+)
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES
+from fcsd.testing import tiny_model, tiny_tokenizer
+
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+
+# A process that has transformers but no fcsd: the import fails, whatever the path holds.
+WITHOUT_FCSD = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fcsd":
+            raise ImportError("fcsd is blocked")
+
+sys.meta_path.insert(0, Block())
+sys.path[:] = [p for p in sys.path if p not in ("", sys.argv[1])]
+try:
+    import fcsd
+except ImportError:
+    pass
+else:
+    raise SystemExit("fcsd could be imported")
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+"""
+
+
+@torch.no_grad()
+def logits(model):
+    return model(X, use_cache=False).logits
+
+
+def tensor_names(folder):
+    names = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
+def run_without_fcsd(code, tmp_path, *arguments):
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": "",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_FCSD + code, os.getcwd(), *map(str, arguments)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(tmp_path):
+    expected = {}
+    for family in FAMILIES:
+        model = tiny_model(family)
+        model.save_pretrained(tmp_path / "base" / family)
+        convert_checkpoint(tmp_path / "base" / family, tmp_path / "far" / family, Connectivity("last:75%"))
+        convert_model(model, Connectivity("last:75%"))
+        expected[family] = logits(model)
+    torch.save((X, expected), tmp_path / "expected.pt")
+    code = """
+x, expected = torch.load(sys.argv[2])
+for family, logits in expected.items():
+    folder = sys.argv[3] + "/" + family
+    for auto in (AutoConfig, AutoModel, AutoModelForCausalLM):
+        try:
+            auto.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as error:
+            assert "trust_remote_code" in str(error), error
+        else:
+            raise SystemExit(f"{family}: {auto.__name__} loaded without trust_remote_code")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__name__.startswith("FarSkip"), type(model)
+    with torch.no_grad():
+        got = model(x, use_cache=False).logits
+        headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+        last = headless(x, use_cache=False).last_hidden_state
+        scale = getattr(model.config, "logits_scaling", 1.0)
+        assert torch.equal(model.lm_head(last) / scale, got), family
+    assert (got - logits).abs().max() < 1e-6, (family, (got - logits).abs().max())
+    model.save_pretrained(folder + "_again")
+    again = AutoModelForCausalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x, use_cache=False).logits, got), family
+assert "fcsd" not in sys.modules
+print("DONE", len(expected))
+"""
+    done = run_without_fcsd(code, tmp_path, tmp_path / "expected.pt", tmp_path / "far")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"DONE {len(FAMILIES)}" in done.stdout
+    for family in FAMILIES:
+        far, again = tmp_path / "far" / family, tmp_path / "far" / f"{family}_again"
+        first, second = (json.loads((folder / "config.json").read_text()) for folder in (far, again))
+        for key in ("model_type", "architectures", "farskip", "auto_map"):
+            assert first[key] == second[key], (family, key)
+        assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "base")
+    convert_model(model, Connectivity("moe"))
+    model.save_pretrained(tmp_path / "far")
+    convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
+    saved, converted = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("far", "converted")
+    )
+    assert saved["model_type"] == f"farskip_{family}"
+    assert saved["architectures"] == [f"FarSkip{FAMILIES[family].causal_lm}"]
+    assert saved["farskip"]["layers"] == farskip_layers(model)
+    assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    for key in ("model_type", "architectures", "farskip", "auto_map"):
+        assert saved[key] == converted[key]
+    sources = [(tmp_path / name / "modeling_farskip.py").read_text() for name in ("far", "converted")]
+    assert sources[0] == sources[1]
+    assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
+    assert tensor_names(tmp_path / "far") == tensor_names(tmp_path / "base")
+    for name in ("far", "converted"):
+        assert torch.equal(logits(load_model(tmp_path / name)), logits(model))
+
+
+def test_a_trained_conversion_saved_by_the_trainer_loads_and_leaves_the_source_intact(tmp_path):
+    from torch.utils.data import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {"input_ids": X[index % 2], "labels": X[index % 2]}
+
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    model = load_model(tmp_path / "far")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "far"))  # over the linked weights
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+    trained = logits(model.eval())
+    for folder in (tmp_path / "far", tmp_path / "run" / "checkpoint-2"):
+        stored = load_model(folder)
+        assert farskip_layers(stored) == [0, 1, 2, 3]
+        assert torch.equal(logits(stored), trained)
+    assert (trained - logits(load_model(tmp_path / "base", connectivity=Connectivity("all")))).abs().max() > 0
+
+
+def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pickles(tmp_path):
+    base = tmp_path / "base"
+    tiny_model("deepseek_v2").save_pretrained(base, max_shard_size="30KB")
+    tiny_tokenizer(99).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text()) | {"auto_map": {"AutoConfig": "old.Old"}}
+    (base / "config.json").write_text(json.dumps(config))
+    tokenizer_config = json.loads((base / "tokenizer_config.json").read_text())
+    tokenizer_config.pop("tokenizer_class")
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    for name in ("old.py", "pytorch_model.bin", "optimizer.pt", "README.md"):
+        (base / name).write_text("x")
+    (base / "LICENSE").write_text("Apache-2.0")
+    assert convert_checkpoint(base, tmp_path / "deep" / "far", Connectivity("moe")) == [1, 2, 3]
+    far = tmp_path / "deep" / "far"
+    names = {file.name for file in far.iterdir()}
+    assert not names & {"old.py", "pytorch_model.bin", "optimizer.pt", "README.md"}
+    carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE"}
+    assert carried | {"modeling_farskip.py", "model.safetensors.index.json"} <= names
+    assert json.loads((far / "config.json").read_text())["auto_map"]["AutoConfig"].startswith(
+        "modeling_farskip."
+    )
+    from transformers import AutoTokenizer
+
+    from fcsd.connectivity import register
+
+    register("deepseek_v2")
+    tokenizer = AutoTokenizer.from_pretrained(far)
+    messages = [{"role": "user", "content": "add 1"}]
+    same = tiny_tokenizer(99)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == same.apply_chat_template(
+        messages, tokenize=False
+    )
+    assert tokenizer("add 1")["input_ids"] == same("add 1")["input_ids"]
+
+
+def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
+    model = tiny_model("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
+    base, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("base", "back"))
+    assert base == back
+    assert {file.name for file in (tmp_path / "base").iterdir()} == {
+        file.name for file in (tmp_path / "back").iterdir()
+    }
+    assert torch.equal(logits(load_model(tmp_path / "back")), logits(model))
+    with pytest.raises(UserError, match="is not a FarSkip checkpoint"):
+        unconvert_checkpoint(tmp_path / "back", tmp_path / "more")
+
+
+def test_a_converted_checkpoint_can_be_converted_otherwise_but_not_the_same_way_twice(tmp_path):
+    model = tiny_model("olmoe")
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "all", Connectivity("all"))
+    assert convert_checkpoint(tmp_path / "all", tmp_path / "last", Connectivity("last:1")) == [3]
+    convert_model(model, Connectivity("last:1"))
+    assert torch.equal(logits(load_model(tmp_path / "last")), logits(model))
+    with pytest.raises(UserError, match="is already converted with this connectivity"):
+        convert_checkpoint(tmp_path / "all", tmp_path / "again", Connectivity("moe"))
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_destination_that_is_in_use_is_refused_and_an_empty_folder_is_not(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="used: exists and is not empty; choose another destination"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "used", Connectivity("all"))
+    with pytest.raises(UserError, match="is not empty"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "base", Connectivity("all"))
+    with pytest.raises(UserError, match="exists and is not a folder"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "used" / "notes.txt", Connectivity("all"))
+    assert (tmp_path / "used" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    convert_checkpoint(tmp_path / "base", tmp_path / "empty", Connectivity("all"))
+    assert farskip_layers(load_model(tmp_path / "empty")) == [0, 1, 2, 3]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.link", full)
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(UserError, match="far: cannot be written: No space left on device"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    assert [file.name for file in tmp_path.iterdir()] == ["base"]
+
+
+def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
+    def other_device(*args, **kwargs):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    monkeypatch.setattr("os.link", other_device)
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    files = [tmp_path / name / "model.safetensors" for name in ("base", "far")]
+    assert files[0].stat().st_ino != files[1].stat().st_ino
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_damaged_source_is_refused_and_leaves_nothing_behind(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UserError, match="damaged or incomplete"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
