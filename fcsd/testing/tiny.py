@@ -165,24 +165,25 @@ _CHAT_TEMPLATE = (
 def tiny_tokenizer(vocab_size: int = 512, chat_template: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer made in memory, with a chat template (roles system, user, assistant).
 
-    Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes when `vocab_size` holds them
-    (at least 262), else one id a printable character; encoding and decoding are exact for text of known
-    symbols. The vocabulary is filled with unused tokens up to `vocab_size`.
+    Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes, so that any text survives
+    encoding and decoding. A vocabulary below 262 holds single ASCII characters instead, lower case first,
+    and drops what it does not know. The rest of the vocabulary is filled with unused tokens.
+
+    Raises:
+        UserError: `vocab_size` is below 70.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<pad>", "<bos>", "<eos>", "<system>", "<user>", "<assistant>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(special) + 64:
-        raise UserError(f"tiny_tokenizer: vocab_size must be at least {len(special) + 64}, got {vocab_size}")
-    if vocab_size < len(special) + 256:
-        printable = {chr(code) for code in range(33, 127)} | {"Ġ", "Ċ"}
-        letters = [
-            symbol
-            for symbol in alphabet
-            if symbol in printable and (symbol.islower() or not symbol.isalpha())
-        ]
-        alphabet = letters + [symbol for symbol in alphabet if symbol in printable and symbol not in letters]
+    smallest = len(special) + 64
+    if vocab_size < smallest:
+        raise UserError(f"tiny_tokenizer: vocab_size must be at least {smallest}, got {vocab_size}")
+    if vocab_size < len(special) + len(alphabet):
+        # Space and newline (as the byte-level alphabet writes them), lower case, digits and signs, capitals
+        # last.
+        printable = [chr(code) for code in range(33, 127)]
+        alphabet = ["Ġ", "Ċ", *sorted(printable, key=lambda c: (c.isupper(), not c.islower(), c))]
     symbols = (special + alphabet)[:vocab_size]
     symbols += [f"<unused{k}>" for k in range(vocab_size - len(symbols))]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: k for k, symbol in enumerate(symbols)}, merges=[]))

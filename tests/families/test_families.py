@@ -1,0 +1,99 @@
+"""The table of families against the upstream classes that it names."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from fcsd.connectivity import register
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES, base_model_type, family_of, moe_mask
+from fcsd.testing import tiny_config, tiny_model
+
+NAMES = sorted(FAMILIES)
+
+
+def upstream(family):
+    path = FAMILIES[family].upstream.removesuffix(".py").replace("/", ".")
+    return importlib.import_module(f"transformers.{path}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_exists_upstream_and_on_the_layers(name):
+    family, module, model = FAMILIES[name], upstream(name), tiny_model(name)
+    classes = (family.causal_lm, family.base_model, family.decoder_layer, family.moe_block)
+    assert all(hasattr(module, one) for one in classes)
+    assert type(model).__name__ == family.causal_lm
+    assert type(model.model).__name__ == family.base_model
+    assert type(model.config).__name__ == family.config
+    mask = moe_mask(model.config, family)
+    for layer, is_moe in zip(model.model.layers, mask, strict=True):
+        assert type(layer).__name__ == family.decoder_layer
+        assert isinstance(getattr(layer, family.in_norm), torch.nn.Module)
+        assert isinstance(getattr(layer, family.mlp_norm), torch.nn.Module)
+        block = getattr(layer, family.moe)
+        assert (type(block).__name__ == family.moe_block) == is_moe
+        if not is_moe:
+            continue
+        shared = [child for child, _ in block.named_children() if "shared" in child]
+        assert sorted(shared) == sorted(filter(None, (family.block_shared, family.block_gate)))
+        assert [child for child, _ in layer.named_children() if "shared" in child] == (
+            [family.layer_shared] if family.layer_shared else []
+        )
+        assert hasattr(layer, "residual_multiplier") == (family.residual_multiplier is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("qwen3_moe", {}, [1, 1, 1, 1]),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ("qwen2_moe", {"mlp_only_layers": [0, 2]}, [0, 1, 0, 1]),
+        ("qwen2_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 2}, [0, 1, 0, 0]),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, [0, 0, 0, 1]),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, [1, 1, 1, 1]),
+        ("glm4_moe", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
+        ("llama4_text", {"interleave_moe_layer_step": 2}, [0, 1, 0, 1]),
+        ("llama4_text", {"moe_layers": [0]}, [1, 0, 0, 0]),
+        ("mixtral", {}, [1, 1, 1, 1]),
+        ("gpt_oss", {}, [1, 1, 1, 1]),
+    ],
+)
+def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
+    family, model = FAMILIES[name], tiny_model(name, **overrides)
+    assert moe_mask(model.config, family) == [bool(value) for value in expected]
+    built = [type(getattr(layer, family.moe)).__name__ == family.moe_block for layer in model.model.layers]
+    assert built == moe_mask(model.config, family)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_is_found_from_a_config_object_raw_json_and_a_farskip_config(name):
+    config = tiny_config(name)
+    assert family_of(config) is FAMILIES[name]
+    assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
+    register(name)
+    farskip = AutoConfig.for_model(f"farskip_{name}")
+    assert family_of(farskip) is FAMILIES[name]
+    assert base_model_type(farskip.model_type) == name
+
+
+def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_are_told_apart():
+    with pytest.raises(
+        UserError, match=r"'jamba' is not supported; supported families: .*deepseek_v2.*qwen3_moe"
+    ):
+        family_of({"model_type": "jamba", "num_experts": 16})
+    with pytest.raises(UserError, match="'llama' is a dense model: it has no MoE layer"):
+        family_of(AutoConfig.for_model("llama"))
+    with pytest.raises(UserError, match="'qwen3' is a dense model"):
+        family_of({"model_type": "qwen3"})
+    with pytest.raises(UserError, match=r"this model is dense, none of its 4 layers .*first_k_dense_replace"):
+        family_of(tiny_config("deepseek_v3", first_k_dense_replace=4))
+    with pytest.raises(UserError, match="model_type is missing"):
+        family_of({})
+
+
+def test_registering_an_unsupported_family_is_refused():
+    with pytest.raises(UserError, match="'farskip_jamba' is not supported"):
+        register("farskip_jamba")
