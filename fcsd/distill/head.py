@@ -23,10 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 from fcsd.distill.losses import fused_linear_cross_entropy, fused_linear_kl
 from fcsd.errors import UserError
+
+# Families that leave the position ids out when they make their masks (transformers 5.23), so that packed
+# examples would see each other. A test goes through all families.
+MASKS_IGNORE_POSITIONS = {"gpt_oss", "afmoe"}
 
 
 @dataclass
@@ -182,14 +187,19 @@ def _body(
     keep: Tensor | None,
 ) -> Tensor:
     """The (N, D) hidden states after the final norm of the kept positions."""
-    packed = attention_mask is None and position_ids is not None
-    if packed and position_ids is not None and "flash" in (model.config._attn_implementation or ""):
+    config = model.config
+    may_be_packed = attention_mask is None and position_ids is not None
+    masks: Any = attention_mask
+    if may_be_packed and position_ids is not None and "flash" in (config._attn_implementation or ""):
         # transformers hands position ids to the variable-length kernels for a single row only, and would let
         # packed examples see each other in a batch of several. Every row starts at position 0, so one long
         # row is the same.
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    elif may_be_packed and config.model_type.removeprefix("farskip_") in MASKS_IGNORE_POSITIONS:
+        shape = torch.empty(*input_ids.shape, 1, dtype=model.dtype, device=input_ids.device)
+        masks = create_masks_for_generate(config, shape, None, None, position_ids)
     outputs = model.model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        input_ids=input_ids, attention_mask=masks, position_ids=position_ids, use_cache=False
     )
     return kept(outputs.last_hidden_state, keep)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from fcsd.distill.data import Collator, next_token_targets, pack
 from fcsd.distill.head import (
     LossHead,
     attach_loss_head,
@@ -19,6 +20,7 @@ from fcsd.distill.head import (
     l2_sum,
 )
 from fcsd.errors import UserError
+from fcsd.testing import TINY, run_ranks, tiny_model
 
 B, T, V = 2, 10, 64
 SHAPE = {
@@ -292,6 +294,37 @@ def test_an_objective_without_its_arguments_is_an_error():
         model(input_ids=ids, position_ids=positions, keep=keep, objective="kl")
 
 
+ATTENTION = [
+    (family, attention)
+    for family in TINY
+    for attention in ("sdpa", "eager")
+    if (family, attention) != ("gpt_oss", "sdpa")  # its attention sinks are not in sdpa
+]
+
+
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+def test_packed_examples_of_every_family_have_the_loss_that_each_has_alone(family, attention):
+    """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
+    model = tiny_model(family, attn_implementation=attention)
+    vocab_size = model.config.vocab_size
+    g = torch.Generator().manual_seed(0)
+    examples = [torch.randint(1, vocab_size, (n,), generator=g).tolist() for n in (5, 19, 2, 7, 12, 3, 6)]
+    rows = pack([{"input_ids": e, "loss_mask": [True] * len(e)} for e in examples], 24, pad_token_id=0)
+    batch = Collator()(list(rows))
+    keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
+    with torch.no_grad():
+        alone = sum(
+            F.cross_entropy(
+                model(torch.tensor([e])).logits[0, :-1].double(), torch.tensor(e[1:]), reduction="sum"
+            )
+            for e in examples
+        )
+        attach_loss_head(model)
+        arguments = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "keep": keep}
+        packed = model(**arguments, labels=targets, objective="ce")["loss"]
+    torch.testing.assert_close(packed.double(), alone, rtol=2e-6, atol=0)
+
+
 # ---- block outputs
 
 
@@ -387,3 +420,59 @@ def test_the_class_of_the_head_is_made_once():
     attach_loss_head(first)
     attach_loss_head(second)
     assert type(first.lm_head) is type(second.lm_head) and issubclass(type(first.lm_head), LossHead)
+
+
+# ---- several ranks
+
+
+def kl_of_one_rank(rank, wrapper):
+    """Loss and gradients of two rows on one rank, then over two; the second row is masked throughout."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    student, teacher = make_model(seed=0), make_model(seed=1).requires_grad_(False)
+    attach_loss_head(student)
+    attach_loss_head(teacher)
+    ids, positions, keep, _ = make_batch()
+    keep[1] = False
+
+    def loss_of(model, rows):
+        with torch.no_grad():
+            hidden = final_hidden(teacher, ids[rows], positions[rows], keep[rows])
+        arguments = {"input_ids": ids[rows], "position_ids": positions[rows], "keep": keep[rows]}
+        return model(**arguments, objective="kl", teacher_hidden=hidden, teacher_head=teacher.lm_head)["loss"]
+
+    expected = loss_of(student, slice(None))
+    expected.backward()
+    expected_gradients = gradients(student)
+    student.zero_grad()
+    wrapped = student
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(student)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for model in (student, teacher):
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+    loss = loss_of(wrapped, slice(rank, rank + 1))
+    (loss * 2).backward()  # ranks are averaged
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    worst = 0.0
+    for name, parameter in student.named_parameters():
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        reference = expected_gradients[name]
+        worst = max(worst, ((gradient - reference).norm() / (reference.norm() + 1e-6)).item())
+    return expected.item(), total.item(), worst, isinstance(student.lm_head.weight, DTensor)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_ranks_give_the_loss_and_gradients_of_one_even_when_one_of_them_keeps_no_token(wrapper):
+    for expected, total, worst, sharded in run_ranks(kl_of_one_rank, 2, wrapper):
+        assert total == pytest.approx(expected, rel=1e-5)
+        assert worst < 1e-4
+        assert sharded == (wrapper == "fsdp2")
