@@ -140,7 +140,6 @@ def _convert(arguments: argparse.Namespace) -> None:
         arguments.out,
         _connectivity(arguments),
         revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
     )
     print(arguments.out)
 

@@ -14,6 +14,7 @@ Not covered: uploading it.
 """
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -147,7 +148,6 @@ def convert(recipe: Recipe) -> Stage:
             source,
             folder / "model",
             _connectivity(recipe.connectivity),
-            trust_remote_code=recipe.model.trust_remote_code,
         )
     PartialState().wait_for_everyone()
     _finish(stage, {}, model=folder / "model")
@@ -490,15 +490,25 @@ def _data_inputs(data: Data) -> dict[str, str]:
     return {f"data.train.{index}": data_fingerprint(source) for index, source in enumerate(data.train)}
 
 
+_held_rows: dict[str, Any] = {}
+
+
 def _rows(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    return build_dataset(
-        data.train,
-        tokenizer,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-        seed=seed,
-    )
+    """Packed training rows; the last ones made stay in memory, for the next stage of a run that reads the same data."""
+    plan = data.model_dump(exclude={"heldout", "heldout_examples"})
+    # What the rows depend on; two stages of one run may find the same tokenizer in different folders.
+    key = json.dumps([plan, list(_data_inputs(data).values()), seed, tokenizer.chat_template, tokenizer.get_vocab()])
+    if key not in _held_rows:
+        _held_rows.clear()
+        _held_rows[key] = build_dataset(
+            data.train,
+            tokenizer,
+            max_length=data.max_length,
+            packing=data.packing,
+            loss_on=data.loss_on,
+            seed=seed,
+        )
+    return _held_rows[key]
 
 
 def _heldout(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -507,7 +517,12 @@ def _heldout(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     limit = min(data.heldout_examples, data.heldout.max_examples or data.heldout_examples)
     source = Source.model_validate(data.heldout.model_dump() | {"max_examples": limit, "streaming": False})
     return build_dataset(
-        [source], tokenizer, max_length=data.max_length, packing=data.packing, loss_on=data.loss_on, seed=0
+        [source],
+        tokenizer,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+        shuffle=False,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_model, save_model
+from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from fcsd.artifact import new_folder, read_json, write_json, write_text
@@ -242,7 +243,7 @@ def _whole_steps(rows: Any, arguments: TrainingArguments, run: TrainingRun) -> A
             f"data.train: gives {len(rows)} rows of {run.max_length} tokens, one batch of train.batch_size_tokens"
             f" {run.train.batch_size_tokens} needs {needed}; use more data or a smaller batch"
         )
-    return rows.select(range(len(rows) // needed * needed))
+    return Subset(rows, range(len(rows) // needed * needed))
 
 
 def _check_same_vocabulary(teacher: PreTrainedModel, student: PreTrainedModel) -> None:

@@ -13,9 +13,10 @@ from fcsd.distill.head import final_hidden, head_scaling
 from fcsd.distill.losses import fused_linear_kl
 
 
-
 @torch.no_grad()
-def mean_kl(original: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False) -> dict[str, float]:
+def mean_kl(
+    original: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False
+) -> dict[str, float]:
     """Forward KL in nats per kept token, over `rows` of `fcsd.distill.data.build_dataset`.
 
     Returns:

@@ -1,0 +1,190 @@
+"""The report of a run: what every model scores, what was lost and whether that is more than noise, and how it was trained.
+
+Reads only what the stages left; writes `report.md`, `report.json` and figures.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.artifact import new_folder, read_json, versions, write_json, write_text
+from fcsd.distill.run import read_history, read_scores
+from fcsd.evaluate.runner import read_result
+from fcsd.evaluate.scores import compare
+from fcsd.recipe import Recipe, to_yaml
+from fcsd.report.plots import plot_layers, plot_losses, plot_models, plot_scores, plot_sweep
+from fcsd.report.table import models_table, paired_table, percent
+
+SCHEMA_VERSION = 1
+
+
+def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
+    """Write the report of the evaluated models among `names`; returns the table of models.
+
+    Raises:
+        UserError: results that were not measured on the same items.
+    """
+    evaluated = {name: _evaluated(recipe, name) for name in names if _manifest(recipe, f"evaluate/{name}") is not None}
+    training = {name: path for name in names if (path := _training_folder(recipe, name)) is not None}
+    original = evaluated.get("original")
+    comparisons = {
+        name: compare(original, other) for name, other in evaluated.items() if original is not None and name != "original"
+    }
+    models = {
+        name: {"layers": _layers(recipe, name), "training": _training(training.get(name)), "result": each["result"]}
+        for name, each in evaluated.items()
+    }
+    table = models_table(models) if models else "no model has been evaluated yet"
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "recipe": recipe.dump(),
+        "models": models,
+        "comparisons": comparisons,
+        "training": {name: _manifest_at(path) for name, path in training.items()},
+        "sweep": _results(recipe, "sweep"),
+        "layers": _layer_study(recipe),
+        "versions": versions(),
+    }
+    with new_folder(folder) as new:
+        figures = _figures(report, training, evaluated, new)
+        write_json(new / "report.json", report)
+        write_text(new / "report.md", _markdown(recipe, report, table, figures))
+    return table
+
+
+def _evaluated(recipe: Recipe, name: str) -> dict[str, Any]:
+    result, samples = read_result(recipe.folder / "evaluate" / name)
+    return {"result": result, "samples": samples}
+
+
+def _training_folder(recipe: Recipe, name: str) -> Path | None:
+    places = {"original": "pretrain", "fcsd": "distill", "converted": "convert"}
+    path = recipe.folder / places.get(name, f"variants/{name}")
+    return path if (path / "history.jsonl").is_file() else None
+
+
+def _manifest_at(path: Path) -> dict[str, Any]:
+    return read_json(path / "manifest.json")
+
+
+def _manifest(recipe: Recipe, stage: str) -> dict[str, Any] | None:
+    path = recipe.folder / stage / "manifest.json"
+    return read_json(path) if path.is_file() else None
+
+
+def _results(recipe: Recipe, stage: str) -> dict[str, Any] | None:
+    found = _manifest(recipe, stage)
+    return found["results"] if found is not None else None
+
+
+def _layer_study(recipe: Recipe) -> dict[str, Any] | None:
+    path = recipe.folder / "layers" / "layers.json"
+    return read_json(path) if path.is_file() else None
+
+
+def _layers(recipe: Recipe, name: str) -> str:
+    """How many layers are rewired, read from the checkpoint that was evaluated."""
+    if name == "original":
+        return "0"
+    places = {"fcsd": "distill", "converted": "convert"}
+    config = read_json(recipe.folder / places.get(name, f"variants/{name}") / "model" / "config.json")
+    farskip = config.get("farskip") or {"layers": []}
+    sides = [word for word, side in (("attention", "partial"), ("mlp", "outdated")) if farskip.get(word) == side]
+    only = f" ({sides[0]} only)" if len(sides) == 1 else ""
+    return f"{len(farskip['layers'])}/{config['num_hidden_layers']}{only}"
+
+
+def _training(path: Path | None) -> str:
+    if path is None:
+        return "-"
+    manifest = _manifest_at(path)
+    objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
+    results = manifest["results"]
+    best = f", best at {results['best_step']}" if results.get("best_step") is not None else ""
+    return f"{objective}, {results['steps']} steps{best}"
+
+
+def _figures(
+    report: dict[str, Any], training: dict[str, Path], evaluated: dict[str, dict[str, Any]], folder: Path
+) -> dict[str, str]:
+    """Draw what there is; file name -> caption."""
+    figures: dict[str, str] = {}
+    if evaluated:
+        tasks = list(next(iter(evaluated.values()))["result"]["tasks"])
+        scores = {
+            name: {task: (row["value"], row["stderr"]) for task, row in each["result"]["tasks"].items()}
+            for name, each in evaluated.items()
+        }
+        plot_models(tasks, scores, folder / "models.png")
+        figures["models.png"] = "Scores of every model; bars are one standard error."
+    histories = {name: read_history(path) for name, path in training.items()}
+    if histories:
+        plot_losses(histories, folder / "loss.png")
+        figures["loss.png"] = "Training loss."
+    curves = {name: points for name, path in training.items() if (points := read_scores(path))}
+    if curves:
+        plot_scores(curves, folder / "pass_at_1.png")
+        figures["pass_at_1.png"] = "pass@1 on the early-stopping task during training."
+    if report["layers"] is not None:
+        plot_layers(report["layers"], folder / "layers.png")
+        figures["layers.png"] = "KL to the original, untrained, against the number of rewired layers (paper Fig. 3)."
+    if report["sweep"] is not None:
+        plot_sweep(report["sweep"], folder)
+        figures["sweep.png"] = "The sweep: batch size first, then learning rate."
+    return figures
+
+
+def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[str, str]) -> str:
+    stopping = recipe.early_stopping
+    parts = [
+        f"# Report of `{recipe.name}`",
+        "Scores are percentages ± one standard error; KL is KL(original || model) in nats per token on held-out text."
+        " `original` is the teacher, `converted` the same weights rewired and untrained.",
+        table,
+    ]
+    limits = {each["result"]["settings"]["limit"] for each in report["models"].values()} - {None}
+    if limits:
+        parts.append(f"**Only the first {min(limits)} items of every task: a quick look, not a result.**")
+    if stopping is not None:
+        parts.append(
+            f"Early stopping and choice of checkpoint: pass@1 on `{stopping.dataset}`, split `{stopping.split}`, every"
+            f" {stopping.every_steps} steps, patience {stopping.patience}, min_delta {stopping.min_delta}."
+        )
+    if report["comparisons"]:
+        parts += [
+            "## Against the original, item by item",
+            "Delta with its paired standard error; gained and lost items; exact McNemar p of this difference or a larger"
+            " one when nothing was lost.",
+            paired_table(report["comparisons"]),
+        ]
+    if report["sweep"] is not None:
+        sweep = report["sweep"]
+        parts += [
+            "## Sweep",
+            f"Chosen: {sweep['batch_size_tokens']} tokens, learning rate {sweep['learning_rate']:g} (see `sweep/sweep.md`).",
+        ]
+    parts += ["## Figures"] if figures else []
+    parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in figures.items()]
+    parts += ["## Settings", _settings(report), "## Recipe", f"```yaml\n{to_yaml(recipe.dump())}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _settings(report: dict[str, Any]) -> str:
+    lines = [f"- {name} {version}" for name, version in report["versions"].items()]
+    for model in list(report["models"].values())[:1]:
+        settings, sandbox = model["result"]["settings"], model["result"]["sandbox"]
+        lines.append(f"- evaluation: {settings['dtype']} on {settings['device']}, decoding {settings['decoding']}")
+        if sandbox is not None:
+            lines.append(f"- sandbox of generated code: {', '.join(f'{key} {value}' for key, value in sandbox.items())}")
+    return "\n".join(lines)
+
+
+def headline(report: dict[str, Any], name: str) -> list[tuple[str, str, str, str]]:
+    """(task, original, model, delta) of one model, as the model card shows them; [] when it was not compared."""
+    comparison = report["comparisons"].get(name)
+    if comparison is None:
+        return []
+    return [
+        (task, percent(row["original"]), percent(row["converted"]), percent(row["delta"], row["delta_stderr"]))
+        for task, row in comparison["tasks"].items()
+    ]
