@@ -1,0 +1,188 @@
+"""Time of a rewired model's forward pass, as a ratio to the original's.
+
+    python benchmarks/forward.py [--family qwen3_moe …] [--layers 8 --dim 256] [--rounds 30] [--limit 1.02]
+
+What is measured: forward passes without gradient of two models with the same weights, on one device, without
+any communication: the price of the rewiring itself. Overlap is not measured here.
+
+    control    a second copy of the original, the noise of this run
+    farskip    all layers rewired
+
+    prefill    a batch of --tokens tokens
+    decode     one token after a cache of --tokens tokens; launching operators dominates here on small models
+
+The models take turns, in an order that changes every round, so that a busy machine is busy for all. A ratio
+is the median over rounds of (time here / time of the original in the same round); the second ratio is that
+of the minima. On a CPU time is processor time of this process. With --limit the exit status is 1 when a
+prefill ratio of farskip is above the limit while the control is not.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def build(family: str, layers: int, dim: int, device: str, dtype: str) -> Any:
+    """A model of the family's tiny shape, widened to `dim`, with `layers` layers."""
+    import torch
+
+    from fcsd.testing import tiny_model
+    from fcsd.testing.tiny import TINY
+
+    overrides = {
+        name: value * dim // 32
+        for name, value in TINY[family].items()
+        if name in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+    }
+    model = tiny_model(
+        family,
+        hidden_size=dim,
+        num_hidden_layers=layers,
+        intermediate_size=dim,
+        vocab_size=1024,
+        max_position_embeddings=8192,
+        **overrides,
+    )
+    return model.to(device=device, dtype=getattr(torch, dtype))
+
+
+def prefill(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(repeats):
+            model(ids, use_cache=False)
+
+    return run
+
+
+def decode(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
+    cache = model(ids, use_cache=True).past_key_values
+
+    def run() -> None:
+        for _ in range(repeats):
+            model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        cache.crop(-repeats)  # a negative number removes that many tokens
+
+    return run
+
+
+def seconds(run: Callable[[], None], device: str) -> float:
+    """Processor time on a CPU, wall time up to the last kernel on a GPU."""
+    import torch
+
+    if device == "cpu":
+        started = time.process_time()
+        run()
+        return time.process_time() - started
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def interleaved(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Times of every run, one a round; the order rotates."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for run in runs.values():
+        run()
+    for k in range(rounds):
+        for name in names[k % len(names) :] + names[: k % len(names)]:
+            times[name].append(seconds(runs[name], device))
+    return times
+
+
+def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a phase and variant."""
+    import torch
+
+    from fcsd.connectivity import Connectivity, convert_model
+
+    original = build(family, options.layers, options.dim, options.device, options.dtype)
+    farskip = copy.deepcopy(original)
+    convert_model(farskip, Connectivity("all"))
+    models = {"original": original, "control": copy.deepcopy(original), "farskip": farskip}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 1024, (options.batch, options.tokens), generator=generator).to(options.device)
+    rows = []
+    with torch.no_grad():
+        for phase, make, repeats in (("prefill", prefill, 1), ("decode", decode, options.decode_steps)):
+            runs = {name: make(model, ids, repeats) for name, model in models.items()}
+            times = interleaved(runs, options.rounds, options.device)
+            base = times["original"]
+            for name in ("control", "farskip"):
+                ratios = [a / b for a, b in zip(times[name], base, strict=True)]
+                rows.append(
+                    {
+                        "family": family,
+                        "phase": phase,
+                        "variant": name,
+                        "original_ms": 1e3 * statistics.median(base) / repeats,
+                        "median_ratio": statistics.median(ratios),
+                        "minimum_ratio": min(times[name]) / min(base),
+                    }
+                )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from fcsd.families import FAMILIES
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="benchmarks/forward.py",
+    )
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=["qwen3_moe", "deepseek_v2"])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=256, help="hidden size, a multiple of 32")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--decode-steps", type=int, default=8, help="decoded tokens in one timing")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--limit", type=float, help="largest prefill ratio, 1.02 for two per cent")
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    options = parser.parse_args(arguments)
+    import torch
+
+    torch.set_num_threads(options.threads)
+    rows = [row for family in options.family for row in measure(family, options)]
+    header = f"{'family':18} {'phase':8} {'variant':8}"
+    print(f"{header} {'original ms':>12} {'median ratio':>13} {'ratio of minima':>16}")
+    for row in rows:
+        print(
+            f"{row['family']:18} {row['phase']:8} {row['variant']:8} {row['original_ms']:12.2f}"
+            f" {row['median_ratio']:13.3f} {row['minimum_ratio']:16.3f}"
+        )
+    if options.json:
+        options.json.write_text(
+            json.dumps({"options": {**vars(options), "json": None}, "rows": rows}, indent=2)
+        )
+    if options.limit is None:
+        return 0
+    ratio = {
+        (row["family"], row["variant"]): row["median_ratio"] for row in rows if row["phase"] == "prefill"
+    }
+    above = [
+        family
+        for family in options.family
+        if ratio[family, "farskip"] > options.limit >= ratio[family, "control"]
+    ]
+    if above:
+        print(f"above the limit of {options.limit}: {', '.join(above)}", file=sys.stderr)
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
