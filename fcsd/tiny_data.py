@@ -15,6 +15,7 @@ split only.
 Not covered: programs with loops or branches, more than two steps, natural text.
 """
 
+import itertools
 import json
 import os
 import random
@@ -60,7 +61,7 @@ class Operation:
 
 
 # takes, gives, numbers, what is asked | code | wordings
-# numbers: any (1 to 59), factor (2 to 9), length (2 to 4), or - for none and for letters;
+# numbers: any (1 to 9), factor (2 to 9), length (2 to 4), or - for none and for letters;
 # "value": questions ask for the value too; not of sums and products, which could only be learnt by heart.
 _TABLE = """
 int  int     any    code  | {v} + {n}            | add {n} to {v} | increase {v} by {n}
@@ -132,7 +133,7 @@ str  bool    -      value | {v}.startswith('{c}') | check if {v} starts with {c}
 | tell if {v} begins with {c}
 str  letters -      value | list({v})            | list the letters of {v} | split {v} into letters
 """
-_NUMBERS = {"any": (1, 59), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
+_NUMBERS = {"any": (1, 9), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
 
 
 def _parse(line: str) -> Operation:
@@ -167,7 +168,7 @@ WORDS = (
         "inspect",
         "look",
         "make",
-        "map",
+        "match",
         "measure",
         "move",
         "obtain",
@@ -183,11 +184,7 @@ CODE_FRAMES = (
     "{call} should {task}.",
     "Let {call} {task}.",
 )
-STEP_FRAMES = (
-    "{first}, then {second}",
-    "{first} and after that {second}",
-    "{second}, but before that {first}",
-)
+STEP_FRAMES = ("{first}, then {second}", "first {first}, next {second}", "{second}, but first {first}")
 DOCSTRING_REQUEST = " Add a docstring."
 CHOOSE_FRAMES = ("Which expression will {task}?", "What do you type to {task}?", "Pick the code to {task}.")
 VALUE_FRAMES = ("What is {code}?", "Evaluate {code}", "Give the value of {code}")
@@ -245,7 +242,7 @@ def _step(rng: random.Random, takes: str | None = None, computed: bool = False) 
     filling: int | str | None = None
     if "{n}" in operation.code:
         first, last = operation.numbers
-        filling = rng.randint(first, min(last, 9) if computed else last)
+        filling = rng.randint(first, last)
     elif "{c}" in operation.code:
         filling = rng.choice(string.ascii_uppercase)
     return Step(operation, rng.randrange(len(operation.wordings)), filling)
@@ -261,12 +258,12 @@ def _value(rng: random.Random, kind: str, near: list[int | str], small: bool) ->
         return rng.choice([rng.randrange(-20, 100), *(n + rng.randrange(-1, 2) for n in numbers)])
     if kind == "list":
         if small:
-            return [rng.randrange(10) for _ in range(rng.randrange(3, 5))]
-        items = [rng.randrange(70) for _ in range(rng.randrange(6, 12))]
+            return [rng.randrange(10) for _ in range(rng.randrange(2, 5))]
+        items = [rng.randrange(15) for _ in range(rng.randrange(6, 12))]
         items += [n + rng.randrange(-1, 2) for n in numbers]
         rng.shuffle(items)
         return items
-    size = rng.randrange(3, 6) if small else rng.randrange(6, 12)
+    size = rng.randrange(2, 5) if small else rng.randrange(6, 12)
     pool = string.ascii_uppercase if not letters else string.ascii_uppercase[::3] + "".join(letters) * 3
     return "".join(rng.choice(pool) for _ in range(size))
 
@@ -291,9 +288,9 @@ def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
     return (*(step.combination for step in steps), None if fillings else frame)
 
 
-def _code_row(rng: random.Random, split: str) -> dict[str, Any] | None:
+def _code_row(rng: random.Random, split: str, careless: float = 0.0) -> dict[str, Any] | None:
     steps = [_step(rng)]
-    if rng.random() < 0.6 and steps[0].operation.gives in ARGUMENTS:
+    if rng.random() < 0.5 and steps[0].operation.gives in ARGUMENTS:
         steps.append(_step(rng, steps[0].operation.gives))
     argument = ARGUMENTS[steps[0].operation.takes]
     frame = rng.randrange(len(CODE_FRAMES))
@@ -307,6 +304,9 @@ def _code_row(rng: random.Random, split: str) -> dict[str, Any] | None:
     docstring = None
     if rng.random() < 0.1:
         prompt, docstring = prompt + DOCSTRING_REQUEST, f"{task[0].upper()}{task[1:]}."
+    if rng.random() < careless:
+        mistaken = rng.randrange(len(steps))
+        steps = [_mistakes(rng, s)[0] if i == mistaken else s for i, s in enumerate(steps)]
     return {"prompt": prompt, "code": _function(name, steps, docstring), "name": name, "steps": steps}
 
 
@@ -444,17 +444,21 @@ def _chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def chat_rows(rng: random.Random, split: str) -> Iterator[dict[str, Any]]:
-    """Endless rows `{"messages": [user, assistant]}`: half code, a quarter choice, a quarter answers."""
+def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Endless rows `{"messages": [user, assistant]}`: half code, a quarter choice, a quarter answers.
+
+    `careless` is the share of answers with one mistake in them: another number or another operation.
+    """
     while True:
         skill = rng.random()
         if skill < 0.5:
-            if code := _code_row(rng, split):
+            if code := _code_row(rng, split, careless):
                 yield _chat(code["prompt"], code["code"])
         else:
             kind = rng.choice(CHOICE_KINDS) if skill < 0.75 else _evaluation
             if question := kind(rng, split):
-                yield _chat(question.text, question.answer)
+                wrong = question.wrong() if rng.random() < careless else []
+                yield _chat(question.text, wrong[0] if wrong else question.answer)
 
 
 def _distinct(make: Callable[[], dict[str, Any] | None], key: str, count: int) -> list[dict[str, Any]]:
@@ -540,6 +544,8 @@ def write_tiny_data(
     seed: int = 0,
     *,
     num_train: int = 40_000,
+    num_distill: int = 12_000,
+    careless: float = 0.35,
     num_heldout: int = 400,
     num_validation: int = 64,
     num_test: int = 200,
@@ -547,13 +553,17 @@ def write_tiny_data(
 ) -> None:
     """Write the tokenizer, the training rows and the three tasks; the same settings give the same bytes.
 
-    Layout: `tokenizer/`, `train.jsonl`, `heldout.jsonl` (`messages`), `settings.json`, and in `data/fcsd/`
-    `tiny-code/{validation,test}.jsonl` (MBPP+ schema), `tiny-choice/test.jsonl`, `tiny-answers/test.jsonl`.
+    Layout: `tokenizer/`, `settings.json`, chat rows `train.jsonl` (for pre-training), `distill.jsonl` and
+    `heldout.jsonl`, and in `data/fcsd/` the tasks `tiny-code/{validation,test}.jsonl` (MBPP+ schema),
+    `tiny-choice/test.jsonl` and `tiny-answers/test.jsonl`. In `distill.jsonl` the share `careless` of the
+    answers has a mistake in it, as instruction data by other hands has: fine-tuning takes the mistakes over,
+    distillation from the original does not.
     A finished folder with the same settings is left as it is. UserError when `folder` holds something else.
     """
     folder = Path(folder)
     settings = {
-        "format_version": FORMAT_VERSION, "seed": seed, "num_train": num_train, "num_heldout": num_heldout,
+        "format_version": FORMAT_VERSION, "seed": seed, "num_train": num_train, "num_distill": num_distill,
+        "careless": careless, "num_heldout": num_heldout,
         "num_validation": num_validation, "num_test": num_test, "vocab_size": vocab_size,
     }  # fmt: skip
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -576,21 +586,21 @@ def write_tiny_data(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_all(folder: Path, settings: dict[str, int]) -> None:
+def _write_all(folder: Path, settings: dict[str, Any]) -> None:
     seed = settings["seed"]
 
-    def rng(
-        what: str,
-    ) -> random.Random:  # each file has its own stream: one more row here changes nothing there
+    # Each file has its own stream of random numbers: one more row in one changes nothing in another.
+    def rng(what: str) -> random.Random:
         return random.Random(f"{seed}/{what}")
 
-    def take(split: str, count: int) -> list[dict[str, Any]]:
-        rows = chat_rows(rng(split), split)
-        return [next(rows) for _ in range(count)]
+    def take(what: str, split: str, count: int, careless: float = 0.0) -> list[dict[str, Any]]:
+        return list(itertools.islice(chat_rows(rng(what), split, careless), count))
 
-    train = take("train", settings["num_train"])
+    train = take("train", "train", settings["num_train"])
     _write_rows(folder / "train.jsonl", train)
-    _write_rows(folder / "heldout.jsonl", take("heldout", settings["num_heldout"]))
+    distill = take("distill", "train", settings["num_distill"], settings["careless"])
+    _write_rows(folder / "distill.jsonl", distill)
+    _write_rows(folder / "heldout.jsonl", take("heldout", "heldout", settings["num_heldout"]))
     num_test = settings["num_test"]
     data = folder / "data" / "fcsd"
     _write_task(

@@ -15,7 +15,7 @@ from fcsd.evaluate.suites import load_suite
 from fcsd.paths import data_dir
 from fcsd.tiny_data import OPERATIONS, WORDS, split_of, write_tiny_data
 
-SIZES = {"num_train": 3000, "num_heldout": 60, "num_validation": 40, "num_test": 120}
+SIZES = {"num_train": 3000, "num_distill": 1000, "num_heldout": 60, "num_validation": 40, "num_test": 120}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_no_graded_question_occurs_in_training_under_any_function_name(tmp_path:
     write_tiny_data(tmp_path / "d", seed=seed, **SIZES)
     data = tmp_path / "d" / "data" / "fcsd"
     asked = {
-        "train": questions(tmp_path / "d" / "train.jsonl"),
+        "train": questions(tmp_path / "d" / "train.jsonl") + questions(tmp_path / "d" / "distill.jsonl"),
         "heldout": questions(tmp_path / "d" / "heldout.jsonl"),
         "validation": questions(data / "tiny-code" / "validation.jsonl"),
         "test": [
@@ -134,6 +134,24 @@ def test_a_value_question_is_answered_by_python_itself(folder: Path) -> None:
     assert checked > SIZES["num_test"] // 4
 
 
+def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_answer_is(
+    tmp_path: Path,
+) -> None:
+    write_tiny_data(tmp_path / "d", **{**SIZES, "num_distill": 4000}, careless=0.4)
+    wrong = {}
+    for name in ("train", "distill"):
+        right = []
+        for row in rows(tmp_path / "d" / f"{name}.jsonl"):
+            question, answer = (message["content"] for message in row["messages"])
+            asked = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", question)
+            if asked:
+                right.append(repr(eval(asked.group(1))) == answer)
+        assert len(right) > 200
+        wrong[name] = 1 - sum(right) / len(right)
+    assert wrong["train"] == 0
+    assert 0.25 < wrong["distill"] <= 0.45  # a mistaken expression may have the right value
+
+
 def test_choices_differ_and_hold_the_answer_at_every_place(folder: Path) -> None:
     found = rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl")
     for row in found:
@@ -145,7 +163,7 @@ def test_wrong_expressions_behave_differently_from_the_right_one(folder: Path) -
     rng = random.Random(0)
     values: dict[str, list[Any]] = {
         "x": list(range(-100, 101)),
-        "xs": [[rng.randrange(70) for _ in range(10)] for _ in range(300)],
+        "xs": [[rng.randrange(15) for _ in range(10)] for _ in range(300)],
         "s": ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=8)) for _ in range(2000)],
     }
     for row in rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl"):
