@@ -28,7 +28,9 @@ class Model(Strict):
     path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
     revision: str | None = None
     trust_remote_code: bool = False
-    dtype: Dtype = "auto"  # of the teacher, and of every model while it is evaluated; auto: the checkpoint's own
+    dtype: Dtype = (
+        "auto"  # of the teacher, and of every model while it is evaluated; auto: the checkpoint's own
+    )
     attn_implementation: str | None = None
     experts_implementation: str | None = None
 
@@ -131,7 +133,9 @@ class Train(Strict):
     @model_validator(mode="after")
     def _minimum_rate_belongs_to_its_schedule(self) -> "Train":
         if (self.lr_scheduler_type == "cosine_with_min_lr") != (self.min_lr_rate is not None):
-            raise ValueError("min_lr_rate is needed for lr_scheduler_type 'cosine_with_min_lr' and for no other")
+            raise ValueError(
+                "min_lr_rate is needed for lr_scheduler_type 'cosine_with_min_lr' and for no other"
+            )
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         return self
@@ -148,7 +152,9 @@ class EarlyStopping(Strict):
     max_problems: int | None = Field(None, gt=0)
     max_new_tokens: int = Field(768, gt=0)
     batch_size: int = Field(32, gt=0)
-    prompt_template: str = "{prompt}"  # as in a suite: {prompt}, {test} the first visible test, {tests} all of them
+    prompt_template: str = (
+        "{prompt}"  # as in a suite: {prompt}, {test} the first visible test, {tests} all of them
+    )
     chat_template: bool = True
     stop: list[str] = Field(default_factory=list)  # besides the end of the sequence
     timeout_s: float = Field(10.0, gt=0)
@@ -270,7 +276,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{path}: is a folder, a recipe file is needed (for example {path}/recipe.yaml)")
     raw = read_yaml(path)
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: a recipe is a mapping of keys to values, this file holds {type(raw).__name__}")
+        raise UserError(
+            f"{path}: a recipe is a mapping of keys to values, this file holds {type(raw).__name__}"
+        )
     for override in overrides or []:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -294,7 +302,9 @@ def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
                 place[part] = {}
             place = place[part]
         if not isinstance(place, dict | list):
-            raise UserError(f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no key {parts[index + 1]!r}")
+            raise UserError(
+                f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no key {parts[index + 1]!r}"
+            )
     if isinstance(place, list):
         _item(place, parts[-1], where)
         place[int(parts[-1])] = copy.deepcopy(value)

@@ -108,7 +108,9 @@ def _line(kind: type[Strict], problem: Any) -> str:
 
 def _is_tag(part: Any) -> bool:
     """Pydantic adds the names of union members to a location; they mean nothing to a user."""
-    return isinstance(part, str) and ("[" in part or part[:1].isupper() or part in {"int", "str", "float", "bool"})
+    return isinstance(part, str) and (
+        "[" in part or part[:1].isupper() or part in {"int", "str", "float", "bool"}
+    )
 
 
 def known_keys(kind: type[Strict], location: list[Any]) -> list[str]:

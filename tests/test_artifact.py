@@ -21,7 +21,11 @@ def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) ->
     one.finish({"steps": 3})
     assert one.state() == "finished"
     manifest = one.manifest()
-    assert manifest["results"] == {"steps": 3} and manifest["versions"]["torch"] and manifest["inputs"] == {"original": "abc"}
+    assert (
+        manifest["results"] == {"steps": 3}
+        and manifest["versions"]["torch"]
+        and manifest["inputs"] == {"original": "abc"}
+    )
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -30,7 +34,10 @@ def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished
     one.start()
     if finished:
         one.finish({})
-    with pytest.raises(UserError, match=r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another output_dir"):
+    with pytest.raises(
+        UserError,
+        match=r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another output_dir",
+    ):
         stage(tmp_path / "s", learning_rate=2e-3).state()
     with pytest.raises(UserError, match=r'original: "abc" -> "def"'):
         Stage(one.folder, one.name, one.settings, {"original": "def"}).state()
@@ -45,7 +52,10 @@ def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_differences_name_added_and_removed_keys() -> None:
-    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 3}}) == ["b.c: 2 -> null", "b.d: null -> 3"]
+    assert differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 3}}) == [
+        "b.c: 2 -> null",
+        "b.d: null -> 3",
+    ]
 
 
 def test_a_folder_whose_writing_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -68,7 +78,10 @@ def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(tmp_path:
 
 
 def test_a_full_disk_is_one_line_and_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model: could not be written \(No space left on device\)"), writing(tmp_path / "model"):
+    with (
+        pytest.raises(UserError, match=r"model: could not be written \(No space left on device\)"),
+        writing(tmp_path / "model"),
+    ):
         raise OSError(28, "No space left on device")
     with pytest.raises(FileNotFoundError), writing(tmp_path / "model"):
         (tmp_path / "absent").read_text()

@@ -9,7 +9,12 @@ from fcsd.errors import UserError
 from fcsd.paths import data_dir
 from fcsd.recipe import Recipe, load_recipe, to_yaml
 
-MINIMAL = {"name": "x", "output_dir": "runs/x", "model": {"path": "m"}, "data": {"train": [{"path": "d.jsonl"}]}}
+MINIMAL = {
+    "name": "x",
+    "output_dir": "runs/x",
+    "model": {"path": "m"},
+    "data": {"train": [{"path": "d.jsonl"}]},
+}
 
 
 def write(tmp_path: Path, value: object) -> Path:
@@ -40,11 +45,18 @@ def test_numbers_in_exponent_form_without_a_dot_are_numbers(tmp_path: Path) -> N
 
 def test_set_replaces_one_value_by_its_dotted_key(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    recipe = load_recipe(path, ["train.learning_rate=4e-5", "connectivity.layers={last: 50%}", "data.train.0.split=dev"])
+    recipe = load_recipe(
+        path, ["train.learning_rate=4e-5", "connectivity.layers={last: 50%}", "data.train.0.split=dev"]
+    )
     assert recipe.train.learning_rate == 4e-5
     assert recipe.connectivity.layers == {"last": "50%"}
     assert recipe.data.train[0].split == "dev"
-    assert load_recipe(path, ["early_stopping={dataset: a/b}", "early_stopping.patience=3"]).early_stopping.patience == 3
+    assert (
+        load_recipe(
+            path, ["early_stopping={dataset: a/b}", "early_stopping.patience=3"]
+        ).early_stopping.patience
+        == 3
+    )
 
 
 def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
@@ -60,25 +72,48 @@ def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
 WRONG = [
     ({"train": {"temprature": 1}}, r"x\.yaml: train\.temprature: unknown key"),
     ({"train": {"learnin_rate": 1}}, r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?"),
-    ({"data": {"train": [{"pth": "d"}]}}, r"data\.train\.0\.(pth: unknown key; did you mean 'path'|path: is required)"),
+    (
+        {"data": {"train": [{"pth": "d"}]}},
+        r"data\.train\.0\.(pth: unknown key; did you mean 'path'|path: is required)",
+    ),
     ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
     ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
     ({"train": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"min_lr_rate is needed"),
-    ({"objective": {"name": "kl", "l2_coefficient": 0.1}}, r"l2_coefficient is needed for objective 'kl\+l2' and for no other"),
+    (
+        {"objective": {"name": "kl", "l2_coefficient": 0.1}},
+        r"l2_coefficient is needed for objective 'kl\+l2' and for no other",
+    ),
     ({"objective": {"name": "kl+l2"}}, r"l2_coefficient is needed"),
-    ({"connectivity": {"layers": "some"}}, r"connectivity.*'some' is not a selection; allowed: all, moe, none"),
+    (
+        {"connectivity": {"layers": "some"}},
+        r"connectivity.*'some' is not a selection; allowed: all, moe, none",
+    ),
     ({"connectivity": {"layers": []}}, r"connectivity"),
-    ({"data": {"train": [{"path": "d", "columns": {"prompt": "q"}}]}}, r"columns must name 'messages', or 'text', or 'prompt' and"),
+    (
+        {"data": {"train": [{"path": "d", "columns": {"prompt": "q"}}]}},
+        r"columns must name 'messages', or 'text', or 'prompt' and",
+    ),
     ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
     ({"model": {}}, r"model\.path is required"),
     ({"name": "a/b"}, r"name: .*pattern"),
-    ({"variants": {"v": {"model.path": "other"}}}, r"variants\.v: model\.path: a variant is another distillation of the same model"),
-    ({"variants": {"v": {"train.lerning_rate": 1}}}, r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'"),
-    ({"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}}, r"model_type is required"),
+    (
+        {"variants": {"v": {"model.path": "other"}}},
+        r"variants\.v: model\.path: a variant is another distillation of the same model",
+    ),
+    (
+        {"variants": {"v": {"train.lerning_rate": 1}}},
+        r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'",
+    ),
+    (
+        {"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}},
+        r"model_type is required",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))

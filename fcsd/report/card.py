@@ -80,13 +80,17 @@ def model_card(recipe: Recipe, report: dict[str, Any], config: dict[str, Any]) -
         eval_results=_eval_results(report),
     )
     farskip = config["farskip"]
-    training = report["training"].get("fcsd", {"results": {"steps": 0}, "settings": {"train": recipe.train.model_dump()}})
+    training = report["training"].get(
+        "fcsd", {"results": {"steps": 0}, "settings": {"train": recipe.train.model_dump()}}
+    )
     settings = training["settings"]["train"]
     text = _TEXT.format(
         title=name,
         base=f"`{base}`" if base else "A model trained from scratch",
         layers=f"{len(farskip['layers'])} of {config['num_hidden_layers']} decoder layers are rewired",
-        attention="o_(k-1) without the routed output of layer k-1" if farskip["attention"] == "partial" else "o_(k-1)",
+        attention="o_(k-1) without the routed output of layer k-1"
+        if farskip["attention"] == "partial"
+        else "o_(k-1)",
         mlp="o_(k-1)" if farskip["mlp"] == "outdated" else "o_(k-1) + attn_k(a)",
         where=publication.repo_id or "path/to/this/folder",
         results=_results(report),
@@ -112,10 +116,12 @@ def _eval_results(report: dict[str, Any]) -> list[EvalResult] | None:
     model = report["models"].get("fcsd")
     if model is None:
         return None
+    # The suite's data set id, not the folder it was read from.
+    ids = {row["task"]: row["dataset"] for row in model["result"]["settings"]["suite"]["tasks"]}
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=row["dataset"] or task,
+            dataset_type=ids[task] or task,
             dataset_name=task,
             metric_type=row["metric"],
             metric_value=round(row["value"], 4),

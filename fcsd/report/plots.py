@@ -17,12 +17,16 @@ _SIZE = (6.4, 3.8)
 def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
     """Training loss by step for every run; KL objectives and cross-entropy in panels of their own, since they differ in unit."""
     panels = {
-        "KL to the teacher (nats per token)": {name: _series(points, "kl") for name, points in histories.items()},
+        "KL to the teacher (nats per token)": {
+            name: _series(points, "kl") for name, points in histories.items()
+        },
         "cross-entropy (nats per token)": {name: _series(points, "ce") for name, points in histories.items()},
     }
     panels = {title: {n: s for n, s in series.items() if s[0]} for title, series in panels.items()}
     panels = {title: series for title, series in panels.items() if series}
-    figure, axes = plt.subplots(1, max(1, len(panels)), figsize=(_SIZE[0] * max(1, len(panels)), _SIZE[1]), squeeze=False)
+    figure, axes = plt.subplots(
+        1, max(1, len(panels)), figsize=(_SIZE[0] * max(1, len(panels)), _SIZE[1]), squeeze=False
+    )
     for axis, (title, series) in zip(axes[0], panels.items(), strict=False):
         for name, (steps, values) in series.items():
             axis.plot(steps, values, label=name)
@@ -31,11 +35,15 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
     _save(figure, path)
 
 
-def plot_scores(scores: Mapping[str, Sequence[tuple[int, float]]], original: float | None, path: Path) -> None:
+def plot_scores(
+    scores: Mapping[str, Sequence[tuple[int, float]]], original: float | None, path: Path
+) -> None:
     """pass@1 on the early-stopping task by step; the original's score on it as a line when it is known."""
     figure, axis = plt.subplots(figsize=_SIZE)
     for name, points in scores.items():
-        axis.plot([step for step, _ in points], [score for _, score in points], marker="o", markersize=3, label=name)
+        axis.plot(
+            [step for step, _ in points], [score for _, score in points], marker="o", markersize=3, label=name
+        )
     if original is not None:
         axis.axhline(original, color="grey", linestyle="--", label="original (test split)")
     axis.set(xlabel="step", ylabel="pass@1 (early-stopping task)", ylim=(-0.02, 1.02))
@@ -43,9 +51,13 @@ def plot_scores(scores: Mapping[str, Sequence[tuple[int, float]]], original: flo
     _save(figure, path)
 
 
-def plot_models(tasks: Sequence[str], models: Mapping[str, Mapping[str, tuple[float, float]]], path: Path) -> None:
+def plot_models(
+    tasks: Sequence[str], models: Mapping[str, Mapping[str, tuple[float, float]]], path: Path
+) -> None:
     """Bars of (score, standard error) per task and model, with bars of one standard error."""
-    figure, axis = plt.subplots(figsize=(max(_SIZE[0], 1.1 * len(tasks) * max(1, len(models)) * 0.35 + 2), _SIZE[1]))
+    figure, axis = plt.subplots(
+        figsize=(max(_SIZE[0], 1.1 * len(tasks) * max(1, len(models)) * 0.35 + 2), _SIZE[1])
+    )
     width = 0.8 / max(1, len(models))
     for index, (name, scores) in enumerate(models.items()):
         places = [place - 0.4 + width * (index + 0.5) for place in range(len(tasks))]
@@ -73,7 +85,10 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
             label=label,
             color=colour,
         )
-    axis.set(xlabel=f"rewired layers of {result['num_hidden_layers']} (untrained)", ylabel="KL to the original (nats per token)")
+    axis.set(
+        xlabel=f"rewired layers of {result['num_hidden_layers']} (untrained)",
+        ylabel="KL to the original (nats per token)",
+    )
     axis.legend()
     _save(figure, path)
 
@@ -83,11 +98,18 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(2 * _SIZE[0] * 0.75, _SIZE[1]))
     for axis, key in zip(axes, ("batch_size_tokens", "learning_rate"), strict=True):
         rows = sorted(
-            (row for row in result["candidates"] if row["stage"] == key and row["loss"] is not None), key=lambda row: row[key]
+            (row for row in result["candidates"] if row["stage"] == key and row["loss"] is not None),
+            key=lambda row: row[key],
         )
         axis.plot([row[key] for row in rows], [row["loss"] for row in rows], marker="o")
         chosen = [row for row in rows if row[key] == result[key]]
-        axis.plot([row[key] for row in chosen], [row["loss"] for row in chosen], "o", color="tab:red", label="chosen")
+        axis.plot(
+            [row[key] for row in chosen],
+            [row["loss"] for row in chosen],
+            "o",
+            color="tab:red",
+            label="chosen",
+        )
         axis.set(xscale="log", xlabel=key, ylabel=f"mean loss of the last {result['last_steps']} steps")
         axis.legend()
     _save(figure, folder / "sweep.png")

@@ -24,14 +24,22 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     Raises:
         UserError: results that were not measured on the same items.
     """
-    evaluated = {name: _evaluated(recipe, name) for name in names if _manifest(recipe, f"evaluate/{name}") is not None}
+    evaluated = {
+        name: _evaluated(recipe, name) for name in names if _manifest(recipe, f"evaluate/{name}") is not None
+    }
     training = {name: path for name in names if (path := _training_folder(recipe, name)) is not None}
     original = evaluated.get("original")
     comparisons = {
-        name: compare(original, other) for name, other in evaluated.items() if original is not None and name != "original"
+        name: compare(original, other)
+        for name, other in evaluated.items()
+        if original is not None and name != "original"
     }
     models = {
-        name: {"layers": _layers(recipe, name), "training": _training(training.get(name)), "result": each["result"]}
+        name: {
+            "layers": _layers(recipe, name),
+            "training": _training(training.get(name)),
+            "result": each["result"],
+        }
         for name, each in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
@@ -89,7 +97,9 @@ def _layers(recipe: Recipe, name: str) -> str:
     places = {"fcsd": "distill", "converted": "convert"}
     config = read_json(recipe.folder / places.get(name, f"variants/{name}") / "model" / "config.json")
     farskip = config.get("farskip") or {"layers": []}
-    sides = [word for word, side in (("attention", "partial"), ("mlp", "outdated")) if farskip.get(word) == side]
+    sides = [
+        word for word, side in (("attention", "partial"), ("mlp", "outdated")) if farskip.get(word) == side
+    ]
     only = f" ({sides[0]} only)" if len(sides) == 1 else ""
     return f"{len(farskip['layers'])}/{config['num_hidden_layers']}{only}"
 
@@ -127,7 +137,9 @@ def _figures(
         figures["pass_at_1.png"] = "pass@1 on the early-stopping task during training."
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
-        figures["layers.png"] = "KL to the original, untrained, against the number of rewired layers (paper Fig. 3)."
+        figures["layers.png"] = (
+            "KL to the original, untrained, against the number of rewired layers (paper Fig. 3)."
+        )
     if report["sweep"] is not None:
         plot_sweep(report["sweep"], folder)
         figures["sweep.png"] = "The sweep: batch size first, then learning rate."
@@ -173,9 +185,13 @@ def _settings(report: dict[str, Any]) -> str:
     lines = [f"- {name} {version}" for name, version in report["versions"].items()]
     for model in list(report["models"].values())[:1]:
         settings, sandbox = model["result"]["settings"], model["result"]["sandbox"]
-        lines.append(f"- evaluation: {settings['dtype']} on {settings['device']}, decoding {settings['decoding']}")
+        lines.append(
+            f"- evaluation: {settings['dtype']} on {settings['device']}, decoding {settings['decoding']}"
+        )
         if sandbox is not None:
-            lines.append(f"- sandbox of generated code: {', '.join(f'{key} {value}' for key, value in sandbox.items())}")
+            lines.append(
+                f"- sandbox of generated code: {', '.join(f'{key} {value}' for key, value in sandbox.items())}"
+            )
     return "\n".join(lines)
 
 
@@ -185,6 +201,11 @@ def headline(report: dict[str, Any], name: str) -> list[tuple[str, str, str, str
     if comparison is None:
         return []
     return [
-        (task, percent(row["original"]), percent(row["converted"]), percent(row["delta"], row["delta_stderr"]))
+        (
+            task,
+            percent(row["original"]),
+            percent(row["converted"]),
+            percent(row["delta"], row["delta_stderr"]),
+        )
         for task, row in comparison["tasks"].items()
     ]

@@ -20,7 +20,14 @@ def markdown(header: Sequence[str], rows: Rows) -> str:
         ]
         return f"| {' | '.join(padded)} |"
 
-    rule = "|" + "|".join(("-" if index == 0 else "-") * (w + 1) + ("-" if index == 0 else ":") for index, w in enumerate(widths)) + "|"
+    rule = (
+        "|"
+        + "|".join(
+            ("-" if index == 0 else "-") * (w + 1) + ("-" if index == 0 else ":")
+            for index, w in enumerate(widths)
+        )
+        + "|"
+    )
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
@@ -38,14 +45,33 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate` measured}.
     """
     tasks = list(next(iter(models.values()))["result"]["tasks"])
-    units = {task: row["metric"].split(",")[0] for task, row in next(iter(models.values()))["result"]["tasks"].items()}
-    header = ["model", "rewired", "training", *[f"{task} {units[task]}" for task in tasks], "mean", "KL to original"]
+    units = {
+        task: row["metric"].split(",")[0]
+        for task, row in next(iter(models.values()))["result"]["tasks"].items()
+    }
+    header = [
+        "model",
+        "rewired",
+        "training",
+        *[f"{task} {units[task]}" for task in tasks],
+        "mean",
+        "KL to original",
+    ]
     rows = []
     for name, model in models.items():
         result = model["result"]
         kl = result.get("kl_to_original")
         scores = [percent(result["tasks"][task]["value"], result["tasks"][task]["stderr"]) for task in tasks]
-        rows.append([name, model["layers"], model["training"], *scores, percent(result["mean"]), f"{kl['kl']:.4f}" if kl else "-"])
+        rows.append(
+            [
+                name,
+                model["layers"],
+                model["training"],
+                *scores,
+                percent(result["mean"]),
+                f"{kl['kl']:.4f}" if kl else "-",
+            ]
+        )
     return markdown(header, rows)
 
 
@@ -85,7 +111,13 @@ def result_table(folder: Path) -> str:
 
     result, _ = read_result(folder)
     rows = [
-        [task, row["metric"], str(row["num_fewshot"]), str(row["num_items"]), percent(row["value"], row["stderr"])]
+        [
+            task,
+            row["metric"],
+            str(row["num_fewshot"]),
+            str(row["num_items"]),
+            percent(row["value"], row["stderr"]),
+        ]
         for task, row in result["tasks"].items()
     ]
     table = markdown(["task", "metric", "shots", "n", "score"], rows)
@@ -122,5 +154,8 @@ def families_table(*, as_json: bool = False) -> str:
     ]
     if as_json:
         return json.dumps(facts, indent=2)
-    rows = [[str(fact["model_type"]), "yes" if fact["shared_experts"] else "no", str(fact["classes"])] for fact in facts]
+    rows = [
+        [str(fact["model_type"]), "yes" if fact["shared_experts"] else "no", str(fact["classes"])]
+        for fact in facts
+    ]
     return markdown(["model_type", "shared experts", "class"], rows)

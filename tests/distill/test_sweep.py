@@ -19,7 +19,13 @@ LOSSES = {
 
 
 def recipe(**sweep: object) -> Recipe:
-    settings = {"batch_size_tokens": [64, 128], "learning_rate": [1e-3, 2e-3, 4e-3], "steps": 3, "warmup_steps": 1, "last_steps": 2}
+    settings = {
+        "batch_size_tokens": [64, 128],
+        "learning_rate": [1e-3, 2e-3, 4e-3],
+        "steps": 3,
+        "warmup_steps": 1,
+        "last_steps": 2,
+    }
     return Recipe.model_validate(
         {
             "name": "x",
@@ -40,14 +46,20 @@ class Runner:
 
     def __call__(self, candidate: Candidate, train: Train, folder: Path) -> None:
         key = (candidate.batch_size_tokens, candidate.learning_rate)
-        assert (train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps) == (*key, 3, 1)
+        assert (train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps) == (
+            *key,
+            3,
+            1,
+        )
         if len(self.ran) == self.die_at:
             raise KeyboardInterrupt
         self.ran.append(key)
         if self.losses[key] is None:
             raise UserError("training stopped at step 2: the loss or its gradient is not finite")
         folder.mkdir(parents=True)
-        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(self.losses[key], start=1)]
+        lines = [
+            json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(self.losses[key], start=1)
+        ]
         (folder / "history.jsonl").write_text("\n".join(lines))
 
 
@@ -80,7 +92,9 @@ def test_a_candidate_that_diverges_has_lost(tmp_path: Path) -> None:
     result = run_sweep(recipe(), tmp_path, Runner(LOSSES | {(128, 2e-3): None}))
     assert result["learning_rate"] == 1e-3
     assert "| diverged |" in (tmp_path / "sweep.md").read_text()
-    json.loads((tmp_path / "sweep.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    json.loads(
+        (tmp_path / "sweep.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
+    )
 
 
 def test_no_finite_candidate_is_an_error(tmp_path: Path) -> None:
