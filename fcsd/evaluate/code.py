@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fcsd.errors import UserError
+from fcsd.evaluate.state import preserved, quiet
 from fcsd.evaluate.suites import SuiteTask, dataset_location, first_line, require_chat_template
 
 if TYPE_CHECKING:
@@ -105,10 +106,12 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
             if not local.stat().st_size:
                 raise UserError(f"{path}: the file is empty")
             builder = "parquet" if local.suffix == ".parquet" else "json"
-            return datasets.load_dataset(builder, data_files={split: path}, split=split)
+            with quiet():
+                return datasets.load_dataset(builder, data_files={split: path}, split=split)
         if local.is_absolute() and not local.is_dir():
             raise UserError(f"{path}: no such folder")
-        return datasets.load_dataset(path, name, split=split, revision=revision)
+        with quiet():
+            return datasets.load_dataset(path, name, split=split, revision=revision)
     except UserError:
         raise
     except Exception as error:
@@ -199,8 +202,6 @@ def generate_completions(
     """
     import torch
 
-    from fcsd.evaluate.state import preserved
-
     assert task.max_new_tokens is not None and task.stop is not None
     max_new_tokens, stop = task.max_new_tokens, task.stop
     texts = prompts(tokenizer, problems, task)
@@ -210,14 +211,14 @@ def generate_completions(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + max_new_tokens > positions:
         raise UserError(
-            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} do not fit the model's {positions}"
-            " positions; lower max_new_tokens"
+            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {max_new_tokens} do not fit"
+            f" the model's {positions} positions; lower max_new_tokens"
         )
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     completions: dict[str, str] = {}
     with (
         preserved(model),
-        torch.inference_mode(),
+        torch.no_grad(),
         tqdm(total=len(problems), desc="generation", disable=not progress) as bar,
     ):
         model.eval()

@@ -8,18 +8,16 @@ ranks, automatic batch sizes; prompts that are longer than the model's positions
 lm-eval.
 """
 
-import contextlib
 import copy
-import logging
 import math
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from fcsd.errors import UserError
+from fcsd.evaluate.state import quiet
 from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, first_line, require_chat_template
 from fcsd.paths import data_dir
 from fcsd.strict import did_you_mean
@@ -109,8 +107,8 @@ def _task_folder(row: SuiteTask, suite: Suite) -> Path:
         if (place / name).is_dir():
             return (place / name).resolve()
     raise UserError(
-        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {places[-2]} or in lm-eval's tasks;"
-        " set lm_eval_include to the folder that holds its YAML"
+        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {places[-2]}"
+        " or in lm-eval's tasks; set lm_eval_include to the folder that holds its YAML"
     )
 
 
@@ -192,20 +190,3 @@ def _sample(item: dict[str, Any], score: float, row: SuiteTask, task: str) -> di
     else:
         sample["loglikelihoods"] = [float(choice[0][0]) for choice in item["resps"]]
     return sample
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """lm-eval and datasets without their notices and bars."""
-    import datasets
-
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, datasets.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fcsd
 from fcsd.errors import UserError
 from fcsd.evaluate import likelihood
 from fcsd.evaluate.code import Problem, generate_completions, load_problems, prompts
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SCHEMA_VERSION = 1
-_VERSIONS = ("fcsd", "lm-eval", "transformers", "torch", "datasets")
+_VERSIONS = ("lm-eval", "transformers", "torch", "datasets")
 
 Samples = dict[str, list[dict[str, Any]]]
 
@@ -191,13 +192,7 @@ def _chat_template_hash(tokenizer: Any, suite: Suite) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in _VERSIONS:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
+    return {"fcsd": fcsd.__version__} | {name: importlib.metadata.version(name) for name in _VERSIONS}
 
 
 def write_result(
@@ -242,7 +237,8 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
     if result.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
-            f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads {SCHEMA_VERSION}; evaluate again"
+            f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads {SCHEMA_VERSION};"
+            " evaluate again"
         )
     samples: Samples = {}
     for task, row in result["tasks"].items():
@@ -253,7 +249,8 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         samples[task] = [_parse(file, line, number) for number, line in enumerate(lines, start=1)]
         if len(samples[task]) != row["num_items"]:
             raise UserError(
-                f"{file}: {len(samples[task])} samples, but results.json says {row['num_items']}; evaluate again"
+                f"{file}: {len(samples[task])} samples, but results.json says {row['num_items']};"
+                " evaluate again"
             )
     return result, samples
 

@@ -85,20 +85,21 @@ def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) ->
         raise UserError(f"{task}: no samples to compare; evaluate both models on the same suite")
     if len(original) != len(converted):
         raise UserError(
-            f"{task}: {len(original)} items against {len(converted)}; evaluate both models with the same limit"
-            " and the same data"
+            f"{task}: {len(original)} items against {len(converted)}; evaluate both models with"
+            " the same limit and the same data"
         )
     left, right = _by_item(original, task), _by_item(converted, task)
     if left.keys() != right.keys():
         other = sorted(str(key[0]) for key in left.keys() ^ right.keys())
         raise UserError(
-            f"{task}: the items differ (item {other[0]}); evaluate both models on the same revision of the data"
+            f"{task}: the items differ (item {other[0]}); evaluate both models on the same revision"
+            " of the data"
         )
     changed = [str(key[0]) for key in left if left[key]["prompt_hash"] != right[key]["prompt_hash"]]
     if changed:
         raise UserError(
-            f"{task}: the prompts differ in {len(changed)} of {len(left)} items (item {changed[0]}); evaluate both models"
-            " with the same shots, chat template and prompt"
+            f"{task}: the prompts differ in {len(changed)} of {len(left)} items (item {changed[0]});"
+            " evaluate both models with the same shots, chat template and prompt"
         )
     return [(float(left[key]["score"]), float(right[key]["score"])) for key in left]
 

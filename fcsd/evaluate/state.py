@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -51,3 +52,20 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
             model.generation_config = generation
             for name, value in sides.items():
                 setattr(tokenizer, name, value)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval and datasets without their notices and bars."""
+    import datasets
+
+    logger = logging.getLogger("lm_eval")
+    level, bars = logger.level, datasets.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()

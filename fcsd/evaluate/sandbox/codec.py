@@ -54,7 +54,7 @@ class Codec:
             if types <= _LEAF:
                 return value
             if types == {tuple} and set(map(type, itertools.chain.from_iterable(value))) <= _LEAF:
-                return {"t": "tuples", "v": value}  # at the speed of C: some results have millions of them
+                return _table(value) or {"t": "tuples", "v": value}
             return [self.encode(item) for item in value]
         if kind is Handle:
             return {"t": "handle", "v": value.number}
@@ -119,6 +119,8 @@ class Codec:
         name, value = data["t"], data["v"]
         if name == "tuples":
             return [tuple(item) for item in value]
+        if name == "table":
+            return _rows(value["leaves"], value["width"], value["cells"])
         if name == "handle":
             if "truth" in data:
                 return Handle(int(value), data["truth"] is True, str(data.get("shown"))[:100])
@@ -148,6 +150,36 @@ class Codec:
         if name == "numpy":
             return _numpy(*value)
         raise ValueError(f"not a value: {name}")
+
+
+_FIRST, _MOST, _LARGE = 35, 90, 4096  # cells are printable characters
+
+
+def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
+    """Many equally long tuples of few objects as one text of indices; None when `rows` is not like that.
+
+    Mbpp/255 returns 1.7 million tuples of 77 of the same five objects: as JSON they would need gigabytes.
+    """
+    width = len(rows[0])
+    if not width or len(rows) * width < _LARGE or set(map(len, rows)) != {width}:
+        return None
+    chain = itertools.chain.from_iterable
+    if len(set(map(id, chain(rows[:1000])))) > _MOST:
+        return None
+    leaves = dict(zip(map(id, chain(rows)), chain(rows), strict=True))
+    if len(leaves) > _MOST:
+        return None
+    code = {key: _FIRST + index for index, key in enumerate(leaves)}
+    cells = bytes(map(code.__getitem__, map(id, chain(rows)))).decode("ascii")
+    return {"t": "table", "v": {"leaves": list(leaves.values()), "width": width, "cells": cells}}
+
+
+def _rows(leaves: list[Any], width: int, cells: str) -> list[tuple[Any, ...]]:
+    if not set(map(type, leaves)) <= _LEAF or width < 1 or len(cells) % width:
+        raise ValueError("not a table")
+    by_code = dict(enumerate(leaves, _FIRST))
+    flat = map(by_code.__getitem__, cells.encode("ascii"))
+    return list(zip(*[flat] * width, strict=True))
 
 
 def _numpy(dtype: str, shape: list[int], flat: list[Any]) -> Any:

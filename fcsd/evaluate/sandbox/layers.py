@@ -1,20 +1,17 @@
-"""What the kernel forbids to generated programs, layer by layer. Standard library only; Linux on x86_64 and
-aarch64.
+"""What the kernel forbids to generated programs, layer by layer. Standard library only.
 
-    namespaces   own user, process, network, IPC and host-name space: no network, no process outside can be
-                 seen
-    scratch      a small tmpfs as the only writable folder (needs the user namespace); without it nothing can
-                 be written
-    landlock     files: read the Python installation and /usr, write only the scratch folder
-    seccomp      system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …; for the
-                 job
-                 also fork, signals to others, chmod, foreign limits
-    rlimits      address space, CPU time, file size, open files, processes
-    capabilities none left; no_new_privs
+    namespaces    own user, process, network, IPC and host-name space: no network, no process outside
+    scratch       a small tmpfs as the only writable folder (needs the user namespace); else no file can
+                  be written
+    landlock      files: read the Python installation and /usr, write only the scratch folder
+    seccomp       no system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …;
+                  in a job also no fork, no signals to others, no chmod, no foreign limits
+    rlimits       address space, CPU time, file size, open files, processes
+    capabilities  none left; no_new_privs
 
 Each function applies one layer to the calling process for ever and returns whether it holds. Structures and
 numbers: linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of x86_64 and of
-asm-generic.
+asm-generic (aarch64).
 """
 
 import contextlib
@@ -39,36 +36,39 @@ _libc.syscall.restype = ctypes.c_long
 
 # Denied to everything in the sandbox: name -> (x86_64, aarch64), None where the machine has no such call.
 _SYSTEM: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "accept": (43, 202), "accept4": (288, 242), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200),
+    "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "execve": (59, 221),
+    "execveat": (322, 281), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "process_madvise": (440, 440), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
     "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225),
-    "acct": (163, 89), "quotactl": (179, 60), "personality": (135, 92), "syslog": (103, 116),
-    "settimeofday": (164, 170), "adjtimex": (159, 171), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "iopl": (172, None),
-    "ioperm": (173, None),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "seccomp": (317, 277), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "reboot": (169, 142), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
+    "quotactl": (179, 60), "personality": (135, 92), "syslog": (103, 116),
+    "settimeofday": (164, 170), "adjtimex": (159, 171), "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None),
 }  # fmt: skip
 # Denied to the two processes of a job. Landlock does not know file modes, owners, times and attributes.
 _JOB: dict[str, tuple[int | None, int | None]] = {
-    "fork": (57, None), "vfork": (58, None), "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "sched_setscheduler": (144, 119),
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
-    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
-    "truncate": (76, 45), "file_setattr": (469, 469),
+    "fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "sched_setscheduler": (144, 119), "chmod": (90, None),
+    "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "setxattr": (188, 5),
+    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "removexattrat": (466, 466), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "truncate": (76, 45),
+    "file_setattr": (469, 469),
 }  # fmt: skip
 _CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT, _PRCTL = (
     (56, 220),

@@ -7,6 +7,7 @@ On standard output first a frame {"layers": {…}}; then for each job on standar
     48 hexadecimal digits: number, length, milliseconds;  then JSON {"code": …, "tests": [program, …]}
 
 one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, "seconds": …, "message": …}.
+and, when nothing of the job is left, a frame {"job": number, "clean": true}; false asks for a new server.
 "failure" is the sandbox's own, not the program's. Number and time are all that the server process itself
 reads of a job.
 """
@@ -43,7 +44,8 @@ codec, layers = _sibling("codec"), _sibling("layers")
 JOBS, REPLIES = 0, 1
 # Imported once, so that a job does not pay for it.
 PRELOAD = (
-    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "hashlib", "heapq",
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
+    "hashlib", "heapq",
     "itertools", "math", "numpy", "operator", "random", "re", "statistics", "string", "typing",
 )  # fmt: skip
 
@@ -231,8 +233,7 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
             break
     in_time = time.monotonic() < deadline
     if verdict == b"d":
-        time.sleep(0)  # the program is ending: let its own status be the one that counts
-        _wait(pid, 0.2)
+        _wait(pid, 0.2)  # the program is ending: its own status is the one that counts
     status, usage = _kill(pid, judge, own_space)
     if here and not verdict:
         with contextlib.suppress(BlockingIOError):
@@ -242,14 +243,18 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
     if not here:
         return False
     if verdict != b"r":
-        outcome, message = _classify(verdict, in_time, status, usage, cpu_s)
+        outcome, message = _classify(
+            verdict, in_time, status, usage, cpu_s, "seccomp" not in config["disable"]
+        )
         seconds = time.monotonic() - start
         reply = {"job": number, "outcome": outcome, "seconds": seconds, "message": message}
         codec.write_frame(REPLIES, reply)
     return True
 
 
-def _classify(verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int) -> tuple[str, str]:
+def _classify(
+    verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int, shielded: bool
+) -> tuple[str, str]:
     """What became of a job whose examiner gave no outcome."""
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -261,6 +266,8 @@ def _classify(verdict: bytes, in_time: bool, status: int | None, usage: float, c
         return "error", f"the program ended itself ({ending})"
     if not in_time:
         return "timeout", "time limit"
+    if not shielded:
+        return "error", "the examiner was ended, which without seccomp the program can do"
     return "failure", "the examiner ended without a verdict"
 
 
@@ -352,8 +359,8 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
         os.chdir(folder)
         if scratch:
             shutil.rmtree(place, ignore_errors=True)
-            if os.path.exists(place):
-                return  # a folder that resists: the scorer starts a new server
+        clean = not (scratch and os.path.exists(place))  # a folder that resists: only a new server is clean
+        codec.write_frame(REPLIES, {"job": number, "clean": clean})
 
 
 # ---------------------------------------------------------------------------------------------- supervisor
