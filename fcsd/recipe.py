@@ -61,7 +61,7 @@ class Source(Strict):
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
-    columns: dict[Column, str] = Field(default_factory=lambda: {"messages": "messages"})
+    columns: dict[Column, str] = Field({"messages": "messages"})
     weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
     max_examples: int | None = Field(None, gt=0)
 

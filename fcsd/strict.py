@@ -81,7 +81,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def validate(kind: type[Document], value: Any, where: str) -> Document:
-    """Build a `kind` from plain data; the first problem becomes one line: `recipes/x.yaml: train.foo: unknown key …`."""
+    """Build a `kind` from plain data; problems become one line: `recipes/x.yaml: train.foo: unknown key …`."""
     if not isinstance(value, dict):
         raise UserError(f"{where}: a mapping of keys to values is needed, got {type(value).__name__}")
     try:

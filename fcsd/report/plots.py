@@ -15,7 +15,7 @@ _SIZE = (6.4, 3.8)
 
 
 def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
-    """Training loss by step for every run; KL objectives and cross-entropy in panels of their own, since they differ in unit."""
+    """Training loss by step for every run; KL and cross-entropy in panels of their own."""
     panels = {
         "KL to the teacher (nats per token)": {
             name: _series(points, "kl") for name, points in histories.items()
@@ -35,17 +35,13 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
     _save(figure, path)
 
 
-def plot_scores(
-    scores: Mapping[str, Sequence[tuple[int, float]]], original: float | None, path: Path
-) -> None:
-    """pass@1 on the early-stopping task by step; the original's score on it as a line when it is known."""
+def plot_scores(scores: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """pass@1 on the early-stopping task by step."""
     figure, axis = plt.subplots(figsize=_SIZE)
     for name, points in scores.items():
         axis.plot(
             [step for step, _ in points], [score for _, score in points], marker="o", markersize=3, label=name
         )
-    if original is not None:
-        axis.axhline(original, color="grey", linestyle="--", label="original (test split)")
     axis.set(xlabel="step", ylabel="pass@1 (early-stopping task)", ylim=(-0.02, 1.02))
     axis.legend()
     _save(figure, path)
@@ -71,7 +67,7 @@ def plot_models(
 
 
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
-    """Untrained KL to the original against the number of rewired layers, from the start and from the end (paper Fig. 3)."""
+    """Untrained KL to the original against the number of rewired layers, from both ends (paper Fig. 3)."""
     figure, axis = plt.subplots(figsize=_SIZE)
     for side, label, colour in (("last", "from the end", "tab:blue"), ("first", "from the start", "tab:red")):
         points = [point for point in result["points"] if point["side"] == side]

@@ -1,4 +1,4 @@
-"""The report of a run: what every model scores, what was lost and whether that is more than noise, and how it was trained.
+"""The report of a run: what every model scores, what was lost, whether that is noise, and how it was trained.
 
 Reads only what the stages left; writes `report.md`, `report.json` and figures.
 """
@@ -165,15 +165,16 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
     if report["comparisons"]:
         parts += [
             "## Against the original, item by item",
-            "Delta with its paired standard error; gained and lost items; exact McNemar p of this difference or a larger"
-            " one when nothing was lost.",
+            "Delta with its paired standard error; gained and lost items; exact McNemar p of a difference at least this"
+            " large when nothing was lost.",
             paired_table(report["comparisons"]),
         ]
     if report["sweep"] is not None:
         sweep = report["sweep"]
         parts += [
             "## Sweep",
-            f"Chosen: {sweep['batch_size_tokens']} tokens, learning rate {sweep['learning_rate']:g} (see `sweep/sweep.md`).",
+            f"Chosen: {sweep['batch_size_tokens']} tokens, learning rate {sweep['learning_rate']:g}"
+            " (see `sweep/sweep.md`).",
         ]
     parts += ["## Figures"] if figures else []
     parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in figures.items()]

@@ -20,15 +20,9 @@ def markdown(header: Sequence[str], rows: Rows) -> str:
         ]
         return f"| {' | '.join(padded)} |"
 
-    rule = (
-        "|"
-        + "|".join(
-            ("-" if index == 0 else "-") * (w + 1) + ("-" if index == 0 else ":")
-            for index, w in enumerate(widths)
-        )
-        + "|"
-    )
-    return "\n".join([line(header), rule, *map(line, rows)])
+    # The first column is ruled `|----|`, the others `|---:|`, which aligns them to the right.
+    rule = "|".join("-" * (width + 1) + ("-" if index == 0 else ":") for index, width in enumerate(widths))
+    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
 def percent(value: float | None, stderr: float | None = None) -> str:
@@ -76,7 +70,7 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def paired_table(comparisons: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a model and task: both scores, delta with its paired standard error, items gained and lost, McNemar's p."""
+    """One row a model and task: both scores, paired delta, items gained and lost, McNemar's p."""
     header = ["model, task", "n", "original", "model", "delta", "gained", "lost", "p", "retained %"]
     rows = []
     for name, comparison in comparisons.items():
@@ -96,8 +90,18 @@ def paired_table(comparisons: Mapping[str, Mapping[str, Any]]) -> str:
             )
         mean = comparison["mean"]
         rows.append(
-            [f"{name}, mean", "", percent(mean["original"]), percent(mean["converted"]), percent(mean["delta"], mean["delta_stderr"]), "", "", "", _retained(mean)]
-        )  # fmt: skip
+            [
+                f"{name}, mean",
+                "",
+                percent(mean["original"]),
+                percent(mean["converted"]),
+                percent(mean["delta"], mean["delta_stderr"]),
+                "",
+                "",
+                "",
+                _retained(mean),
+            ]
+        )
     return markdown(header, rows)
 
 

@@ -1,0 +1,185 @@
+"""Tables, figures, report and model card, from results written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcsd.artifact import Stage, write_json, write_text
+from fcsd.errors import UserError
+from fcsd.evaluate.runner import SCHEMA_VERSION, write_result
+from fcsd.recipe import Recipe
+from fcsd.report.card import model_card, write_publication
+from fcsd.report.report import write_report
+from fcsd.report.table import comparison_table, markdown, percent, result_table
+
+SCORES = {
+    "original": {"code": [1, 1, 1, 0], "choice": [1, 0, 1, 0]},
+    "converted": {"code": [0, 0, 0, 0], "choice": [0, 0, 1, 0]},
+    "fcsd": {"code": [1, 1, 0, 1], "choice": [1, 0, 1, 0]},
+}
+KL = {"original": 0.0, "converted": 1.25, "fcsd": 0.0125}
+
+
+def result(name: str, limit: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A result in the format of `fcsd evaluate`, its standard errors by hand: sqrt(p (1 - p) / 3)."""
+    tasks, samples = {}, {}
+    for task, metric in (("code", "pass@1"), ("choice", "acc,none")):
+        scores = SCORES[name][task]
+        share = sum(scores) / 4
+        tasks[task] = {
+            "metric": metric, "value": share, "stderr": (share * (1 - share) / 3) ** 0.5, "num_items": 4,
+            "num_fewshot": 0,
+            "kind": "code" if task == "code" else "likelihood", "headline": True, "dataset": f"/somewhere/a/{task}",
+        }  # fmt: skip
+        samples[task] = [
+            {"doc_id": i, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": float(score)}
+            for i, score in enumerate(scores)
+        ]
+    suite = {"tasks": [{"task": task, "dataset": f"a/{task}"} for task in tasks]}
+    settings = {"limit": limit, "dtype": "float32", "device": "cpu", "decoding": "greedy", "suite": suite}
+    whole = {
+        "schema_version": SCHEMA_VERSION, "suite": "s", "model": name, "tasks": tasks, "mean": 0.5, "mean_stderr": 0.1,
+        "settings": settings, "sandbox": {"landlock": "abi7"}, "wall_s": 1.0,
+        "kl_to_original": {"kl": KL[name], "stderr": 0.001, "num_tokens": 10},
+    }  # fmt: skip
+    return whole, samples
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "x",
+            "output_dir": str(tmp_path / "run"),
+            "model": {"path": "some/base"},
+            "data": {"train": [{"path": "d"}]},
+            "publication": {"license": "apache-2.0", "repo_id": "me/x"},
+        }
+    )
+
+
+@pytest.fixture
+def run(recipe: Recipe) -> Path:
+    """A run's folder as the stages leave it."""
+    folder = recipe.folder
+    for name in SCORES:
+        stage = Stage(folder / "evaluate" / name, "evaluate", {}, {})
+        stage.start()
+        write_result(*result(name), stage.folder)
+        stage.finish({})
+    config = {
+        "num_hidden_layers": 4,
+        "farskip": {"version": 1, "layers": [2, 3], "attention": "partial", "mlp": "outdated"},
+    }
+    for place in ("convert", "distill"):
+        (folder / place / "model").mkdir(parents=True)
+        write_json(folder / place / "model" / "config.json", config)
+    stage = Stage(
+        folder / "distill", "distill", {"objective": {"name": "kl"}, "train": recipe.train.model_dump()}, {}
+    )
+    stage.start()
+    write_text(
+        stage.folder / "history.jsonl",
+        '{"step": 5, "loss": 0.5, "kl": 0.5}\n{"step": 10, "loss": 0.25, "kl": 0.25}\n',
+    )
+    write_json(stage.folder / "scores.json", {"history": [[0, 0.0], [10, 0.5]]})
+    stage.finish({"steps": 10, "best_step": 10})
+    return folder
+
+
+def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe, run: Path) -> None:
+    table = write_report(recipe, list(SCORES), run / "report")
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in table.splitlines()
+    }
+    assert rows["model"] == ["rewired", "training", "code pass@1", "choice acc", "mean", "KL to original"]
+    assert rows["original"] == ["0", "-", "75.0 ± 25.0", "50.0 ± 28.9", "50.0", "0.0000"]
+    assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.2500"
+    assert rows["fcsd"][:3] == ["2/4", "kl, 10 steps, best at 10", "75.0 ± 25.0"]
+    report = json.loads((run / "report" / "report.json").read_text())
+    lost = report["comparisons"]["converted"]["tasks"]["code"]
+    assert (lost["delta"], lost["gained"], lost["lost"], lost["p_value"]) == (
+        -0.75,
+        0,
+        3,
+        0.25,
+    )  # 2 * (1/2)^3
+    kept = report["comparisons"]["fcsd"]["tasks"]["code"]
+    assert (kept["delta"], kept["gained"], kept["lost"], kept["p_value"]) == (0.0, 1, 1, 1.0)
+    text = (run / "report" / "report.md").read_text()
+    for figure in ("models.png", "loss.png", "pass_at_1.png"):
+        assert f"({figure})" in text
+        assert (run / "report" / figure).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_was_asked_other_prompts_is_refused(recipe: Recipe, run: Path) -> None:
+    whole, samples = result("fcsd")
+    samples["code"][0]["prompt_hash"] = "other"
+    write_result(whole, samples, run / "evaluate" / "fcsd")
+    with pytest.raises(UserError, match="the prompts differ in 1 of 4 items"):
+        write_report(recipe, list(SCORES), run / "report")
+    assert not (run / "report").exists()
+
+
+def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
+    for name in SCORES:
+        write_result(*result(name, limit=4), run / "evaluate" / name)
+    write_report(recipe, list(SCORES), run / "report")
+    assert "Only the first 4 items of every task" in (run / "report" / "report.md").read_text()
+    assert "Only the first 4 items" in result_table(run / "evaluate" / "fcsd")
+
+
+def test_the_card_says_what_was_measured_and_no_place_of_this_machine(recipe: Recipe, run: Path) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    write_publication(recipe, run / "distill" / "model", run / "report", run / "publish")
+    card = (run / "publish" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert (
+        front["license"] == "apache-2.0" and front["base_model"] == "some/base" and "farskip" in front["tags"]
+    )
+    (entry,) = front["model-index"]
+    assert {row["dataset"]["type"]: row["metrics"][0]["value"] for row in entry["results"]} == {
+        "a/code": 0.75,
+        "a/choice": 0.5,
+    }
+    assert "2 of 4 decoder layers" in card and 'from_pretrained("me/x", trust_remote_code=True)' in card
+    assert "/somewhere" not in card
+    assert (run / "publish" / "config.json").is_file() and (run / "publish" / "report.md").is_file()
+
+
+def test_a_model_that_was_not_evaluated_has_a_card_that_says_so(recipe: Recipe) -> None:
+    config = {"num_hidden_layers": 4, "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"}}
+    card = str(model_card(recipe, {"models": {}, "comparisons": {}, "training": {}}, config))
+    assert "Not evaluated." in card and "model-index" not in card
+
+
+def test_compare_reads_folders_and_prints_json(run: Path) -> None:
+    text = comparison_table(run / "evaluate" / "original", [run / "evaluate" / "converted"], as_json=True)
+    (comparison,) = json.loads(text).values()
+    assert comparison["tasks"]["choice"]["delta"] == -0.25
+    assert "converted, choice" in comparison_table(
+        run / "evaluate" / "original", [run / "evaluate" / "converted"]
+    )
+    with pytest.raises(UserError, match=r"no results\.json"):
+        comparison_table(run, [run])
+
+
+def test_markdown_is_aligned() -> None:
+    assert markdown(["a", "bb"], [["long", "1"]]).splitlines() == [
+        "| a    | bb |",
+        "|------|---:|",
+        "| long |  1 |",
+    ]
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    assert (percent(None), percent(float("nan")), percent(0.5, float("nan")), percent(0.5, 0.01)) == (
+        "-",
+        "-",
+        "50.0",
+        "50.0 ± 1.0",
+    )
