@@ -126,6 +126,7 @@ _NAMES = (
     "moe",
     "block_shared",
     "block_gate",
+    "shared_in_place",
     "layer_shared",
     "residual_multiplier",
 )

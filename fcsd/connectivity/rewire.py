@@ -54,11 +54,6 @@ class _View:
         return getattr(self._module, name)
 
 
-def _zeros(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """In place of a shared expert; full size, because Llama 4 adds the routed output into it in place."""
-    return torch.zeros_like(x)
-
-
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
     """A subclass with the same name (policies of FSDP, accelerate and DeepSpeed match on it) that pickles by
     path.
@@ -74,22 +69,36 @@ def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
 _CLASSES: dict[tuple[type, str], type] = {}
 
 
-def block_class(base: type, shared: str, gate: str | None) -> type:
-    """The MoE block that returns (output without shared expert in the family's own return type, shared
-    output)."""
-    kind = f"FarSkipBlock/{shared}/{gate or ''}"
+def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
+    """The MoE block that returns (the family's own output, output of its shared expert).
+
+    The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
+    into it, so the sum gets a copy.
+    """
+    kind = f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}"
     if (base, kind) in _CLASSES:
         return _CLASSES[base, kind]
     base_forward: Any = base.forward  # type: ignore[attr-defined]
-    overrides = {shared: _zeros} | ({gate: _zeros} if gate else {})
 
     def forward(
         self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, torch.Tensor]:
-        shared_output = getattr(self, shared)(hidden_states)
-        if gate:
-            shared_output = torch.sigmoid(getattr(self, gate)(hidden_states)) * shared_output
-        return base_forward(_View(self, overrides), hidden_states, *args, **kwargs), shared_output
+        shared_output: Any = None
+        gate_output: Any = None
+
+        def shared_expert(x: torch.Tensor) -> torch.Tensor:
+            nonlocal shared_output
+            shared_output = getattr(self, shared)(x)
+            return shared_output.clone() if in_place else shared_output
+
+        def shared_gate(x: torch.Tensor) -> torch.Tensor:
+            nonlocal gate_output
+            gate_output = getattr(self, str(gate))(x)
+            return gate_output
+
+        overrides: dict[str, Any] = {shared: shared_expert} | ({gate: shared_gate} if gate else {})
+        out = base_forward(_View(self, overrides), hidden_states, *args, **kwargs)
+        return out, shared_output if gate is None else torch.sigmoid(gate_output) * shared_output
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
     namespace = {"forward": forward, "kernel_layer_name": "FarSkipNoHubKernel"}
@@ -130,11 +139,8 @@ def layer_class(base: type) -> type:
 
         def moe(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal shared_output
-            out, shared = getattr(self, plan.moe)(x, *args, **kwargs)
-            routed = out[0] if isinstance(out, tuple) else out
-            shared_output = shared.reshape(routed.shape)
-            total = routed + shared_output
-            return (total, *out[1:]) if isinstance(out, tuple) else total
+            out, shared_output = getattr(self, plan.moe)(x, *args, **kwargs)
+            return out
 
         def layer_shared(x: torch.Tensor) -> torch.Tensor:
             nonlocal shared_output
@@ -170,8 +176,8 @@ def __getattr__(qualname: str) -> Any:
         if kind == "FarSkipLayer":
             return layer_class(base)
         if kind.startswith("FarSkipBlock/"):
-            _, shared, gate = kind.split("/")
-            return block_class(base, shared, gate or None)
+            _, shared, gate, in_place = kind.split("/")
+            return block_class(base, shared, gate or None, in_place == "1")
     raise AttributeError(f"module {__name__!r} has no attribute {qualname!r}")
 
 
@@ -247,7 +253,9 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
         carry = attention == "partial" and type(block).__name__ == family.moe_block and k + 1 in selected
         has_layer_shared = family.layer_shared and getattr(layer, family.layer_shared) is not None
         if carry and family.block_shared:
-            block.__class__ = block_class(type(block), family.block_shared, family.block_gate)
+            block.__class__ = block_class(
+                type(block), family.block_shared, family.block_gate, family.shared_in_place
+            )
         layer.__class__ = layer_class(type(layer))
         layer.farskip_plan = LayerPlan(
             in_norm=family.in_norm,

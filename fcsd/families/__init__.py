@@ -103,6 +103,7 @@ _ROWS = (
         moe_block="Llama4TextMoe",
         moe="feed_forward",
         block_shared="shared_expert",
+        shared_in_place=True,
         moe_layers="moe_layers",
     ),
     Family(

@@ -38,6 +38,8 @@ class Family:
     """Attribute of the MoE block: its shared expert, where it has one."""
     block_gate: str | None = None
     """Attribute of the MoE block: linear whose sigmoid multiplies the shared expert's output."""
+    shared_in_place: bool = False
+    """The MoE block adds the routed output into the shared expert's output in place."""
     layer_shared: str | None = None
     """Attribute of the layer: shared expert beside the MoE block; may be None in a given model."""
     residual_multiplier: str | None = None

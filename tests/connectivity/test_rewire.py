@@ -213,13 +213,10 @@ MUTANTS = {
         "shared_output",
     ),
     "the sigmoid gate is forgotten": (
-        "torch.sigmoid(getattr(self, gate)(hidden_states)) * shared_output",
+        "shared_output if gate is None else torch.sigmoid(gate_output) * shared_output",
         "shared_output",
     ),
-    "the routed output is added twice": (
-        "total = routed + shared_output",
-        "total = 2 * routed + shared_output",
-    ),
+    "Llama 4's routed output is added into what was caught": ("shared_output.clone() if in_place else ", ""),
     "a dense layer leaves its output in flight": (
         'attention == "partial" and type(block).__name__ == family.moe_block and',
         'attention == "partial" and',
@@ -240,7 +237,7 @@ def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(text, "mutant_rewire.py", "exec"), module.__dict__)
     x, worst = tokens(), 0.0
-    for family in ("qwen3_moe", "qwen2_moe", "granitemoeshared", "deepseek_v2"):
+    for family in ("qwen3_moe", "qwen2_moe", "granitemoeshared", "deepseek_v2", "llama4_text"):
         overrides = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
         for layers in ([0, 1, 2, 3], [0, 1, 2]):
             model = tiny_model(family, **overrides)
