@@ -1,0 +1,61 @@
+"""README and docs: what they tell a reader to type can be typed, and what they list is what there is."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fcsd.cli import _parser
+from fcsd.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
+    found = []
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            text = line.strip()
+            text = re.sub(r"^accelerate launch .*-m fcsd", "fcsd", text)
+            if line.startswith("    ") and text.startswith("fcsd "):
+                found.append((page.name, text))
+    return found
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) >= 5
+
+
+@pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value)
+def test_every_command_is_understood(page: str, text: str) -> None:
+    words = shlex.split(text, comments=True)[1:]
+    arguments = _parser().parse_args(words)
+    assert arguments.command == words[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_make_target_exists(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (page.parent / target).exists(), target
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    for target in re.findall(r"(?:`|    )make ([a-z]+)", text):
+        assert target in targets, target
+
+
+def test_the_readme_lists_every_family() -> None:
+    paragraph = re.search(r"^Families: (.*?)\n\n", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+    assert paragraph is not None
+    listed = set(
+        re.findall(r"[a-z0-9_]+", paragraph[1].split(". ")[0].replace("llama4 (text)", "llama4_text"))
+    )
+    assert listed == set(FAMILIES)
+
+
+def test_recipes_paths_in_the_docs_exist() -> None:
+    for page in PAGES:
+        for path in re.findall(r"\b(?:recipes|configs|eval)/[\w./-]+\.ya?ml", page.read_text()):
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
