@@ -65,7 +65,6 @@ def load_problems(task: SuiteTask, data_root: Path | None = None) -> list[Proble
         twice.
     """
     location = dataset_location(task, data_root)
-    assert location is not None, "a code task names its data set"
     return read_problems(location, task.split or "test", task.dataset_name, task.revision)
 
 

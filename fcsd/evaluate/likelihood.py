@@ -61,10 +61,8 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
     """
     require_chat_template(tokenizer, row)
     folder = _task_folder(row, suite)
-    overrides: dict[str, Any] = {"num_fewshot": row.num_fewshot}
     location = dataset_location(row, data_root)
-    if location is not None:
-        overrides["dataset_path"] = location
+    overrides: dict[str, Any] = {"num_fewshot": row.num_fewshot, "dataset_path": location}
     if row.dataset_name is not None:
         overrides["dataset_name"] = row.dataset_name
     if row.split is not None:
@@ -88,8 +86,8 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
             manager = TaskManager(include_path=[str(folder), overlay], include_defaults=False)
             tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
         except Exception as error:
-            place = location or "its data set"
-            raise UserError(f"task {row.task}: cannot be loaded from {place}: {first_line(error)}") from error
+            what = f"cannot be loaded with the data set {location}: {first_line(error)}"
+            raise UserError(f"task {row.task}: {what}") from error
     for task in tasks.values():
         _apply(task, row)
     return tasks

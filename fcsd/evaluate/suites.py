@@ -47,7 +47,7 @@ class SuiteTask(Strict):
     metric: str  # lm-eval key such as "acc,none"; "pass@1" for code
     num_fewshot: int = Field(0, ge=0)
     headline: bool = True  # counts in the suite's plain mean
-    dataset: str | None = None  # hub id; null: what the lm-eval task names
+    dataset: str  # hub id; with a data root the folder of that name below it
     dataset_name: str | None = None  # configuration; null: what the lm-eval task names
     split: str | None = None  # graded split; null: what the lm-eval task names
     revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
@@ -76,8 +76,6 @@ class SuiteTask(Strict):
         if self.kind == "code":
             if self.metric != "pass@1":
                 raise ValueError(f"metric of a code task is 'pass@1', got {self.metric!r}")
-            if self.dataset is None:
-                raise ValueError("dataset is required for kind 'code'")
             if self.num_fewshot or self.lm_eval_include is not None:
                 raise ValueError("num_fewshot and lm_eval_include have no meaning for kind 'code'")
             if "{prompt}" not in (self.prompt_template or ""):
@@ -145,15 +143,15 @@ def load_suite(name_or_path: str | Path) -> Suite:
     return validate(Suite, {**raw, "folder": str(path.parent)} if isinstance(raw, dict) else raw, str(path))
 
 
-def dataset_location(row: SuiteTask, data_root: Path | None) -> str | None:
+def dataset_location(row: SuiteTask, data_root: Path | None) -> str:
     """Where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
 
-    A path to a folder or file that exists is used as it is.
+    An absolute path is used as it is.
 
     Raises:
         UserError: the data root has no such folder.
     """
-    if row.dataset is None or Path(row.dataset).is_absolute() or data_root is None:
+    if Path(row.dataset).is_absolute() or data_root is None:
         return row.dataset
     folder = data_root / row.dataset
     if not folder.exists():

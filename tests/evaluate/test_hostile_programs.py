@@ -336,7 +336,7 @@ def strings(thing, depth):
     elif depth and isinstance(thing, (list, tuple)):
         for value in thing:
             yield from strings(value, depth - 1)
-    elif hasattr(thing, "co_consts"):
+    elif type(thing).__name__ == "code":
         yield from strings(thing.co_consts, 1)
 def f():
     places, frame = [], sys._getframe()
