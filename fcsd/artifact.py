@@ -27,7 +27,16 @@ from fcsd.errors import UserError
 
 SCHEMA_VERSION = 1
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_PACKAGES = ("fcsd", "torch", "transformers", "accelerate", "datasets", "lm-eval", "tokenizers", "safetensors")
+_PACKAGES = (
+    "fcsd",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "lm-eval",
+    "tokenizers",
+    "safetensors",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,8 @@ class Stage:
                 return "finished" if file == "manifest.json" else "unfinished"
         if self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(
-                f"{self.folder}: is not empty and was not made by stage '{self.name}'; choose another output_dir or remove it"
+                f"{self.folder}: is not empty and was not made by stage '{self.name}';"
+                " choose another output_dir or remove it"
             )
         return "absent"
 
@@ -98,7 +108,9 @@ class Stage:
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
-        changes = differences(found["settings"], mine["settings"]) + differences(found["inputs"], mine["inputs"])
+        changes = differences(found["settings"], mine["settings"]) + differences(
+            found["inputs"], mine["inputs"]
+        )
         if changes:
             raise UserError(
                 f"{self.folder}: was made with other settings ({'; '.join(changes)});"
@@ -138,12 +150,14 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); remove the folder to run its stage again") from None
+        raise UserError(
+            f"{path}: not valid JSON ({error}); remove the folder to run its stage again"
+        ) from None
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON under a temporary name, then rename: the file is either the old one or the whole new one."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -170,7 +184,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
+            for stale in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+                shutil.rmtree(stale, ignore_errors=True)
             temporary.mkdir()
             yield temporary
             replace_folder(temporary, path)
@@ -180,7 +195,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line about `path`."""
+    """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line."""
     try:
         yield
     except OSError as error:
@@ -209,7 +224,9 @@ def replace_folder(source: Path, destination: Path) -> None:
 def disk_error(path: Path, error: BaseException) -> UserError:
     """One line for a write that failed (full disk, no permission): what, where, and that nothing was left behind."""
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return UserError(f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again")
+    return UserError(
+        f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
+    )
 
 
 def weights_fingerprint(folder: Path) -> str:

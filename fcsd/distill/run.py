@@ -1,31 +1,45 @@
-"""One training run in one folder: from models and rows to a checkpoint that can be loaded, through any number of restarts.
+"""One training run in one folder: from models and rows to a checkpoint, through any number of restarts.
 
-    folder/checkpoints/checkpoint-N   for an exact continuation
-    folder/best/                      the weights with the best early-stopping score, and that score
+    folder/checkpoints/checkpoint-N   for an exact continuation; gone when the run has ended
+    folder/best/step-N                the weights with the best early-stopping score; gone as well
+    folder/tensorboard/               event files, when `report_to` asks for them
     folder/history.jsonl              what was logged: loss, kl, learning rate, tokens per second
     folder/scores.json                early-stopping scores by step
     folder/model/                     what the run leaves
+
+Not covered: models sharded over ranks (FSDP, DeepSpeed), which are refused; training on another number of processes
+than a run was begun with.
 """
 
+import importlib.util
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from safetensors.torch import load_model, save_model
-from torch.utils.data import Subset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from torch.utils.data import IterableDataset, Subset
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations import TensorBoardCallback
 
 from fcsd.artifact import new_folder, read_json, write_json, write_text
 from fcsd.distill.data import Collator
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.head import attach_loss_head, detach_loss_head
-from fcsd.distill.trainer import DistillTrainer, StopWhenScoreStalls, checkpoints, prepare_callbacks
+from fcsd.distill.trainer import DistillTrainer, StopWhenScoreStalls, checkpoints, replace_output
 from fcsd.errors import UserError
 from fcsd.recipe import Objective, Train
 
@@ -92,6 +106,7 @@ def training_arguments(run: TrainingRun, world_size: int) -> TrainingArguments:
         adam_epsilon=train.adam_epsilon,
         max_grad_norm=train.max_grad_norm,
         bf16=train.bf16,
+        use_cpu=PartialState().device.type == "cpu",
         activation_checkpointing=train.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if train.gradient_checkpointing else None,
         logging_steps=train.logging_steps,
@@ -99,7 +114,7 @@ def training_arguments(run: TrainingRun, world_size: int) -> TrainingArguments:
         save_strategy="steps" if run.save_model else "no",
         save_steps=train.save_steps,
         save_total_limit=train.save_total_limit,
-        report_to=list(train.report_to),
+        report_to=[name for name in train.report_to if name != "tensorboard"],  # see `_tensorboard`
         seed=run.seed,
         data_seed=run.seed,
         remove_unused_columns=False,
@@ -128,13 +143,15 @@ def train(run: TrainingRun) -> dict[str, Any]:
     set_seed(run.seed)
     student = run.student
     student.config.use_cache = False
+    _check_vocabulary(run)
     if run.teacher is not None:
-        _check_same_vocabulary(run.teacher, student)
         run.teacher.eval().requires_grad_(False)
     if run.objective.freeze_embeddings_and_head:
         freeze_embeddings_and_head(student)
-    arguments = training_arguments(run, _world_size())
+    _check_reporters(run.train)
+    arguments = training_arguments(run, PartialState().num_processes)
     attach_loss_head(student)
+    bar = None
     try:
         trainer = DistillTrainer(
             student,
@@ -142,32 +159,62 @@ def train(run: TrainingRun) -> dict[str, Any]:
             objective=run.objective,
             teacher=run.teacher,
             stopper=run.stopper,
-            train_dataset=_whole_steps(run.rows, arguments, run),
+            train_dataset=_whole_steps(run),
             data_collator=Collator(),
+            callbacks=_tensorboard(run),
         )
-        prepare_callbacks(trainer, run.description)
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise UserError(
+                "sharded training (FSDP, DeepSpeed) is not supported yet; use plain data parallelism"
+            )
+        bar = replace_output(trainer, run.description)
         if run.stopper is not None and run.score is not None:
-            _refuse_sharded_scoring(trainer)
-            score = _score_on_first_rank(run.score, trainer)
-            trainer.add_callback(StopWhenScoreStalls(run.stopper, score, lambda step: _keep_best(trainer, run, step)))
+            trainer.add_callback(
+                StopWhenScoreStalls(
+                    run.stopper,
+                    _score_on_first_rank(run.score, trainer),
+                    keep_best=lambda step: _keep_best(trainer, run, step),
+                    drop_others=lambda step: _drop_others(trainer, run, step),
+                )
+            )
         done = checkpoints(run.folder / "checkpoints")
         if not (done and trainer.restore_if_complete(done[-1])):
             trainer.train(resume_from_checkpoint=str(done[-1]) if done else None)
     finally:
+        if bar is not None:
+            bar.close()
         detach_loss_head(student)
     results = _results(trainer, run)
     if trainer.is_world_process_zero():
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
-        write_text(run.folder / "history.jsonl", "".join(json.dumps(entry) + "\n" for entry in history))
+        lines = [json.dumps(entry, allow_nan=False) + "\n" for entry in history]
+        write_text(run.folder / "history.jsonl", "".join(lines))
         if run.stopper is not None:
             write_json(run.folder / "scores.json", run.stopper.state())
         if run.save_model:
             _leave_model(run)
-            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(run.folder / "best", ignore_errors=True)
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     return results
+
+
+def _check_reporters(train: Train) -> None:
+    for name in train.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]', or leave it out"
+            )
+
+
+def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
+    """The Trainer's own callback would write into the folder of checkpoints, which does not stay."""
+    if "tensorboard" not in run.train.report_to:
+        return []
+    callback = TensorBoardCallback()
+    callback.logging_dir = str(run.folder / "tensorboard")
+    return [callback]
 
 
 def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
@@ -184,23 +231,32 @@ def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
 def _leave_model(run: TrainingRun) -> None:
     """Write `folder/model`: the best weights if there was a score, else the last."""
     student = run.student
-    best = run.folder / "best" / "model.safetensors"
-    if run.stopper is not None and best.is_file():
-        load_model(student, str(best), strict=True)
+    if run.stopper is not None and run.stopper.best_step is not None:
+        best = _best_folder(run, run.stopper.best_step)
+        load_model(student, str(best / "model.safetensors"), strict=True)
     student.config.use_cache = True
-    student.to(run.save_dtype)
+    torch.nn.Module.to(student, run.save_dtype)
     with new_folder(run.folder / "model") as folder:
         student.save_pretrained(folder)
         run.tokenizer.save_pretrained(folder)
 
 
+def _best_folder(run: TrainingRun, step: int) -> Path:
+    # One folder a step: a checkpoint that names an older best one must find it, should the run be cut off here.
+    return run.folder / "best" / f"step-{step}"
+
+
 def _keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
-    if not trainer.is_world_process_zero():
-        return
-    assert run.stopper is not None
-    with new_folder(run.folder / "best") as folder:
-        save_model(trainer.accelerator.unwrap_model(trainer.model), str(folder / "model.safetensors"))
-        write_json(folder / "best.json", {"step": step, "score": run.stopper.best_score})
+    if trainer.is_world_process_zero():
+        with new_folder(_best_folder(run, step)) as folder:
+            save_model(trainer.accelerator.unwrap_model(trainer.model), str(folder / "model.safetensors"))
+
+
+def _drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
+    if trainer.is_world_process_zero():
+        for folder in (run.folder / "best").iterdir():
+            if folder != _best_folder(run, step):
+                shutil.rmtree(folder)
 
 
 def _score_on_first_rank(score: Scorer, trainer: DistillTrainer) -> Callable[[int], float]:
@@ -219,50 +275,72 @@ def _score_on_first_rank(score: Scorer, trainer: DistillTrainer) -> Callable[[in
             dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
+        due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
         trainer.log({"pass@1": outcome[0]})
+        trainer.control.should_log = due
         return float(outcome[0])
 
     return scored
 
 
-def _refuse_sharded_scoring(trainer: DistillTrainer) -> None:
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise UserError(
-            "early_stopping: the model is sharded (FSDP or DeepSpeed), and generation for the score needs it whole;"
-            " set early_stopping to null or train with plain data parallelism"
-        )
-
-
-def _whole_steps(rows: Any, arguments: TrainingArguments, run: TrainingRun) -> Any:
-    """Leave out the rows behind the last whole optimiser step, so that every step of every epoch has the same batch."""
-    if not hasattr(rows, "__len__"):
-        return rows  # streamed
+def _whole_steps(run: TrainingRun) -> Any:
+    """Rows such that every optimiser step has the same batch: without those behind the last whole step of an epoch."""
     needed = run.train.batch_size_tokens // run.max_length
-    if len(rows) < needed:
+    if not hasattr(run.rows, "__len__"):
+        return EndlessRows(run.rows, needed, run)
+    if len(run.rows) < needed:
+        raise _too_little_data(run, len(run.rows), needed)
+    return Subset(run.rows, range(len(run.rows) // needed * needed))
+
+
+def _too_little_data(run: TrainingRun, found: int, needed: int) -> UserError:
+    return UserError(
+        f"data.train: gives {found} rows of {run.max_length} tokens, one batch of train.batch_size_tokens"
+        f" {run.train.batch_size_tokens} needs {needed}; use more data or a smaller batch"
+    )
+
+
+class EndlessRows(IterableDataset):
+    """A stream that begins again, in another order, where it ends.
+
+    The Trainer would end an epoch there, with part of a step whose gradient would leak into the next one.
+    """
+
+    def __init__(self, rows: Any, needed: int, run: TrainingRun):
+        self.rows, self.needed, self.run = rows, needed, run
+
+    def __iter__(self) -> Iterator[Any]:
+        """Rows without end.
+
+        Raises:
+            UserError: the whole stream is shorter than one batch.
+        """
+        for epoch in itertools.count():
+            self.rows.set_epoch(epoch)
+            found = 0
+            for row in self.rows:
+                found += 1
+                yield row
+            if found < self.needed:
+                raise _too_little_data(self.run, found, self.needed)
+
+
+def _check_vocabulary(run: TrainingRun) -> None:
+    size = run.student.config.vocab_size
+    if run.teacher is not None and run.teacher.config.vocab_size != size:
         raise UserError(
-            f"data.train: gives {len(rows)} rows of {run.max_length} tokens, one batch of train.batch_size_tokens"
-            f" {run.train.batch_size_tokens} needs {needed}; use more data or a smaller batch"
+            f"the vocabularies differ: {run.teacher.config.vocab_size} tokens in the teacher, {size} in the student;"
+            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher"
         )
-    return Subset(rows, range(len(rows) // needed * needed))
-
-
-def _check_same_vocabulary(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
-    mine, theirs = student.config.vocab_size, teacher.config.vocab_size
-    if mine != theirs:
+    if len(run.tokenizer) > size:
         raise UserError(
-            f"the vocabularies differ: {theirs} tokens in the teacher, {mine} in the student; "
-            "distillation compares distributions over the same tokens, use the original checkpoint as the teacher"
+            f"the tokenizer has {len(run.tokenizer)} tokens, the model's vocabulary only {size};"
+            " use the tokenizer that belongs to the model"
         )
 
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _world_size() -> int:
-    from accelerate import PartialState
-
-    return PartialState().num_processes
 
 
 def mean_of_last(losses: list[float], count: int) -> float:

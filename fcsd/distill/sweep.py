@@ -97,7 +97,8 @@ def run_sweep(
     write_json(folder / "sweep.json", result)
     write_text(folder / "sweep.md", sweep_table(result))
     ready = with_choice(recipe, result).dump() | {"sweep": None}
-    write_text(folder / "recipe.yaml", f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n{to_yaml(ready)}")
+    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
+    write_text(folder / "recipe.yaml", head + to_yaml(ready))
     return result
 
 
@@ -133,7 +134,10 @@ def _measured(
 def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
     """`recipe` with the batch size and learning rate that its sweep chose."""
     raw = recipe.dump()
-    raw["train"] |= {"batch_size_tokens": result["batch_size_tokens"], "learning_rate": result["learning_rate"]}
+    raw["train"] |= {
+        "batch_size_tokens": result["batch_size_tokens"],
+        "learning_rate": result["learning_rate"],
+    }
     return Recipe.model_validate(raw)
 
 
@@ -150,7 +154,12 @@ def sweep_table(result: dict[str, Any]) -> str:
             row["stage"] == "batch_size_tokens" or row["learning_rate"] == result["learning_rate"]
         )
         loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
-        lines.append(
-            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g} | {loss} | {'chosen' if chosen else ''} |"
-        )
+        cells = [
+            row["stage"],
+            row["batch_size_tokens"],
+            f"{row['learning_rate']:g}",
+            loss,
+            "chosen" if chosen else "",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.artifact import read_json, replace_folder, write_json, writing
@@ -50,11 +57,13 @@ class DistillTrainer(Trainer):
     ):
         super().__init__(model, args, **kwargs)
         if (objective.name in ("kl", "kl+l2")) != (teacher is not None):
-            raise ValueError(f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher")
-        self.objective = objective
-        self.teacher = teacher.to(args.device) if teacher is not None else None
+            raise ValueError(
+                f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
+            )
+        self.objective: Objective = objective
+        self.teacher: Any = nn.Module.to(teacher, args.device) if teacher is not None else None
         self.stopper = stopper
-        self._save_total_limit = args.save_total_limit
+        self._save_total_limit = args.save_total_limit or 1
         args.save_total_limit = None  # rotation happens after the rename, in `_save_checkpoint`
         self._sums: dict[str, Tensor] = {}  # since the last log: this rank's part of each mean
         self._clock = time.perf_counter()
@@ -94,7 +103,11 @@ class DistillTrainer(Trainer):
         if self.teacher is not None:
             with torch.no_grad(), block_outputs(self.teacher, enabled=name == "kl+l2") as teacher_blocks:
                 teacher_hidden = final_hidden(self.teacher, ids, positions, keep)
-            extra = {"teacher_hidden": teacher_hidden, "teacher_head": self.teacher.lm_head, "objective": "kl"}
+            extra = {
+                "teacher_hidden": teacher_hidden,
+                "teacher_head": self.teacher.lm_head,
+                "objective": "kl",
+            }
         with block_outputs(self.accelerator.unwrap_model(model), enabled=name == "kl+l2") as blocks:
             outputs = model(input_ids=ids, position_ids=positions, keep=keep, **extra)
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
@@ -113,11 +126,18 @@ class DistillTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
         if not math.isfinite(norm):
+            kept = checkpoints(Path(str(self.args.output_dir)))
             raise UserError(
-                f"training stopped at step {self.state.global_step + 1}: the loss or its gradient is not finite (gradient norm {norm});"
-                f" the last good checkpoint is in {self.args.output_dir}; lower train.learning_rate or check the data"
+                f"training stopped before step {self.state.global_step + 1}: the loss or its gradient is not finite"
+                f" (gradient norm {norm}); the last checkpoint is {kept[-1] if kept else 'none'};"
+                " lower train.learning_rate or check the data"
             )
         return norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop:
+            self.control.should_log = True  # the last step is on record whatever logging_steps is
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss and the throughput to what the Trainer logs."""
@@ -151,7 +171,7 @@ class DistillTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
-        folder = Path(self.args.output_dir)
+        folder = Path(str(self.args.output_dir))
         name = f"checkpoint-{self.state.global_step}"
         if (folder / name).is_dir():
             return
@@ -176,34 +196,32 @@ class DistillTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
         # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are.
-        if state_dict is not None:
-            super()._save(output_dir, state_dict)
-        elif self.args.should_save:
-            target = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            target = Path(str(output_dir or self.args.output_dir))
             target.mkdir(parents=True, exist_ok=True)
             save_model(self.accelerator.unwrap_model(self.model), str(target / "model.safetensors"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        load_model(self.model, str(Path(resume_from_checkpoint) / "model.safetensors"), strict=True)
-        stopped = Path(resume_from_checkpoint) / "early_stopping.json"
-        if self.stopper is not None and stopped.is_file():
-            self.stopper.load(read_json(stopped))
+        checkpoint = Path(resume_from_checkpoint)
+        load_model(
+            self.accelerator.unwrap_model(self.model), str(checkpoint / "model.safetensors"), strict=True
+        )
+        self._load_stopper(checkpoint)
+
+    def _load_stopper(self, checkpoint: Path) -> None:
+        if self.stopper is not None:
+            self.stopper.load(read_json(checkpoint / "early_stopping.json"))
 
     def restore_if_complete(self, checkpoint: Path) -> bool:
         """Load a checkpoint after which there is nothing left to train; false, and nothing loaded, for any other.
 
         A run that was killed between its last step and writing its model ends here: `train` would do one step more.
         """
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        stopped = checkpoint / "early_stopping.json"
-        if self.stopper is not None and stopped.is_file():
-            self.stopper.load(read_json(stopped))
-        if state.global_step < self.args.max_steps and not (self.stopper is not None and self.stopper.should_stop):
+        self._load_stopper(checkpoint)
+        if state.global_step < self.args.max_steps and not (
+            self.stopper is not None and self.stopper.should_stop
+        ):
             return False
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
@@ -230,7 +248,9 @@ class ProgressBar(TrainerCallback):
         if state.is_world_process_zero:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.description, unit="step")
+            self.bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -249,22 +269,31 @@ class ProgressBar(TrainerCallback):
     ) -> None:
         """Show the newest figures."""
         if self.bar is not None and logs and "tokens_per_second" in logs:
-            shown = {name: f"{logs[name]:.4f}" for name in ("kl", "ce", "l2") if name in logs}
+            shown: dict[str, str] = {name: f"{logs[name]:.4f}" for name in ("kl", "ce", "l2") if name in logs}
             self.bar.set_postfix({**shown, "tok/s": f"{logs['tokens_per_second']:.0f}"}, refresh=False)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Close the bar."""
+    def close(self) -> None:
+        """End the line, also after an error: what is printed next begins a new one."""
         if self.bar is not None:
             self.bar.close()
 
 
 class StopWhenScoreStalls(TrainerCallback):
-    """Scores the model every `every_steps` steps and ends training when the stopper says so."""
+    """Scores the model every `every_steps` steps and ends training when the stopper says so.
 
-    def __init__(self, stopper: EarlyStopper, score: Callable[[int], float], keep_best: Callable[[int], None]):
-        self.stopper, self.score, self.keep_best = stopper, score, keep_best
+    `keep_best(step)` keeps the weights of that step beside those kept before; `drop_others(step)` may drop all others:
+    it is called once a checkpoint that names `step` as the best one is on disk.
+    """
+
+    def __init__(
+        self,
+        stopper: EarlyStopper,
+        score: Callable[[int], float],
+        keep_best: Callable[[int], None],
+        drop_others: Callable[[int], None],
+    ):
+        self.stopper, self.score = stopper, score
+        self.keep_best, self.drop_others = keep_best, drop_others
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -285,9 +314,18 @@ class StopWhenScoreStalls(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
 
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Only the best weights are needed from now on."""
+        if self.stopper.best_step is not None:
+            self.drop_others(self.stopper.best_step)
 
-def prepare_callbacks(trainer: Trainer, description: str) -> None:
+
+def replace_output(trainer: Trainer, description: str) -> ProgressBar:
     """Put our progress bar in the place of the Trainer's own output."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(ProgressBar(description))
+    bar = ProgressBar(description)
+    trainer.add_callback(bar)
+    return bar

@@ -16,12 +16,13 @@ from fcsd.distill.losses import fused_linear_kl
 @torch.no_grad()
 def mean_kl(
     original: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Forward KL in nats per kept token, over `rows` of `fcsd.distill.data.build_dataset`.
 
     Returns:
         `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
-        `num_tokens`. NaN, NaN, 0 when no row keeps a token.
+        `num_tokens`. `stderr` is None for a single row, `kl` too
+        when no row keeps a token.
     """
     from tqdm import tqdm
 
@@ -64,14 +65,14 @@ def _row(original: PreTrainedModel, model: PreTrainedModel, batch: dict[str, Ten
     return float(total), int(keep.sum())
 
 
-def _ratio(sums: list[float], counts: list[int]) -> dict[str, float]:
+def _ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     """Ratio estimate and its standard error (Cochran, Sampling Techniques, 6.4): residuals s_i - r c_i over rows."""
     num_tokens = sum(counts)
     if num_tokens == 0:
-        return {"kl": math.nan, "stderr": math.nan, "num_tokens": 0}
+        return {"kl": None, "stderr": None, "num_tokens": 0}
     ratio = math.fsum(sums) / num_tokens
     n = len(sums)
     if n < 2:
-        return {"kl": ratio, "stderr": math.nan, "num_tokens": num_tokens}
+        return {"kl": ratio, "stderr": None, "num_tokens": num_tokens}
     residuals = math.fsum((total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True))
     return {"kl": ratio, "stderr": math.sqrt(n / (n - 1) * residuals) / num_tokens, "num_tokens": num_tokens}
