@@ -37,8 +37,9 @@ class Connectivity:
     attention still reads the stream without the routed output of the layer before it, and the MoE block
     waits for it. `attention: full` is MLP-only FarSkip: attention and MoE block of one layer run in parallel
     on the same full o_{k-1}, and nothing is carried to the next layer. A selected dense layer follows the
-    same two rules and leaves nothing in flight, so the layer after it reads the full stream. Both sides full
-    is the regular model and is refused, except with no layers.
+    same two rules and leaves nothing in flight, so the layer after it reads the full stream. With `mlp: full`
+    the first layer of a run of selected layers computes what a regular layer does. Both sides full is the
+    regular model and is refused, except with no layers.
 
     Raises:
         UserError: a side or the selection is not one of the values above.

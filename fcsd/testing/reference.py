@@ -192,9 +192,10 @@ def reference_forward(
     """Logits and streams of a regular model as if `layers` were FarSkip layers.
 
         o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
-        a   = o_{k-1} - routed_{k-1} after a FarSkip MoE layer if layer k is FarSkip and attention is
-        partial, else o_{k-1} m   = o_{k-1} if layer k is FarSkip and mlp is outdated, else o_{k-1} +
-        attn_k(a)
+        a   = o_{k-1} - routed_{k-1}   layer k FarSkip, layer k-1 a FarSkip MoE layer, attention partial
+              o_{k-1}                  otherwise
+        m   = o_{k-1}                  layer k FarSkip, mlp outdated
+              o_{k-1} + attn_k(a)      otherwise
 
     Args:
         model: a regular CausalLM of a family in `MOE`, in eval mode.

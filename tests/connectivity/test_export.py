@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fcsd.connectivity import (
     Connectivity,
@@ -275,6 +276,22 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="far: cannot be written: No space left on device"):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     assert [file.name for file in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_path):
+    """As gpt-oss is published: MXFP4 blocks and scales under names that the unquantised model does not have."""
+    base = tmp_path / "base"
+    tiny_model("gpt_oss").save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    packed = {name: tensors.pop(name) for name in list(tensors) if name.endswith("experts.down_proj")}
+    tensors |= {f"{name}_blocks": torch.zeros(4, dtype=torch.uint8) for name in packed}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": quantisation}
+    (base / "config.json").write_text(json.dumps(config))
+    assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "far" / "config.json").read_text())["quantization_config"] == quantisation
+    assert tensor_names(tmp_path / "far") == tensor_names(base)
 
 
 def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
