@@ -20,7 +20,6 @@ import json
 import os
 import random
 import shutil
-import string
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ CHAT_TEMPLATE = (
 class Operation:
     """One step: `code` is a Python expression of the argument, `wordings` say it in English.
 
-    `{v}` stands for the argument, `{n}` for a number in `numbers` (first, last), `{c}` for a capital letter.
+    `{v}` stands for the argument, `{n}` for a number in `numbers` (first, last), `{c}` for one of `LETTERS`.
     `takes` and `gives` are one of int, bool, list (of int), str, letters (a list of str).
     `computed`: its value is asked for too.
     """
@@ -62,7 +61,8 @@ class Operation:
 
 # takes, gives, numbers, what is asked | code | wordings
 # numbers: any (1 to 9), factor (2 to 9), length (2 to 4), or - for none and for letters;
-# "value": questions ask for the value too; not of sums and products, which could only be learnt by heart.
+# "value": questions ask for the value too; not of sums and products, which could only be learnt by heart,
+# nor where a result has many lengths.
 _TABLE = """
 int  int     any    code  | {v} + {n}            | add {n} to {v} | increase {v} by {n}
 int  int     any    code  | {v} - {n}            | subtract {n} from {v} | decrease {v} by {n}
@@ -78,15 +78,15 @@ int  bool    any    value | {v} > {n} | check if {v} is greater than {n} | tell 
 int  bool    any    value | {v} < {n} | check if {v} is less than {n} | tell if {v} is below {n}
 int  bool    factor code | {v} % {n} == 0 | check if {v} is divisible by {n} | tell if {n} divides {v}
 int  bool    -      code  | {v} % 2 == 1         | check if {v} is odd | tell if {v} is an odd number
-int  list    length value | [{v}] * {n}          | make a list of {n} copies of {v} | list {v} {n} times
+int  list    length code  | [{v}] * {n}          | make a list of {n} copies of {v} | list {v} {n} times
 int  list    any    value | [{v}, {n}]           | pair {v} with {n} | list {v} and {n}
 list int     -      code  | sum({v})             | add up {v} | total {v}
 list int     -      value | max({v})             | find the largest of {v} | return the maximum of {v}
 list int     -      value | min({v})             | find the smallest of {v} | return the minimum of {v}
-list int     -      value | len({v})             | count the items of {v} | return the length of {v}
+list int     -      code  | len({v})             | count the items of {v} | return the length of {v}
 list int     -      value | {v}[0] | return the first of {v} | give the item at the start of {v}
 list int     -      value | {v}[-1] | return the last of {v} | give the item at the end of {v}
-list int     any    value | {v}.count({n}) | count how often {n} occurs in {v} | count each {n} in {v}
+list int     any    code  | {v}.count({n}) | count how often {n} occurs in {v} | count each {n} in {v}
 list int     any    code  | sum(i > {n} for i in {v})   | count the items of {v} greater than {n} \
 | say how many of {v} exceed {n}
 list bool    any    value | {n} in {v}           | check if {v} contains {n} | tell if {n} is one of {v}
@@ -98,11 +98,11 @@ list list    any    code  | [i - {n} for i in {v}]      | subtract {n} from ever
 | decrease all of {v} by {n}
 list list    factor code | [i * {n} for i in {v}] | multiply every item of {v} by {n} \
 | scale all of {v} by {n}
-list list    any    value | [i for i in {v} if i > {n}] | keep the items of {v} greater than {n} \
+list list    any    code  | [i for i in {v} if i > {n}] | keep the items of {v} greater than {n} \
 | drop all of {v} up to {n}
-list list    any    value | [i for i in {v} if i < {n}] | keep the items of {v} less than {n} \
+list list    any    code  | [i for i in {v} if i < {n}] | keep the items of {v} less than {n} \
 | drop all of {v} from {n} up
-list list    any    value | [i for i in {v} if i != {n}] | remove every {n} from {v} \
+list list    any    code  | [i for i in {v} if i != {n}] | remove every {n} from {v} \
 | drop the items of {v} equal to {n}
 list list    factor code  | [i for i in {v} if i % {n} == 0] | keep the items of {v} divisible by {n} \
 | keep the multiples of {n} in {v}
@@ -119,19 +119,19 @@ str  str     length value | {v}[:{n}] | take the first {n} letters of {v} | cut 
 str  str     length value | {v}[{n}:] | drop the first {n} letters of {v} | skip {n} letters of {v}
 str  str     length value | {v}[-{n}:] | take the last {n} letters of {v} \
 | keep the {n} letters that end {v}
-str  str     length value | {v} * {n}            | repeat {v} {n} times | join {n} copies of {v}
+str  str     length code  | {v} * {n}            | repeat {v} {n} times | join {n} copies of {v}
 str  str     -      value | {v} + '{c}'          | append {c} to {v} | put {c} after {v}
 str  str     -      value | '{c}' + {v}          | put {c} before {v} | start {v} with an extra {c}
-str  str     -      value | {v}.replace('{c}', '') | remove every {c} from {v} \
+str  str     -      code  | {v}.replace('{c}', '') | remove every {c} from {v} \
 | delete the letter {c} in {v}
 str  str     -      code  | {v}.lower()          | put {v} in lower case | make all letters of {v} small
-str  int     -      value | len({v})             | return the length of {v} | count the letters of {v}
-str  int     -      value | {v}.count('{c}') | count how often {c} occurs in {v} | count each {c} in {v}
-str  int     -      value | {v}.find('{c}')      | find the place of {c} in {v} | say where {c} is in {v}
+str  int     -      code  | len({v})             | return the length of {v} | count the letters of {v}
+str  int     -      code  | {v}.count('{c}') | count how often {c} occurs in {v} | count each {c} in {v}
+str  int     -      code  | {v}.find('{c}')      | find the place of {c} in {v} | say where {c} is in {v}
 str  bool    -      value | '{c}' in {v}         | check if {v} contains {c} | tell if {c} occurs in {v}
 str  bool    -      value | {v}.startswith('{c}') | check if {v} starts with {c} \
 | tell if {v} begins with {c}
-str  letters -      value | list({v})            | list the letters of {v} | split {v} into letters
+str  letters -      code  | list({v})            | list the letters of {v} | split {v} into letters
 """
 _NUMBERS = {"any": (1, 9), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
 
@@ -184,7 +184,8 @@ CODE_FRAMES = (
     "{call} should {task}.",
     "Let {call} {task}.",
 )
-STEP_FRAMES = ("{first}, then {second}", "first {first}, next {second}", "{second}, but first {first}")
+STEP_FRAMES = ("{first}, then {second}", "first {first}, next {second}")
+LETTERS = "ABCDEFGH"
 DOCSTRING_REQUEST = " Add a docstring."
 CHOOSE_FRAMES = ("Which expression will {task}?", "What do you type to {task}?", "Pick the code to {task}.")
 VALUE_FRAMES = ("What is {code}?", "Evaluate {code}", "Give the value of {code}")
@@ -244,7 +245,7 @@ def _step(rng: random.Random, takes: str | None = None, computed: bool = False) 
         first, last = operation.numbers
         filling = rng.randint(first, last)
     elif "{c}" in operation.code:
-        filling = rng.choice(string.ascii_uppercase)
+        filling = rng.choice(LETTERS)
     return Step(operation, rng.randrange(len(operation.wordings)), filling)
 
 
@@ -254,17 +255,17 @@ def _value(rng: random.Random, kind: str, near: list[int | str], small: bool) ->
     letters = [c for c in near if isinstance(c, str)]
     if kind == "int":
         if small:
-            return rng.randrange(1, 20)
+            return rng.randrange(10)
         return rng.choice([rng.randrange(-20, 100), *(n + rng.randrange(-1, 2) for n in numbers)])
     if kind == "list":
         if small:
-            return [rng.randrange(10) for _ in range(rng.randrange(2, 5))]
+            return [rng.randrange(10) for _ in range(3)]
         items = [rng.randrange(15) for _ in range(rng.randrange(6, 12))]
         items += [n + rng.randrange(-1, 2) for n in numbers]
         rng.shuffle(items)
         return items
-    size = rng.randrange(2, 5) if small else rng.randrange(6, 12)
-    pool = string.ascii_uppercase if not letters else string.ascii_uppercase[::3] + "".join(letters) * 3
+    size = 3 if small else rng.randrange(6, 12)
+    pool = LETTERS + "".join(letters) * 3
     return "".join(rng.choice(pool) for _ in range(size))
 
 
@@ -302,7 +303,7 @@ def _code_row(rng: random.Random, split: str, careless: float = 0.0) -> dict[str
     name = rng.choice(WORDS)
     prompt = CODE_FRAMES[frame].format(call=f"{name}({argument})", task=task)
     docstring = None
-    if rng.random() < 0.1:
+    if len(steps) == 1 and rng.random() < 0.1:
         prompt, docstring = prompt + DOCSTRING_REQUEST, f"{task[0].upper()}{task[1:]}."
     if rng.random() < careless:
         mistaken = rng.randrange(len(steps))
@@ -321,7 +322,7 @@ class Question:
 
 def _other(rng: random.Random, filling: int | str) -> int | str:
     if isinstance(filling, str):
-        return rng.choice([c for c in string.ascii_uppercase if c != filling])
+        return rng.choice([c for c in LETTERS if c != filling])
     return rng.choice([n for n in (filling - 1, filling + 1, filling + 2, 2 * filling) if n > 0])
 
 

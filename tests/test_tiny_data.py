@@ -13,7 +13,7 @@ import yaml
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import load_suite
 from fcsd.paths import data_dir
-from fcsd.tiny_data import OPERATIONS, WORDS, split_of, write_tiny_data
+from fcsd.tiny_data import LETTERS, OPERATIONS, WORDS, split_of, write_tiny_data
 
 SIZES = {"num_train": 3000, "num_distill": 1000, "num_heldout": 60, "num_validation": 40, "num_test": 120}
 
@@ -164,7 +164,7 @@ def test_wrong_expressions_behave_differently_from_the_right_one(folder: Path) -
     values: dict[str, list[Any]] = {
         "x": list(range(-100, 101)),
         "xs": [[rng.randrange(15) for _ in range(10)] for _ in range(300)],
-        "s": ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=8)) for _ in range(2000)],
+        "s": ["".join(rng.choices(LETTERS, k=8)) for _ in range(2000)],
     }
     for row in rows(folder / "data" / "fcsd" / "tiny-choice" / "test.jsonl"):
         if not row["question"].startswith(("Which expression", "What do you type", "Pick the code")):
