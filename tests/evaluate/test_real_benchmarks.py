@@ -1,6 +1,6 @@
 """Real benchmarks from a local folder in hub layout, through the same code as the tiny ones."""
 
-import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_likelihood_and_generation_benchmarks_run_from_local_data(shared_hub: Pa
 
 
 def returns_none(program: str) -> str:
-    names = [node.name for node in ast.parse(program).body if isinstance(node, ast.FunctionDef)]
+    names = re.findall(r"^def (\w+)", program, re.MULTILINE)
     return "".join(f"def {name}(*args, **named):\n    return None\n" for name in names)
 
 

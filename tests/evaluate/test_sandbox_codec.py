@@ -15,7 +15,7 @@ PLAIN: list[Any] = [
     None, True, 0, -1, 2**200, 1.5, -0.0, math.inf, "", "a\ud800\n", b"\x00\xff", 1 + 2j, range(1, 9, 2),
     [], (), {}, set(), frozenset({1}), [[1, (2, [3])], {"a": (1,)}], {(1, 2): {3}}, [(1, "a"), (2.0, None)],
     [(1,), (1, 2)], [()], deque([1, 2]), Counter("abba"), OrderedDict(b=1, a=2), Decimal("1.10"), Fraction(1, 3),
-    [True, 1, 1.0], {1: "a", "1": "b"}, bytearray(b"x"),
+    [True, 1, 1.0], {1: "a", "1": "b"}, bytearray(b"x"), -(7**20000), [7**20000, "a"], [(1, 7**20000)],
 ]  # fmt: skip
 
 
@@ -30,10 +30,10 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return same(list(a.items()), list(b.items()))
-    return bool(a == b) and repr(a) == repr(b)
+    return bool(a == b) and (isinstance(a, int) or repr(a) == repr(b))
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=repr)
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_plain_values_arrive_with_their_types(value: Any) -> None:
     assert same(through(value), value)
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -48,12 +49,13 @@ class Codec:
         """`value` as JSON-able data."""
         kind = type(value)
         if kind in _LEAF:
-            return value
+            # Decimal digits of a large number take a time that grows with their square.
+            return value if kind is not int or _short(value) else {"t": "int", "v": hex(value)}
         if kind is list:
             types = set(map(type, value))
-            if types <= _LEAF:
+            if types <= _LEAF and _all_short(value):
                 return value
-            if types == {tuple} and set(map(type, itertools.chain.from_iterable(value))) <= _LEAF:
+            if types == {tuple} and _all_leaves(value):
                 return _table(value) or {"t": "tuples", "v": value}
             return [self.encode(item) for item in value]
         if kind is Handle:
@@ -141,6 +143,8 @@ class Codec:
             return dict.fromkeys(self.decode(value)).keys()
         if name in ("bytes", "bytearray"):
             return {"bytes": bytes, "bytearray": bytearray}[name](value.encode("latin-1"))
+        if name == "int":
+            return int(value, 16)
         if name == "complex":
             return complex(*value)
         if name == "range":
@@ -150,6 +154,19 @@ class Codec:
         if name == "numpy":
             return _numpy(*value)
         raise ValueError(f"not a value: {name}")
+
+
+def _short(number: int) -> bool:
+    return number.bit_length() <= 4096
+
+
+def _all_short(values: Iterable[Any]) -> bool:
+    return all(_short(value) for value in values if type(value) is int)
+
+
+def _all_leaves(rows: list[tuple[Any, ...]]) -> bool:
+    chain = itertools.chain.from_iterable
+    return set(map(type, chain(rows))) <= _LEAF and _all_short({id(x): x for x in chain(rows)}.values())
 
 
 _FIRST, _MOST, _LARGE = 35, 90, 4096  # cells are printable characters

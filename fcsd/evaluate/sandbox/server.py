@@ -370,7 +370,6 @@ def main() -> None:
     """Enter the namespaces, start the server in them, wait, and clean up, also when the scorer is killed."""
     config = json.loads(sys.argv[1])
     scorer = os.getppid()
-    sys.set_int_max_str_digits(0)
     namespaces = [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
     pid = os.fork()
     if pid == 0:
