@@ -1,7 +1,9 @@
 """The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,10 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            # The first rank mostly ends with the same mistake and prints it; the launcher then ends this process.
+            time.sleep(10)
         print(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nfcsd {arguments.command}: interrupted; run the same command again to continue", file=sys.stderr)
+        print(
+            f"\nfcsd {arguments.command}: interrupted; run the same command again to continue",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:
         return 0
@@ -41,9 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = "") -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = ""
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=text, description=f"{text} {more}".strip(), formatter_class=argparse.ArgumentDefaultsHelpFormatter
+            name,
+            help=text,
+            description=f"{text} {more}".strip(),
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         sub.set_defaults(run=run)
         return sub
@@ -55,12 +68,20 @@ def _parser() -> argparse.ArgumentParser:
         "The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True), without fcsd.",
     )
     _model_argument(convert)
-    convert.add_argument("out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed")
+    convert.add_argument(
+        "out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed"
+    )
     convert.add_argument("--layers", default="all", help=_LAYERS_HELP)
-    convert.add_argument("--attention", choices=["partial", "full"], default="partial", help="what attention reads")
-    convert.add_argument("--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read")
+    convert.add_argument(
+        "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
+    )
+    convert.add_argument(
+        "--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read"
+    )
 
-    unconvert = command("unconvert", _unconvert, "Undo a conversion: the checkpoint of the original family, same weights.")
+    unconvert = command(
+        "unconvert", _unconvert, "Undo a conversion: the checkpoint of the original family, same weights."
+    )
     _model_argument(unconvert)
     unconvert.add_argument("out", metavar="OUT", type=Path, help="new folder")
 
@@ -68,13 +89,22 @@ def _parser() -> argparse.ArgumentParser:
     families.add_argument("--json", action="store_true", help="print JSON")
 
     for name, text, more in (
-        ("recipe", "Print a recipe with every default filled in.", "Exits with an error when the recipe is not valid."),
+        (
+            "recipe",
+            "Print a recipe with every default filled in.",
+            "Exits with an error when the recipe is not valid.",
+        ),
         ("pretrain", "Train a model from scratch, regular or FarSkip (paper App. A).", ""),
-        ("sweep", "Choose batch size, then learning rate, by training loss (paper 5.1).", "Leaves a ready recipe."),
+        (
+            "sweep",
+            "Choose batch size, then learning rate, by training loss (paper 5.1).",
+            "Leaves a ready recipe.",
+        ),
         (
             "distill",
             "Distil a FarSkip model from its original.",
-            "On several processes: accelerate launch --num_processes 8 -m fcsd distill RECIPE. Continues where it was cut off.",
+            "On several processes: accelerate launch --num_processes 8 -m fcsd distill RECIPE."
+            " Continues where it was cut off.",
         ),
         ("report", "Write the report of a run from what its stages left.", ""),
         (
@@ -85,21 +115,38 @@ def _parser() -> argparse.ArgumentParser:
     ):
         _recipe_arguments(command(name, _RECIPE_COMMANDS[name], text, more), with_variant=name == "distill")
 
-    evaluate = command("evaluate", _evaluate, "Judge a checkpoint on a suite of tasks.", "Generated code runs only in a sandbox.")
+    evaluate = command(
+        "evaluate",
+        _evaluate,
+        "Judge a checkpoint on a suite of tasks.",
+        "Generated code runs only in a sandbox.",
+    )
     _model_argument(evaluate)
     evaluate.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
-    evaluate.add_argument("--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used")
-    evaluate.add_argument("--output", type=Path, required=True, help="folder for results.json and samples_*.jsonl")
+    evaluate.add_argument(
+        "--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used"
+    )
+    evaluate.add_argument(
+        "--output", type=Path, required=True, help="folder for results.json and samples_*.jsonl"
+    )
     evaluate.add_argument("--batch-size", type=int, default=16, help="sequences in one forward")
     evaluate.add_argument("--limit", type=int, help="items per task, for a quick look; marked in the results")
-    evaluate.add_argument("--allow-weak-sandbox", action="store_true", help="run generated code even where this machine cannot shut it in")
+    evaluate.add_argument(
+        "--allow-weak-sandbox",
+        action="store_true",
+        help="run generated code even where this machine cannot shut it in",
+    )
 
     compare = command("compare", _compare, "Original against converted, per task, with paired errors.")
     compare.add_argument("original", metavar="A", type=Path, help="folder that `fcsd evaluate` wrote")
     compare.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
     compare.add_argument("--json", action="store_true", help="print JSON")
 
-    tiny = command("tiny-data", _tiny_data, "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.")
+    tiny = command(
+        "tiny-data",
+        _tiny_data,
+        "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.",
+    )
     tiny.add_argument("out", metavar="OUT", type=Path, help="new folder")
     tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
     return parser
@@ -108,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
 def _model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
     parser.add_argument("--revision", help="revision of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the checkpoint to run")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="allow code that comes with the checkpoint to run"
+    )
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser, *, with_variant: bool) -> None:
@@ -157,6 +206,13 @@ def _families(arguments: argparse.Namespace) -> None:
     print(families_table(as_json=arguments.json))
 
 
+def _quiet_transformers() -> None:
+    """Bars for files that are read and written in no time would bury our own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def _recipe(arguments: argparse.Namespace) -> None:
     from fcsd.recipe import load_recipe, to_yaml
 
@@ -165,10 +221,12 @@ def _recipe(arguments: argparse.Namespace) -> None:
 
 def _stage(name: str) -> Callable[[argparse.Namespace], None]:
     def run(arguments: argparse.Namespace) -> None:
-        from fcsd import stages
         from fcsd.recipe import load_recipe
 
         recipe = load_recipe(arguments.recipe, arguments.overrides)
+        from fcsd import stages
+
+        _quiet_transformers()
         if name == "distill":
             stages.distill(recipe, arguments.variant)
         else:
@@ -186,6 +244,7 @@ _RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 def _evaluate(arguments: argparse.Namespace) -> None:
     from fcsd import stages
 
+    _quiet_transformers()
     stages.evaluate_checkpoint(
         arguments.model,
         suite=arguments.suite,

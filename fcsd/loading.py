@@ -29,8 +29,12 @@ def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTraine
     from transformers import AutoTokenizer
 
     folder = find_folder(path, model.revision if model is not None else None)
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise UserError(f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights")
+    if not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        raise UserError(
+            f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
+        )
     try:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=bool(model is not None and model.trust_remote_code)
@@ -51,5 +55,3 @@ def data_fingerprint(source: "Source") -> str:
                 digest.update(str(file.relative_to(path)).encode() + b"\0" + file_sha256(file).encode())
         return digest.hexdigest()
     return f"{source.path}@{source.revision or 'main'}"
-
-

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage, read_json, weights_fingerprint, write_json
@@ -40,6 +39,7 @@ from fcsd.evaluate.scorer import CodeScorer, pass_at_1
 from fcsd.evaluate.suites import SuiteTask, load_suite
 from fcsd.families import family_of
 from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer
+from fcsd.processes import processes
 from fcsd.recipe import Data, Objective, Recipe, Source
 from fcsd.recipe import Train as TrainSettings
 
@@ -47,7 +47,16 @@ MAIN = "fcsd"  # name of the main distillation in results and report
 
 
 def run(recipe: Recipe) -> None:
-    """All stages in a row; what is finished is not run again."""
+    """All stages in a row; what is finished is not run again.
+
+    Raises:
+        UserError: in a launch of several processes: evaluation runs in one.
+    """
+    if processes().num_processes > 1:
+        raise UserError(
+            "`run` goes through stages that run in one process; launch `pretrain`, `sweep` and `distill` on several,"
+            " and then `run` on one: it does what is left"
+        )
     if recipe.pretrain is not None:
         pretrain(recipe)
     convert(recipe)
@@ -72,14 +81,16 @@ def pretrain(recipe: Recipe) -> Stage:
     if plan is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
     folder = recipe.folder / "pretrain"
-    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {"seed": recipe.seed}
+    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
+        "seed": recipe.seed
+    }
     stage = Stage(folder, "pretrain", settings, _data_inputs(plan.data))
     if _begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
     set_seed(recipe.seed)
     model = new_model(plan.config | _token_ids(tokenizer, plan.config), _connectivity(plan.connectivity))
-    model.to(dtype_of(plan.train.dtype))
+    torch.nn.Module.to(model, dtype_of(plan.train.dtype))
     run_ = TrainingRun(
         folder=folder,
         description="pretrain",
@@ -110,7 +121,9 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
     try:
         built = AutoConfig.for_model(model_type, **values)
         family_of(built)
-        model = AutoModelForCausalLM.from_config(built, **({"experts_implementation": experts} if experts else {}))
+        model = AutoModelForCausalLM.from_config(
+            built, **({"experts_implementation": experts} if experts else {})
+        )
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"pretrain.config: {model_type}: {str(error).splitlines()[0]}") from error
     if connectivity.layers != "none":
@@ -128,7 +141,9 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> di
     }
     for key, value in ids.items():
         if config.get(key, value) != value and not (key == "vocab_size" and config[key] > value):
-            raise UserError(f"pretrain.config.{key}: {config[key]} does not fit the tokenizer's {value}; leave it out")
+            raise UserError(
+                f"pretrain.config.{key}: {config[key]} does not fit the tokenizer's {value}; leave it out"
+            )
     return {key: config.get(key, value) for key, value in ids.items()}
 
 
@@ -143,13 +158,13 @@ def convert(recipe: Recipe) -> Stage:
     stage = Stage(folder, "convert", settings, {"original": weights_fingerprint(source)})
     if _begin(stage) == "finished":
         return stage
-    if PartialState().is_main_process and not (folder / "model").is_dir():
+    if processes().is_main_process and not (folder / "model").is_dir():
         convert_checkpoint(
             source,
             folder / "model",
             _connectivity(recipe.connectivity),
         )
-    PartialState().wait_for_everyone()
+    processes().wait_for_everyone()
     _finish(stage, {}, model=folder / "model")
     return stage
 
@@ -179,7 +194,7 @@ def sweep(recipe: Recipe) -> Stage:
         train(replace(plan, train=settings, save_model=False))
 
     result = run_sweep(recipe, folder, candidate_run)
-    if PartialState().is_main_process:
+    if processes().is_main_process:
         plot_sweep(result, folder)
     _finish(stage, result)
     return stage
@@ -188,7 +203,9 @@ def sweep(recipe: Recipe) -> Stage:
 def distill(recipe: Recipe, variant: str | None = None) -> Stage:
     """Distil the main model of a recipe, or one of its variants; uses the choice of the sweep when there is one."""
     if variant is not None and variant not in recipe.variants:
-        raise UserError(f"recipe {recipe.name}: has no variant '{variant}'; allowed: {', '.join(recipe.variants) or 'none'}")
+        raise UserError(
+            f"recipe {recipe.name}: has no variant '{variant}'; allowed: {', '.join(recipe.variants) or 'none'}"
+        )
     plan = _with_sweep(recipe)
     if variant is not None:
         plan = plan.variant(variant)
@@ -213,7 +230,9 @@ def _with_sweep(recipe: Recipe) -> Recipe:
         return recipe
     manifest = recipe.folder / "sweep" / "manifest.json"
     if not manifest.is_file():
-        raise UserError(f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null")
+        raise UserError(
+            f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
+        )
     return with_choice(recipe, read_json(manifest)["results"])
 
 
@@ -250,7 +269,8 @@ def _student(recipe: Recipe) -> tuple[PreTrainedModel, torch.dtype]:
     """The rewired model in the training dtype, and the dtype of the checkpoint it came from."""
     student = original_model(recipe, _connectivity(recipe.connectivity))
     save_dtype = student.dtype
-    return student.to(dtype_of(recipe.train.dtype)), save_dtype
+    torch.nn.Module.to(student, dtype_of(recipe.train.dtype))
+    return student, save_dtype
 
 
 def original_model(recipe: Recipe, connectivity: Connectivity | None = None) -> PreTrainedModel:
@@ -280,7 +300,7 @@ def _early_stopping(
         yield None, None
         return
     stopper = EarlyStopper(every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta)
-    if not PartialState().is_main_process:
+    if not processes().is_main_process:
         yield stopper, _never
         return
     task = SuiteTask.model_validate(
@@ -288,7 +308,17 @@ def _early_stopping(
             "task": "early_stopping",
             "kind": "code",
             "metric": "pass@1",
-            **plan.model_dump(include={"dataset", "split", "max_new_tokens", "prompt_template", "chat_template", "stop", "timeout_s"}),
+            **plan.model_dump(
+                include={
+                    "dataset",
+                    "split",
+                    "max_new_tokens",
+                    "prompt_template",
+                    "chat_template",
+                    "stop",
+                    "timeout_s",
+                }
+            ),
         }
     )
     problems = load_problems(task, _path(recipe.evaluation.data_root))[: plan.max_problems]
@@ -297,7 +327,9 @@ def _early_stopping(
         scorer.self_check(problems)
 
         def score(model: PreTrainedModel) -> float:
-            completions = generate_completions(model, tokenizer, problems, task=task, batch_size=plan.batch_size)
+            completions = generate_completions(
+                model, tokenizer, problems, task=task, batch_size=plan.batch_size
+            )
             return pass_at_1(scorer.score(problems, completions))
 
         yield stopper, score
@@ -329,11 +361,17 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
     settings = {
         "evaluation": plan.model_dump(mode="json", exclude={"layer_study"}),
         "suite": suite.model_dump(mode="json", exclude={"folder"}),
-        "data": recipe.data.model_dump(mode="json", include={"heldout", "heldout_examples", "max_length", "packing", "loss_on"}),
+        "data": recipe.data.model_dump(
+            mode="json", include={"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
+        ),
         "model": {"dtype": recipe.model.dtype},
     }
     original = find_folder(recipe.model_path, recipe.model.revision)
-    inputs = {"model": weights_fingerprint(path), "connectivity": _wiring(path), "original": weights_fingerprint(original)}
+    inputs = {
+        "model": weights_fingerprint(path),
+        "connectivity": _wiring(path),
+        "original": weights_fingerprint(original),
+    }
     stage = Stage(recipe.folder / "evaluate" / name, "evaluate", settings, inputs)
     if _begin(stage) == "finished":
         return stage
@@ -351,7 +389,9 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
         name=name,
     )
     if recipe.data.heldout is not None:
-        result["kl_to_original"] = mean_kl(original_model(recipe), model, _heldout(recipe, tokenizer), progress=True)
+        result["kl_to_original"] = mean_kl(
+            original_model(recipe), model, _heldout(recipe, tokenizer), progress=True
+        )
     write_result(result, samples, stage.folder)
     stage.finish({"mean": result["mean"]})
     return stage
@@ -395,7 +435,7 @@ def evaluate_checkpoint(
 
 
 def layers(recipe: Recipe) -> Stage:
-    """Untrained KL to the original against the number of rewired layers, from the start and from the end (paper Fig. 3)."""
+    """Untrained KL to the original against the number of rewired layers, from both ends (paper Fig. 3)."""
     from fcsd.report.plots import plot_layers
 
     if recipe.data.heldout is None:
@@ -451,20 +491,20 @@ def publish(recipe: Recipe) -> Path:
 def _begin(stage: Stage) -> str:
     """Note the start of a stage on the first rank; tells on every rank whether it is finished already."""
     state = stage.state()
-    PartialState().wait_for_everyone()  # nobody may see what the first rank writes below
-    if PartialState().is_main_process:
+    processes().wait_for_everyone()  # nobody may see what the first rank writes below
+    if processes().is_main_process:
         if state == "finished":
             print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
         else:
             stage.start()
-    PartialState().wait_for_everyone()
+    processes().wait_for_everyone()
     return state
 
 
 def _finish(stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
-    if PartialState().is_main_process:
+    if processes().is_main_process:
         stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
-    PartialState().wait_for_everyone()
+    processes().wait_for_everyone()
 
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
@@ -497,7 +537,9 @@ def _rows(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
     """Packed training rows; the last ones made stay in memory, for the next stage of a run that reads the same data."""
     plan = data.model_dump(exclude={"heldout", "heldout_examples"})
     # What the rows depend on; two stages of one run may find the same tokenizer in different folders.
-    key = json.dumps([plan, list(_data_inputs(data).values()), seed, tokenizer.chat_template, tokenizer.get_vocab()])
+    key = json.dumps(
+        [plan, list(_data_inputs(data).values()), seed, tokenizer.chat_template, tokenizer.get_vocab()]
+    )
     if key not in _held_rows:
         _held_rows.clear()
         _held_rows[key] = build_dataset(

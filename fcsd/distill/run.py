@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from safetensors.torch import load_model, save_model
 from torch.utils.data import IterableDataset, Subset
 from transformers import (
@@ -41,6 +40,7 @@ from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.head import attach_loss_head, detach_loss_head
 from fcsd.distill.trainer import DistillTrainer, StopWhenScoreStalls, checkpoints, replace_output
 from fcsd.errors import UserError
+from fcsd.processes import processes
 from fcsd.recipe import Objective, Train
 
 Scorer = Callable[[PreTrainedModel], float]
@@ -106,7 +106,7 @@ def training_arguments(run: TrainingRun, world_size: int) -> TrainingArguments:
         adam_epsilon=train.adam_epsilon,
         max_grad_norm=train.max_grad_norm,
         bf16=train.bf16,
-        use_cpu=PartialState().device.type == "cpu",
+        use_cpu=processes().device.type == "cpu",
         activation_checkpointing=train.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if train.gradient_checkpointing else None,
         logging_steps=train.logging_steps,
@@ -149,7 +149,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     if run.objective.freeze_embeddings_and_head:
         freeze_embeddings_and_head(student)
     _check_reporters(run.train)
-    arguments = training_arguments(run, PartialState().num_processes)
+    arguments = training_arguments(run, processes().num_processes)
     attach_loss_head(student)
     bar = None
     try:

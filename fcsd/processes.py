@@ -1,0 +1,36 @@
+"""The processes of a launch (`accelerate launch`, torchrun, or just this one).
+
+Not covered: starting them; that is the launcher's work, see `configs/`.
+"""
+
+import os
+from datetime import timedelta
+
+from accelerate import PartialState
+from accelerate.utils import get_int_from_env
+
+from fcsd.errors import UserError
+
+# While the first rank generates text for a score, or tokenizes, the others wait in a collective.
+_PATIENCE = timedelta(hours=12)
+_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+
+
+def processes() -> PartialState:
+    """Accelerate's state of this process; the first call joins the group, with gloo where there is no accelerator.
+
+    Raises:
+        UserError: accelerate was asked for several processes and started one.
+    """
+    import torch
+
+    if not PartialState._shared_state:
+        # What `accelerate launch --num_processes 2` does on a machine without GPUs (accelerate 1.15).
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+        if launched and get_int_from_env(_SIZES, 0) == 0:
+            raise UserError(
+                "accelerate was asked for several processes but started one, as it does on a machine without GPUs;"
+                " add --multi_gpu (it starts CPU processes there), or --config_file configs/cpu_2.yaml"
+            )
+    # Left to itself, accelerate forms a group of CPU processes only under ACCELERATE_USE_CPU.
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)

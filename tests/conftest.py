@@ -1,0 +1,50 @@
+"""A small base checkpoint with its tokenizer and data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import Bench
+
+
+@pytest.fixture(scope="session")
+def base_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random qwen2_moe of two layers with a tokenizer of 300 tokens."""
+    from fcsd.testing import tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4).save_pretrained(folder)
+    tiny_tokenizer(300).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def bench(base_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A place for one test's runs."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"{n} + {n % 7}"},
+                        {"role": "assistant", "content": f"{n + n % 7} is it"},
+                    ]
+                }
+            )
+            + "\n"
+            for n in range(60)
+        )
+    )
+    problems = tmp_path / "problems.jsonl"
+    problem = {
+        "task_id": 1, "prompt": "Write one().", "code": "def one():\n    return 1\n", "test_imports": [],
+        "test_list": ["assert one() == 1"], "test": "assert one() == 1",
+    }  # fmt: skip
+    problems.write_text(json.dumps(problem) + "\n")
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return Bench(base_checkpoint, rows, problems, folder)

@@ -1,0 +1,151 @@
+"""Two processes train what one process trains, and fail together with one message."""
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from fcsd.cli import main
+from fcsd.distill import run as run_module
+from fcsd.testing import run_ranks
+from tests.support import ROOT, Bench, start
+
+# One micro-batch on each of two processes, or two on one: the same four rows a step.
+CPU_2 = (
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    str(ROOT / "configs" / "cpu_2.yaml"),
+    "-m",
+    "fcsd",
+)
+
+
+def history(bench: Bench, name: str) -> list[dict[str, float]]:
+    return [
+        json.loads(line)
+        for line in (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+    ]
+
+
+def compare(bench: Bench, one: str, two: str) -> None:
+    """The same loss curve and weights within what the order of float sums can do."""
+    for a, b in zip(history(bench, one), history(bench, two), strict=True):
+        assert [a[k] for k in ("step", "loss", "kl", "learning_rate")] == pytest.approx(
+            [b[k] for k in ("step", "loss", "kl", "learning_rate")], rel=1e-3
+        )
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+    left, right = (
+        load_file(bench.folder / name / "distill" / "model" / "model.safetensors") for name in (one, two)
+    )
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True], ids=["in memory", "streamed"])
+def test_two_processes_of_accelerate_launch_train_what_one_trains(bench: Bench, streaming: bool) -> None:
+    changes: dict[str, Any] = {"early_stopping": bench.early_stopping | {"every_steps": 4}}
+    if streaming:
+        changes["data"] = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    with start(*CPU_2, "distill", str(bench.recipe("two", **changes))) as child:
+        output = child.communicate()
+    assert child.returncode == 0, output[1]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
+    if streaming:  # each process takes whole micro-batches from the stream, in another order
+        assert len(history(bench, "two")) == 12
+        return
+    compare(bench, "one", "two")
+    manifest = json.loads((bench.folder / "two" / "distill" / "manifest.json").read_text())
+    assert manifest["results"]["best_step"] == 12
+
+
+def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
+    """Run a command on this rank; (exit status, what it printed as an error)."""
+    import contextlib
+    import io
+    import time
+
+    if spoil == "nan":
+
+        class Spoil(TrainerCallback):
+            def on_step_begin(
+                self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+            ) -> None:
+                if state.global_step == 2 and rank == 0:
+                    model.model.norm.weight.data[0] = math.nan
+
+        run_module._tensorboard = lambda run: [Spoil()]  # a fork of its own: nothing to undo
+    if spoil == "scorer":
+        import fcsd.stages
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            from fcsd.errors import UserError
+
+            raise UserError("the sandbox is gone")
+
+        fcsd.stages.generate_completions = broken  # type: ignore[assignment]
+    time.sleep = lambda seconds: None  # type: ignore[assignment]
+    captured = io.StringIO()
+    with contextlib.redirect_stderr(captured):
+        status = main(command)
+    lines = [line for line in captured.getvalue().splitlines() if "error:" in line]
+    return status, "\n".join(lines)
+
+
+@pytest.mark.parametrize(("spoil", "message"), [("nan", "not finite"), ("scorer", "the sandbox is gone")])
+def test_an_error_on_the_first_rank_ends_all_ranks_with_its_message(
+    bench: Bench, spoil: str, message: str
+) -> None:
+    path = bench.recipe("r", early_stopping=bench.early_stopping | {"every_steps": 4})
+    outcomes = run_ranks(ranks, 2, ["distill", str(path)], spoil)
+    for status, error in outcomes:
+        assert status == 2 and message in error and error.count("\n") == 0
+    assert not (bench.folder / "r" / "distill" / "model").exists()
+
+
+def test_two_forked_ranks_train_what_one_trains(bench: Bench) -> None:
+    assert [status for status, _ in run_ranks(ranks, 2, ["distill", str(bench.recipe("two"))], "")] == [0, 0]
+    assert main(["distill", str(bench.recipe("one"))]) == 0
+    compare(bench, "one", "two")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_printed_once_and_ends_the_launch(bench: Bench) -> None:
+    with start(*CPU_2, "distill", str(bench.recipe("r")), "--set", "train.batch_size_tokens=96") as child:
+        _, error = child.communicate()
+    assert child.returncode != 0
+    assert (
+        len(re.findall(r"^fcsd distill: error: train\.batch_size_tokens: 96 is not a multiple", error, re.M))
+        == 1
+    )
+
+
+def test_a_launch_that_lost_its_processes_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import PartialState
+
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }.items():
+        monkeypatch.setenv(name, value)
+    PartialState._reset_state()
+    assert main(["distill", str(bench.recipe("r"))]) == 2
+    assert (
+        "add --multi_gpu (it starts CPU processes there), or --config_file configs/cpu_2.yaml"
+        in capsys.readouterr().err
+    )
+
+
+def test_run_is_refused_on_several_processes(bench: Bench) -> None:
+    for status, error in run_ranks(ranks, 2, ["run", str(bench.recipe("r"))], ""):
+        assert status == 2 and "launch `pretrain`, `sweep` and `distill` on several" in error

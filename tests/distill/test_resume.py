@@ -1,0 +1,207 @@
+"""A run that is killed, or runs out of disk, goes on to exactly the weights of one that was left alone."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.artifact import read_json, weights_fingerprint
+from fcsd.cli import main
+from fcsd.distill import run as run_module
+from fcsd.distill import trainer as trainer_module
+from tests.support import Bench, in_a_fork, start
+
+
+def recipe(bench: Bench, name: str) -> Path:
+    return bench.recipe(name, early_stopping=bench.early_stopping)
+
+
+def weights(bench: Bench, name: str) -> tuple[str, Any]:
+    """Fingerprint of what the run left, and the scores that decided about it."""
+    folder = bench.folder / name / "distill"
+    return weights_fingerprint(folder / "model"), read_json(folder / "scores.json")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+FINISHED = {"stage.json", "manifest.json", "history.jsonl", "scores.json", "model"}
+
+
+@pytest.fixture
+def whole(bench: Bench, capfd: pytest.CaptureFixture[str]) -> tuple[str, Any]:
+    """The run that was never killed."""
+    assert main(["distill", str(recipe(bench, "whole"))]) == 0
+    assert files(bench.folder / "whole" / "distill") == FINISHED
+    capfd.readouterr()
+    return weights(bench, "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["after a checkpoint", "while a checkpoint is written"])
+def test_a_run_killed_with_sigkill_ends_with_the_weights_of_one_that_was_not(
+    bench: Bench, whole: tuple[str, Any], moment: str
+) -> None:
+    path = recipe(bench, "killed")
+    checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
+    awaited = "checkpoint-4" if moment == "after a checkpoint" else "checkpoint-being-written"
+    with start("-m", "fcsd", "distill", str(path)) as child:
+        while child.poll() is None and not (checkpoints / awaited).exists():
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL, child.communicate()[1]
+    assert not (bench.folder / "killed" / "distill" / "model").exists()
+    assert main(["distill", str(path)]) == 0
+    assert files(bench.folder / "killed" / "distill") == FINISHED
+    assert weights(bench, "killed") == whole
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        (trainer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
+        (trainer_module, "write_json"),  # weights and optimiser written, the stopper's state not
+        (trainer_module.DistillTrainer, "_save_rng_state"),
+        (run_module, "_drop_others"),
+        (run_module, "_leave_model"),  # after the last step
+        (run_module, "write_text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
+    bench: Bench,
+    whole: tuple[str, Any],
+    tmp_path: Path,
+    module: Any,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = recipe(bench, "killed")
+    command = ["distill", str(path)]
+
+    def killed() -> int:
+        monkeypatch.setattr(module, place, die)
+        return main(command)
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert not (bench.folder / "killed" / "distill" / "model").exists()
+    assert main(command) == 0
+    assert files(bench.folder / "killed" / "distill") == FINISHED
+    assert weights(bench, "killed") == whole
+
+
+def test_the_steps_before_a_checkpoint_are_not_trained_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "killed"))]
+    steps: list[int] = []
+    compute = trainer_module.DistillTrainer.compute_loss
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        if len(steps) == 13:  # two micro-batches a step: in the seventh step
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer_module.DistillTrainer, "compute_loss", counted)
+    assert main(command) == 130
+    assert main(command) == 0
+    assert steps[13:] == [step for step in range(4, 12) for _ in range(2)]
+
+
+def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "r"))]
+    assert main(command) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("fcsd.stages.train", lambda run: pytest.fail("trained again"))
+    assert main(command) == 0
+    assert "finished before" in capsys.readouterr().err
+    assert main([*command, "--set", "train.logging_steps=7"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--set", "train.learning_rate=0.002"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "train.learning_rate: 0.001 -> 0.002" in error
+
+
+def test_a_changed_data_file_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["distill", str(bench.recipe("r"))]
+    assert main(command) == 0
+    bench.rows.write_text(bench.rows.read_text() + bench.rows.read_text())
+    assert main(command) == 2
+    assert "data.train.0" in capsys.readouterr().err
+
+
+def limited(call: Callable[[], int], size: int) -> int:
+    """Call with files of at most `size` bytes, as a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    return call()
+
+
+@pytest.mark.parametrize("size", [20_000, 150_000], ids=["in the weights", "in the optimiser"])
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_run_goes_on_later(
+    bench: Bench, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(bench.recipe("r"))]
+    output = tmp_path / "output"
+    assert in_a_fork(lambda: limited(lambda: main(command), size), output) == 2, output.read_text()
+    text = output.read_text()
+    assert re.search(
+        r"\nfcsd distill: error: \S*/checkpoints/checkpoint-4: could not be written \(.*\); .*\n$", text
+    )
+    assert "Traceback" not in text
+    folder = bench.folder / "r" / "distill"
+    assert files(folder / "checkpoints") == set() and not (folder / "model").exists()
+    assert main(command) == 0
+    assert main(["distill", str(bench.recipe("alone"))]) == 0
+    one, other = (weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("r", "alone"))
+    assert one == other
+
+
+def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_goes_on_later(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(bench.recipe("r"))]
+    leave = run_module._leave_model
+
+    def full() -> int:
+        monkeypatch.setattr(run_module, "_leave_model", lambda run: limited(lambda: leave(run), 20_000))
+        return main(command)
+
+    output = tmp_path / "output"
+    assert in_a_fork(full, output) == 2, output.read_text()
+    folder = bench.folder / "r" / "distill"
+    assert re.search(
+        r"\nfcsd distill: error: \S*/distill/model: could not be written \(.*\);", output.read_text()
+    )
+    assert files(folder) == {"stage.json", "history.jsonl", "checkpoints"}
+    monkeypatch.setattr(
+        trainer_module.DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained again")
+    )
+    assert main(command) == 0
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_what_a_killed_process_left_half_written_is_removed(bench: Bench) -> None:
+    folder = bench.folder / "r" / "distill"
+    assert main(["distill", str(bench.recipe("r"))]) == 0
+    shutil.rmtree(folder / "model")
+    (folder / "manifest.json").unlink()
+    half = folder / ".model.12345.tmp"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    assert main(["distill", str(bench.recipe("r"))]) == 0
+    assert not half.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000

@@ -1,0 +1,88 @@
+"""What several test files share: recipes on a small base checkpoint, processes, forks."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the base checkpoint, the training rows and the code problems lie, and a place for runs."""
+
+    base: Path
+    rows: Path
+    problems: Path
+    folder: Path
+
+    def recipe(self, name: str = "r", **changes: Any) -> Path:
+        """A recipe file: 12 KL steps of 4 rows of 32 tokens; `changes` replace sections."""
+        recipe = {
+            "name": name,
+            "output_dir": str(self.folder / name),
+            "model": {"path": str(self.base)},
+            "data": {"train": [{"path": str(self.rows)}], "max_length": 32},
+            "train": {
+                "max_steps": 12,
+                "batch_size_tokens": 128,
+                "per_device_train_batch_size": 2,
+                "learning_rate": 1e-3,
+                "warmup_steps": 2,
+                "logging_steps": 1,
+                "save_steps": 4,
+            },
+            **changes,
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
+        return path
+
+    @property
+    def early_stopping(self) -> dict[str, Any]:
+        """Scores after every second step; a random model solves nothing."""
+        return {
+            "dataset": str(self.problems), "every_steps": 2, "patience": 50, "max_new_tokens": 2,
+            "timeout_s": 5.0,
+        }  # fmt: skip
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+    """Begin a command in a process of its own, as a user would, with one thread and without network."""
+    names = {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **names, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def in_a_fork(call: Callable[[], int], output: Path) -> int:
+    """The exit status of `call` in a forked process, negative for a signal; its stdout and stderr go to `output`."""
+    child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            with output.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                sys.stdout = sys.stderr = file
+                status = call()
+                file.flush()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
