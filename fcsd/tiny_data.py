@@ -3,8 +3,8 @@
 Three skills, all answered in the chat form of the tokenizer that is written beside them:
 
 - code: a described function, in one or two steps, is written in Python;
-- choice: which expression does what is asked, what an expression gives, what an expression does;
-- answers: an expression or a short function is evaluated.
+- choice: which expression does what is asked, what an expression does or gives, what type a function returns;
+- answers: the same without choices.
 
 What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and of numbers. It is
 hashed into one of four splits (train, held out, validation, test), so the same combination never occurs in
@@ -61,8 +61,7 @@ class Operation:
 
 # takes, gives, numbers, what is asked | code | wordings
 # numbers: any (1 to 9), factor (2 to 9), length (2 to 4), or - for none and for letters;
-# "value": questions ask for the value too; not of sums and products, which could only be learnt by heart,
-# nor where a result has many lengths.
+# "value": questions ask for the value too, where it can be read off and need not be learnt by heart.
 _TABLE = """
 int  int     any    code  | {v} + {n}            | add {n} to {v} | increase {v} by {n}
 int  int     any    code  | {v} - {n}            | subtract {n} from {v} | decrease {v} by {n}
@@ -74,12 +73,12 @@ int  int     any    value | max({v}, {n}) | return the larger of {v} and {n} | r
 int  int     any    value | min({v}, {n}) | return the smaller of {v} and {n} | limit {v} to at most {n}
 int  int     any    code | abs({v} - {n}) | find the distance of {v} and {n} | say how far {v} is from {n}
 int  int     -      code  | {v} * {v}            | square {v} | multiply {v} by itself
-int  bool    any    value | {v} > {n} | check if {v} is greater than {n} | tell if {v} exceeds {n}
-int  bool    any    value | {v} < {n} | check if {v} is less than {n} | tell if {v} is below {n}
+int  bool    any    code  | {v} > {n} | check if {v} is greater than {n} | tell if {v} exceeds {n}
+int  bool    any    code  | {v} < {n} | check if {v} is less than {n} | tell if {v} is below {n}
 int  bool    factor code | {v} % {n} == 0 | check if {v} is divisible by {n} | tell if {n} divides {v}
 int  bool    -      code  | {v} % 2 == 1         | check if {v} is odd | tell if {v} is an odd number
 int  list    length code  | [{v}] * {n}          | make a list of {n} copies of {v} | list {v} {n} times
-int  list    any    value | [{v}, {n}]           | pair {v} with {n} | list {v} and {n}
+int  list    any    code  | [{v}, {n}]           | pair {v} with {n} | list {v} and {n}
 list int     -      code  | sum({v})             | add up {v} | total {v}
 list int     -      value | max({v})             | find the largest of {v} | return the maximum of {v}
 list int     -      value | min({v})             | find the smallest of {v} | return the minimum of {v}
@@ -108,20 +107,20 @@ list list    factor code  | [i for i in {v} if i % {n} == 0] | keep the items of
 | keep the multiples of {n} in {v}
 list list    -      code  | sorted({v})          | sort {v} | put {v} in ascending order
 list list    -      code | sorted({v})[::-1] | sort {v} in descending order | put the largest of {v} first
-list list    -      value | {v}[::-1]            | reverse {v} | turn {v} around
-list list    length value | {v}[:{n}] | take the first {n} of {v} | keep only {n} at the start of {v}
-list list    length value | {v}[-{n}:] | take the last {n} of {v} | keep only {n} at the end of {v}
-list list    length value | {v}[{n}:] | drop the first {n} of {v} | skip {n} at the start of {v}
-list list    any    value | {v} + [{n}]          | append {n} to {v} | put {n} at the end of {v}
-list list    any    value | [{n}] + {v}          | insert {n} before {v} | put {n} at the start of {v}
-str  str     -      value | {v}[::-1]            | reverse {v} | write {v} backwards
-str  str     length value | {v}[:{n}] | take the first {n} letters of {v} | cut {v} after {n} letters
-str  str     length value | {v}[{n}:] | drop the first {n} letters of {v} | skip {n} letters of {v}
-str  str     length value | {v}[-{n}:] | take the last {n} letters of {v} \
+list list    -      code  | {v}[::-1]            | reverse {v} | turn {v} around
+list list    length code  | {v}[:{n}] | take the first {n} of {v} | keep only {n} at the start of {v}
+list list    length code  | {v}[-{n}:] | take the last {n} of {v} | keep only {n} at the end of {v}
+list list    length code  | {v}[{n}:] | drop the first {n} of {v} | skip {n} at the start of {v}
+list list    any    code  | {v} + [{n}]          | append {n} to {v} | put {n} at the end of {v}
+list list    any    code  | [{n}] + {v}          | insert {n} before {v} | put {n} at the start of {v}
+str  str     -      code  | {v}[::-1]            | reverse {v} | write {v} backwards
+str  str     length code  | {v}[:{n}] | take the first {n} letters of {v} | cut {v} after {n} letters
+str  str     length code  | {v}[{n}:] | drop the first {n} letters of {v} | skip {n} letters of {v}
+str  str     length code  | {v}[-{n}:] | take the last {n} letters of {v} \
 | keep the {n} letters that end {v}
 str  str     length code  | {v} * {n}            | repeat {v} {n} times | join {n} copies of {v}
-str  str     -      value | {v} + '{c}'          | append {c} to {v} | put {c} after {v}
-str  str     -      value | '{c}' + {v}          | put {c} before {v} | start {v} with an extra {c}
+str  str     -      code  | {v} + '{c}'          | append {c} to {v} | put {c} after {v}
+str  str     -      code  | '{c}' + {v}          | put {c} before {v} | start {v} with an extra {c}
 str  str     -      code  | {v}.replace('{c}', '') | remove every {c} from {v} \
 | delete the letter {c} in {v}
 str  str     -      code  | {v}.lower()          | put {v} in lower case | make all letters of {v} small
@@ -190,6 +189,7 @@ DOCSTRING_REQUEST = " Add a docstring."
 CHOOSE_FRAMES = ("Which expression will {task}?", "What do you type to {task}?", "Pick the code to {task}.")
 VALUE_FRAMES = ("What is {code}?", "Evaluate {code}", "Give the value of {code}")
 CALL_FRAMES = ("What does {call} return?\n{code}", "{code}\nWhat is the result of {call}?")
+TYPE_FRAMES = ("What type does {name} return?\n{code}", "{code}\nWhat type is the result?")
 MEANING_FRAMES = ("What does {code} do?", "Say in words: {code}", "Explain {code}")
 
 _BUILTINS = {f.__name__: f for f in (abs, all, len, list, max, min, sorted, sum)}
@@ -289,10 +289,16 @@ def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
     return (*(step.combination for step in steps), None if fillings else frame)
 
 
+def _steps(rng: random.Random) -> list[Step]:
+    """One or two steps; the second takes what the first gives."""
+    first = _step(rng)
+    if rng.random() < 0.5 and first.operation.gives in ARGUMENTS:
+        return [first, _step(rng, first.operation.gives)]
+    return [first]
+
+
 def _code_row(rng: random.Random, split: str, careless: float = 0.0) -> dict[str, Any] | None:
-    steps = [_step(rng)]
-    if rng.random() < 0.5 and steps[0].operation.gives in ARGUMENTS:
-        steps.append(_step(rng, steps[0].operation.gives))
+    steps = _steps(rng)
     argument = ARGUMENTS[steps[0].operation.takes]
     frame = rng.randrange(len(CODE_FRAMES))
     join = rng.randrange(len(STEP_FRAMES)) if len(steps) == 2 else 0
@@ -390,7 +396,20 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
     return Question(text, repr(result), wrong)
 
 
-CHOICE_KINDS = (_choose, _meaning, _evaluation)
+def _type(rng: random.Random, split: str) -> Question | None:
+    """The type that a function of one or two steps returns."""
+    steps, frame = _steps(rng), rng.randrange(len(TYPE_FRAMES))
+    unworded = [Step(step.operation, 0, step.filling) for step in steps]
+    if split_of(("type", *_combination(unworded, (frame,)))) != split:
+        return None
+    name = rng.choice(WORDS)
+    text = TYPE_FRAMES[frame].format(name=name, code=_function(name, steps))
+    gives = steps[-1].operation.gives.replace("letters", "list")
+    return Question(text, gives, lambda: rng.sample(sorted({"bool", "int", "list", "str"} - {gives}), 3))
+
+
+CHOICE_KINDS = (_choose, _meaning, _type, _evaluation)
+ANSWER_KINDS = (_meaning, _type, _evaluation)
 
 
 def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
@@ -456,7 +475,7 @@ def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator
             if code := _code_row(rng, split, careless):
                 yield _chat(code["prompt"], code["code"])
         else:
-            kind = rng.choice(CHOICE_KINDS) if skill < 0.75 else _evaluation
+            kind = rng.choice(CHOICE_KINDS if skill < 0.75 else ANSWER_KINDS)
             if question := kind(rng, split):
                 wrong = question.wrong() if rng.random() < careless else []
                 yield _chat(question.text, wrong[0] if wrong else question.answer)
@@ -490,7 +509,7 @@ def answer_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, A
     """`count` rows (question, answer)."""
 
     def make() -> dict[str, Any] | None:
-        made = _evaluation(rng, split)
+        made = rng.choice(ANSWER_KINDS)(rng, split)
         return {"question": made.text, "answer": made.answer} if made else None
 
     return _distinct(make, "question", count)

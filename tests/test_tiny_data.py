@@ -131,7 +131,7 @@ def test_a_value_question_is_answered_by_python_itself(folder: Path) -> None:
         if asked:
             assert repr(eval(asked.group(1))) == row["answer"], row["question"]
             checked += 1
-    assert checked > SIZES["num_test"] // 4
+    assert checked > SIZES["num_test"] // 12
 
 
 def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_answer_is(
@@ -146,7 +146,7 @@ def test_careless_share_of_the_distillation_answers_is_wrong_and_no_training_ans
             asked = re.fullmatch(r"(?:What is |Evaluate |Give the value of )(.*?)\??", question)
             if asked:
                 right.append(repr(eval(asked.group(1))) == answer)
-        assert len(right) > 200
+        assert len(right) > 100
         wrong[name] = 1 - sum(right) / len(right)
     assert wrong["train"] == 0
     assert 0.25 < wrong["distill"] <= 0.45  # a mistaken expression may have the right value
