@@ -328,15 +328,16 @@ SEARCH = """
 import gc, re, sys
 PATTERN = re.compile(chr(83) + "ECRET-[0-9a-f]{32}")
 def strings(thing, depth):
-    if isinstance(thing, str):
+    kind = type(thing)
+    if kind is str:
         yield thing
-    elif depth and isinstance(thing, dict):
+    elif depth and kind is dict:
         for value in list(thing.values()):
             yield from strings(value, depth - 1)
-    elif depth and isinstance(thing, (list, tuple)):
+    elif depth and kind in (list, tuple):
         for value in thing:
             yield from strings(value, depth - 1)
-    elif type(thing).__name__ == "code":
+    elif kind.__name__ == "code":
         yield from strings(thing.co_consts, 1)
 def f():
     places, frame = [], sys._getframe()
