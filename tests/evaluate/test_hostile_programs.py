@@ -243,7 +243,7 @@ def f():
 
 def test_a_memory_bomb_is_a_memory_outcome(scorer: CodeScorer) -> None:
     assert attack(scorer, "x = bytearray(8 << 30)").outcome == "memory"
-    assert attack(scorer, "x = []\nwhile True: x.append(bytearray(1 << 20))").outcome == "memory"
+    assert attack(scorer, "x = []\nwhile True: x.append(bytes(64 << 20))").outcome == "memory"
     assert attack(scorer, "return [0] * 10**8 + [[]]").outcome in ("memory", "timeout")
 
 
@@ -439,7 +439,7 @@ def f(x):
 """
     outcome = run(scorer, code)
     assert outcome.outcome == "timeout"
-    assert outcome.seconds < 4
+    assert outcome.seconds < 10
 
 
 def test_limits_cannot_be_raised_and_pipes_of_the_server_are_closed(scorer: CodeScorer) -> None:
