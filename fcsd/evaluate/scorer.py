@@ -83,9 +83,10 @@ def pass_at_1(outcomes: Sequence[Outcome]) -> float:
 
 
 def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
-    """One worker a core that this process may use, and no more than fit the machine's free memory."""
+    """One worker a core that this process may use, and no more than fit the available memory."""
     cores = len(os.sched_getaffinity(0))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return max(1, min(cores, int(free // memory_bytes)))
 
 
