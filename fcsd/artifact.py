@@ -56,8 +56,11 @@ class Stage:
         """Where this stage stands.
 
         Raises:
-            UserError: the folder holds the same stage with other settings or inputs, or something else altogether.
+            UserError: the folder holds the same stage with other settings or inputs, or something else altogether. A
+                stage that was begun and has left nothing yet (its settings were refused) may be begun with others.
         """
+        if not any(path.is_file() and path.name != "stage.json" for path in self.folder.rglob("*")):
+            return "absent"
         for file in ("manifest.json", "stage.json"):
             path = self.folder / file
             if path.is_file():

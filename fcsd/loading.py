@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fcsd.artifact import file_sha256
-from fcsd.connectivity.checkpoint import find_folder
+from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_json
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTraine
         raise UserError(
             f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
         )
+    if (folder / CONFIG).is_file():
+        read_json(folder / CONFIG)  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
     try:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=bool(model is not None and model.trust_remote_code)

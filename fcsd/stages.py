@@ -327,8 +327,9 @@ def _early_stopping(
         scorer.self_check(problems)
 
         def score(model: PreTrainedModel) -> float:
+            # Without a bar of its own, which would cut the training bar to pieces.
             completions = generate_completions(
-                model, tokenizer, problems, task=task, batch_size=plan.batch_size
+                model, tokenizer, problems, task=task, batch_size=plan.batch_size, progress=False
             )
             return pass_at_1(scorer.score(problems, completions))
 

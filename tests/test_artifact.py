@@ -17,6 +17,8 @@ def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) ->
     one = stage(tmp_path / "s")
     assert one.state() == "absent"
     one.start()
+    assert one.state() == "absent"
+    (one.folder / "history.jsonl").touch()
     assert one.state() == "unfinished"
     one.finish({"steps": 3})
     assert one.state() == "finished"
@@ -32,6 +34,7 @@ def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) ->
 def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished: bool) -> None:
     one = stage(tmp_path / "s")
     one.start()
+    (one.folder / "history.jsonl").touch()
     if finished:
         one.finish({})
     with pytest.raises(
@@ -43,6 +46,16 @@ def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished
         Stage(one.folder, one.name, one.settings, {"original": "def"}).state()
     with pytest.raises(UserError, match="holds stage 'distill', not 'sweep'"):
         Stage(one.folder, "sweep", {}, {}).state()
+
+
+def test_a_stage_that_has_left_nothing_yet_may_begin_with_other_settings(tmp_path: Path) -> None:
+    stage(tmp_path / "s").start()
+    (tmp_path / "s" / "checkpoints").mkdir()
+    other = stage(tmp_path / "s", learning_rate=2e-3)
+    assert other.state() == "absent"
+    other.start()
+    (other.folder / "history.jsonl").touch()
+    assert other.state() == "unfinished"
 
 
 def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:

@@ -58,9 +58,6 @@ def test_two_processes_of_accelerate_launch_train_what_one_trains(bench: Bench, 
         output = child.communicate()
     assert child.returncode == 0, output[1]
     assert main(["distill", str(bench.recipe("one", **changes))]) == 0
-    if streaming:  # each process takes whole micro-batches from the stream, in another order
-        assert len(history(bench, "two")) == 12
-        return
     compare(bench, "one", "two")
     manifest = json.loads((bench.folder / "two" / "distill" / "manifest.json").read_text())
     assert manifest["results"]["best_step"] == 12
@@ -72,6 +69,9 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
     import io
     import time
 
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
     if spoil == "nan":
 
         class Spoil(TrainerCallback):
