@@ -119,13 +119,14 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
     model_type = values.pop("model_type")
     experts = values.pop("experts_implementation", None)
     try:
+        family_of({"model_type": model_type})  # transformers would answer with a list of hundreds of model types
         built = AutoConfig.for_model(model_type, **values)
         family_of(built)
-        model = AutoModelForCausalLM.from_config(
-            built, **({"experts_implementation": experts} if experts else {})
-        )
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"pretrain.config: {model_type}: {str(error).splitlines()[0]}") from error
+        model = AutoModelForCausalLM.from_config(built, **({"experts_implementation": experts} if experts else {}))
+    except UserError as error:
+        raise UserError(f"pretrain.config: {error}") from None
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"pretrain.config: {model_type}: {' '.join(str(error).split())}") from error
     if connectivity.layers != "none":
         convert_model(model, connectivity)
     return model
