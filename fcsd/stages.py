@@ -52,11 +52,7 @@ def run(recipe: Recipe) -> None:
     Raises:
         UserError: in a launch of several processes: evaluation runs in one.
     """
-    if processes().num_processes > 1:
-        raise UserError(
-            "`run` goes through stages that run in one process; launch `pretrain`, `sweep` and `distill` on several,"
-            " and then `run` on one: it does what is left"
-        )
+    _alone("run")
     if recipe.pretrain is not None:
         pretrain(recipe)
     convert(recipe)
@@ -119,10 +115,14 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
     model_type = values.pop("model_type")
     experts = values.pop("experts_implementation", None)
     try:
-        family_of({"model_type": model_type})  # transformers would answer with a list of hundreds of model types
+        family_of(
+            {"model_type": model_type}
+        )  # transformers would answer with a list of hundreds of model types
         built = AutoConfig.for_model(model_type, **values)
         family_of(built)
-        model = AutoModelForCausalLM.from_config(built, **({"experts_implementation": experts} if experts else {}))
+        model = AutoModelForCausalLM.from_config(
+            built, **({"experts_implementation": experts} if experts else {})
+        )
     except UserError as error:
         raise UserError(f"pretrain.config: {error}") from None
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
@@ -414,6 +414,7 @@ def evaluate_checkpoint(
     """`fcsd evaluate`: judge any checkpoint, without a recipe."""
     from fcsd.report.table import result_table
 
+    _alone("evaluate")
     tasks = load_suite(suite)
     folder = find_folder(path, revision)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
@@ -488,6 +489,14 @@ def publish(recipe: Recipe) -> Path:
 
 
 # ---- what the stages share
+
+
+def _alone(command: str) -> None:
+    if processes().num_processes > 1:
+        raise UserError(
+            f"`{command}` evaluates, which runs in one process; launch `pretrain`, `sweep` and `distill` on several,"
+            " and then `run` on one: it does what is left"
+        )
 
 
 def _begin(stage: Stage) -> str:

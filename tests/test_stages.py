@@ -115,9 +115,7 @@ def stages_of(run: Path) -> dict[str, str]:
     }
 
 
-pytestmark = pytest.mark.slow
-
-
+@pytest.mark.slow
 def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
     run = finished / "run"
     assert stages_of(run) == {
@@ -144,6 +142,7 @@ def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_json_file_of_the_run_is_strict(finished: Path) -> None:
     def refuse(word: str) -> None:
         pytest.fail(f"{path}: {word} is not JSON")
@@ -155,6 +154,7 @@ def test_every_json_file_of_the_run_is_strict(finished: Path) -> None:
             json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_the_models_are_what_their_names_say(finished: Path) -> None:
     run = finished / "run"
     layers = {
@@ -168,6 +168,7 @@ def test_the_models_are_what_their_names_say(finished: Path) -> None:
     assert "ce" in history and "kl" not in history
 
 
+@pytest.mark.slow
 def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(finished: Path) -> None:
     kl = {
         name: json.loads((finished / "run" / "evaluate" / name / "results.json").read_text())[
@@ -182,6 +183,7 @@ def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(
     assert whole == pytest.approx([kl["converted"]] * 2, rel=1e-4)  # all layers, from either end
 
 
+@pytest.mark.slow
 def test_the_main_run_uses_the_choice_of_the_sweep(finished: Path) -> None:
     choice = json.loads((finished / "run" / "sweep" / "manifest.json").read_text())["results"]
     settings = json.loads((finished / "run" / "distill" / "manifest.json").read_text())["settings"]["train"]
@@ -195,6 +197,7 @@ def test_the_main_run_uses_the_choice_of_the_sweep(finished: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_second_run_trains_and_evaluates_nothing(
     finished: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +218,7 @@ def test_a_second_run_trains_and_evaluates_nothing(
     assert "FCSD" in captured.out or "fcsd" in captured.out
 
 
+@pytest.mark.slow
 def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(finished: Path, tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
@@ -241,6 +245,7 @@ def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(finished: Path
         torch.testing.assert_close(own(torch.arange(5, 25)[None]).logits, torch.load(tmp_path / "logits"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
@@ -262,6 +267,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(
     assert "choose another output_dir, or remove this folder" in error
 
 
+@pytest.mark.slow
 def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     finished: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

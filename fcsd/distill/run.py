@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import parse_flag_from_env
 from safetensors.torch import load_model, save_model
 from torch.utils.data import IterableDataset, Subset
 from transformers import (
@@ -140,6 +141,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     Raises:
         UserError: batch that cannot be cut, too few rows, a loss that is not finite, a disk that is full.
     """
+    _refuse_sharding()
     set_seed(run.seed)
     student = run.student
     student.config.use_cache = False
@@ -163,10 +165,6 @@ def train(run: TrainingRun) -> dict[str, Any]:
             data_collator=Collator(),
             callbacks=_tensorboard(run),
         )
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise UserError(
-                "sharded training (FSDP, DeepSpeed) is not supported yet; use plain data parallelism"
-            )
         bar = replace_output(trainer, run.description)
         if run.stopper is not None and run.score is not None:
             trainer.add_callback(
@@ -198,6 +196,14 @@ def train(run: TrainingRun) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     return results
+
+
+def _refuse_sharding() -> None:
+    for name, flag in {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}.items():
+        if parse_flag_from_env(flag):
+            raise UserError(
+                f"{name}: sharded training is not supported yet; launch with plain data parallelism"
+            )
 
 
 def _check_reporters(train: Train) -> None:

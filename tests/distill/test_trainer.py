@@ -395,6 +395,17 @@ def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> Non
         train(replace(run, tokenizer=tiny_tokenizer(512)))
 
 
+@pytest.mark.parametrize(
+    ("flag", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+)
+def test_sharded_training_is_refused(
+    tmp_path: Path, teacher: Any, flag: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(flag, "true")
+    with pytest.raises(UserError, match=f"{name}: sharded training is not supported yet"):
+        train(make(tmp_path, teacher))
+
+
 def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> None:
     with pytest.raises(
         UserError,
