@@ -548,9 +548,8 @@ def _rows(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
     """Packed training rows; the last ones made stay in memory, for the next stage of a run that reads the same data."""
     plan = data.model_dump(exclude={"heldout", "heldout_examples"})
     # What the rows depend on; two stages of one run may find the same tokenizer in different folders.
-    key = json.dumps(
-        [plan, list(_data_inputs(data).values()), seed, tokenizer.chat_template, tokenizer.get_vocab()]
-    )
+    parts = [plan, list(_data_inputs(data).values()), seed, tokenizer.chat_template, tokenizer.get_vocab()]
+    key = json.dumps(parts, sort_keys=True)  # a vocabulary comes in another order every time it is loaded
     if key not in _held_rows:
         _held_rows.clear()
         _held_rows[key] = build_dataset(

@@ -282,6 +282,24 @@ def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     assert tasks[0] == tasks[1]
 
 
+def test_stages_that_read_the_same_data_tokenize_it_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, made = stages.build_dataset, []
+    monkeypatch.setattr(
+        stages, "build_dataset", lambda *args, **kwargs: made.append(1) or build(*args, **kwargs)
+    )
+    monkeypatch.setattr(stages, "_held_rows", {})
+    recipe = load_recipe(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
+    for variant, count in ((None, 1), ("sft", 1), ("seed", 2)):
+        stages.distill(recipe, variant)
+        assert len(made) == count
+    bench.rows.write_text(bench.rows.read_text() * 2)
+    other = recipe.model_copy(update={"output_dir": str(bench.folder / "other")})
+    stages.distill(other)
+    assert len(made) == 3
+
+
 # ---- a model from scratch
 
 
