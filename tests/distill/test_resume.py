@@ -102,6 +102,49 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
     assert weights(bench, "killed") == whole
 
 
+@pytest.mark.parametrize("place", ["_drop_others", "_leave_model"])
+def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
+    bench: Bench, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = bench.early_stopping | {"patience": 3}  # the first score, 0, counts as an improvement
+    assert main(["distill", str(bench.recipe("whole", early_stopping=early))]) == 0
+    command = ["distill", str(bench.recipe("killed", early_stopping=early))]
+
+    def killed() -> int:
+        monkeypatch.setattr(run_module, place, die)
+        return main(command)
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert main(command) == 0
+    assert weights(bench, "killed") == weights(bench, "whole")
+    results = [
+        read_json(bench.folder / name / "distill" / "manifest.json")["results"]
+        for name in ("whole", "killed")
+    ]
+    assert results[0] == results[1] and results[0]["steps"] == 8 and results[0]["stopped_early"]
+
+
+def test_a_run_on_a_stream_goes_on_at_the_row_where_it_was_killed(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    assert main(["distill", str(bench.recipe("whole", data=data))]) == 0
+    command = ["distill", str(bench.recipe("killed", data=data))]
+    replace = trainer_module.replace_folder
+
+    def killed() -> int:
+        monkeypatch.setattr(trainer_module, "replace_folder", lambda *args: (replace(*args), die()))
+        return main(command)
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    assert files(bench.folder / "killed" / "distill" / "checkpoints") >= {"checkpoint-4"}
+    assert main(command) == 0
+    one, other = (
+        weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("whole", "killed")
+    )
+    assert one == other
+
+
 def test_the_steps_before_a_checkpoint_are_not_trained_again(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
