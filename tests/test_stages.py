@@ -282,6 +282,20 @@ def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     assert tasks[0] == tasks[1]
 
 
+def test_a_learning_rate_that_diverges_loses_the_sweep(bench: Bench) -> None:
+    sweep = {
+        "batch_size_tokens": [128],
+        "learning_rate": [1e30, 1e-3],
+        "steps": 3,
+        "warmup_steps": 0,
+        "last_steps": 1,
+    }
+    assert main(["sweep", str(bench.recipe("r", sweep=sweep))]) == 0
+    result = json.loads((bench.folder / "r" / "sweep" / "sweep.json").read_text())
+    assert [row["loss"] is None for row in result["candidates"]] == [False, True, False]
+    assert result["learning_rate"] == 1e-3
+
+
 def test_stages_that_read_the_same_data_tokenize_it_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

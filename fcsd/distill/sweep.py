@@ -120,6 +120,7 @@ def _measured(
                 raise
             losses = []  # a candidate that diverges has lost, it does not end the sweep
         loss = mean_of_last(losses, sweep.last_steps)
+        place.mkdir(parents=True, exist_ok=True)
         write_json(place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses})
     found = read_json(place / "result.json")
     return {

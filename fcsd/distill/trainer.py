@@ -202,23 +202,17 @@ class DistillTrainer(Trainer):
             save_model(self.accelerator.unwrap_model(self.model), str(target / "model.safetensors"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint = Path(resume_from_checkpoint)
-        load_model(
-            self.accelerator.unwrap_model(self.model), str(checkpoint / "model.safetensors"), strict=True
-        )
-        self._load_stopper(checkpoint)
-
-    def _load_stopper(self, checkpoint: Path) -> None:
-        if self.stopper is not None:
-            self.stopper.load(read_json(checkpoint / "early_stopping.json"))
+        model = self.accelerator.unwrap_model(self.model)
+        load_model(model, str(Path(resume_from_checkpoint) / "model.safetensors"), strict=True)
 
     def restore_if_complete(self, checkpoint: Path) -> bool:
-        """Load a checkpoint after which there is nothing left to train; false, and nothing loaded, for any other.
+        """Load a checkpoint after which there is nothing left to train; of any other only the stopper, and false.
 
         A run that was killed between its last step and writing its model ends here: `train` would do one step more.
         """
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self._load_stopper(checkpoint)
+        if self.stopper is not None:
+            self.stopper.load(read_json(checkpoint / "early_stopping.json"))
         if state.global_step < self.args.max_steps and not (
             self.stopper is not None and self.stopper.should_stop
         ):
