@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "distill",
             "Distil a FarSkip model from its original.",
-            "On several processes: accelerate launch --num_processes 8 -m fcsd distill RECIPE."
+            "On several processes: accelerate launch --multi_gpu --num_processes 8 -m fcsd distill RECIPE."
             " Continues where it was cut off.",
         ),
         ("report", "Write the report of a run from what its stages left.", ""),

@@ -28,7 +28,7 @@ names are those of the original.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{where}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{where}")
+tokenizer = AutoTokenizer.from_pretrained("{where}", trust_remote_code=True)
 ```
 
 `trust_remote_code=True` runs `modeling_farskip.py` of this repository, which rewires the layers of transformers' own
@@ -108,7 +108,11 @@ def _results(report: dict[str, Any]) -> str:
         return "Not evaluated."
     table = markdown(["task", "original", "this model", "delta"], rows)
     kl = report["models"]["fcsd"]["result"].get("kl_to_original")
-    divergence = f" KL(original || this model) on held-out text: {kl['kl']:.4f} nats per token." if kl else ""
+    divergence = (
+        f" KL(original || this model) on held-out text: {kl['kl']:.4f} nats per token."
+        if kl and kl["kl"] is not None
+        else ""
+    )
     return f"{table}\n\nPer cent; delta with its paired standard error, same items and prompts for both.{divergence}"
 
 

@@ -74,7 +74,7 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
         axis.errorbar(
             [point["num_layers"] for point in points],
             [point["kl"] for point in points],
-            yerr=[point["stderr"] for point in points],
+            yerr=[point["stderr"] or 0.0 for point in points],
             marker="o",
             markersize=4,
             capsize=2,

@@ -63,7 +63,7 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
                 model["training"],
                 *scores,
                 percent(result["mean"]),
-                f"{kl['kl']:.4f}" if kl else "-",
+                f"{kl['kl']:.4f}" if kl and kl["kl"] is not None else "-",
             ]
         )
     return markdown(header, rows)
