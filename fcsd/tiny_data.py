@@ -292,7 +292,7 @@ def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
 def _steps(rng: random.Random) -> list[Step]:
     """One or two steps; the second takes what the first gives."""
     first = _step(rng)
-    if rng.random() < 0.5 and first.operation.gives in ARGUMENTS:
+    if rng.random() < 0.3 and first.operation.gives in ARGUMENTS:
         return [first, _step(rng, first.operation.gives)]
     return [first]
 
@@ -565,7 +565,7 @@ def write_tiny_data(
     *,
     num_train: int = 40_000,
     num_distill: int = 12_000,
-    careless: float = 0.35,
+    careless: float = 0.4,
     num_heldout: int = 400,
     num_validation: int = 64,
     num_test: int = 200,

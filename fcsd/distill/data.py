@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fcsd.errors import UserError
+from fcsd.local_data import fresh_cache
 
 NO_LOSS = -100
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -90,7 +91,8 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
         arguments = (str(path) if local else source.path,)
         options |= {"name": source.name, "revision": None if local else source.revision}
     try:
-        dataset = datasets.load_dataset(*arguments, **options)
+        with fresh_cache(path):
+            dataset = datasets.load_dataset(*arguments, **options)
         columns = dataset.column_names
         if columns is None or source.streaming:  # a stream fails, or turns out to be empty, when it is read
             first = next(iter(dataset), None)

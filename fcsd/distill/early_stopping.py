@@ -11,7 +11,8 @@ class EarlyStopper:
 
     An evaluation counts as an improvement when its score is more than `min_delta` above the score of the last
     improvement; after `patience` evaluations in a row without one, `should_stop` is true. The best checkpoint is the
-    one with the highest score, and of equal scores the later one, which has seen more data.
+    last one whose score is no more than `min_delta` below the highest: differences that small are noise by the choice
+    of `min_delta`, and of equals the later checkpoint has seen more data.
     """
 
     def __init__(self, *, every_steps: int, patience: int, min_delta: float):
@@ -19,6 +20,7 @@ class EarlyStopper:
         self.history: list[tuple[int, float]] = []
         self.best_step: int | None = None
         self.best_score = float("-inf")
+        self.highest = float("-inf")
         self.reference = float("-inf")
         self.stalled = 0
 
@@ -35,7 +37,8 @@ class EarlyStopper:
             self.reference, self.stalled = score, 0
         else:
             self.stalled += 1
-        if score >= self.best_score:
+        self.highest = max(self.highest, score)
+        if score >= self.highest - self.min_delta:
             self.best_step, self.best_score = step, score
             return True
         return False
@@ -51,6 +54,7 @@ class EarlyStopper:
             "history": [list(point) for point in self.history],
             "best_step": self.best_step,
             "best_score": self.best_score if self.best_step is not None else None,
+            "highest": self.highest if self.best_step is not None else None,
             "reference": self.reference if self.best_step is not None else None,
             "stalled": self.stalled,
         }
@@ -60,5 +64,6 @@ class EarlyStopper:
         self.history = [(int(step), float(score)) for step, score in state["history"]]
         self.best_step = state["best_step"]
         self.best_score = float("-inf") if state["best_score"] is None else state["best_score"]
+        self.highest = float("-inf") if state["highest"] is None else state["highest"]
         self.reference = float("-inf") if state["reference"] is None else state["reference"]
         self.stalled = state["stalled"]

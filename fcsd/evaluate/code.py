@@ -15,6 +15,7 @@ from tqdm import tqdm
 from fcsd.errors import UserError
 from fcsd.evaluate.state import preserved, quiet
 from fcsd.evaluate.suites import SuiteTask, dataset_location, first_line, require_chat_template
+from fcsd.local_data import fresh_cache
 
 if TYPE_CHECKING:
     import torch
@@ -105,11 +106,11 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
             if not local.stat().st_size:
                 raise UserError(f"{path}: the file is empty")
             builder = "parquet" if local.suffix == ".parquet" else "json"
-            with quiet():
+            with quiet(), fresh_cache(local):
                 return datasets.load_dataset(builder, data_files={split: path}, split=split)
         if local.is_absolute() and not local.is_dir():
             raise UserError(f"{path}: no such folder")
-        with quiet():
+        with quiet(), fresh_cache(local):
             return datasets.load_dataset(path, name, split=split, revision=revision)
     except UserError:
         raise

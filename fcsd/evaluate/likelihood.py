@@ -19,6 +19,7 @@ import yaml
 from fcsd.errors import UserError
 from fcsd.evaluate.state import quiet
 from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, first_line, require_chat_template
+from fcsd.local_data import fresh_cache
 from fcsd.paths import data_dir
 from fcsd.strict import did_you_mean
 
@@ -69,7 +70,7 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
         overrides["test_split"] = row.split
     if row.revision is not None and data_root is None:
         overrides["dataset_kwargs"] = {"revision": row.revision}
-    with quiet(), tempfile.TemporaryDirectory() as overlay:
+    with quiet(), fresh_cache(location or ""), tempfile.TemporaryDirectory() as overlay:
         from lm_eval.tasks import TaskManager
 
         known = TaskManager(include_path=[str(folder)], include_defaults=False)

@@ -31,9 +31,14 @@ def test_small_gains_that_add_up_to_more_than_min_delta_reset_patience() -> None
     assert not stopper.should_stop and stopper.stalled == 0
 
 
-def test_of_equal_scores_the_later_checkpoint_is_the_best() -> None:
-    stopper, kept = run([0.5, 0.7, 0.6, 0.7], patience=5)
-    assert kept == [10, 20, 40] and stopper.best_step == 40 and stopper.best_score == 0.7
+def test_the_best_checkpoint_is_the_last_within_min_delta_of_the_highest() -> None:
+    stopper, kept = run([0.5, 0.70, 0.69, 0.60], patience=5)
+    assert kept == [10, 20, 30] and stopper.best_step == 30 and stopper.best_score == 0.69
+    # Small losses do not add up: the measure is the highest score, not the last one kept.
+    stopper, kept = run([0.70, 0.69, 0.675], patience=5)
+    assert kept == [10, 20] and stopper.best_step == 20
+    stopper, kept = run([0.5, 0.7, 0.6, 0.7], patience=5, min_delta=0.0)
+    assert kept == [10, 20, 40] and stopper.best_step == 40
 
 
 def test_the_score_before_training_is_on_the_curve_and_is_no_checkpoint() -> None:
