@@ -13,7 +13,7 @@ from fcsd.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fcsd.recipe import Model, Source
+    from fcsd.recipe import Model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
@@ -45,9 +45,9 @@ def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTraine
         raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from None
 
 
-def data_fingerprint(source: "Source") -> str:
-    """What identifies the bytes of a data source: a hash for local files, id and revision for the Hub."""
-    path = Path(source.path)
+def data_fingerprint(location: str, revision: str | None = None) -> str:
+    """What identifies the bytes of a data set: a hash for local files, id and revision for the Hub."""
+    path = Path(location)
     if path.is_file():
         return file_sha256(path)
     if path.is_dir():
@@ -56,4 +56,4 @@ def data_fingerprint(source: "Source") -> str:
             if file.is_file() and file.suffix in _DATA_FILES:
                 digest.update(str(file.relative_to(path)).encode() + b"\0" + file_sha256(file).encode())
         return digest.hexdigest()
-    return f"{source.path}@{source.revision or 'main'}"
+    return f"{location}@{revision or 'main'}"

@@ -16,7 +16,7 @@ Not covered: uploading it.
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ from fcsd.evaluate.code import generate_completions, load_problems
 from fcsd.evaluate.divergence import mean_kl
 from fcsd.evaluate.runner import evaluate, write_result
 from fcsd.evaluate.scorer import CodeScorer, pass_at_1
-from fcsd.evaluate.suites import SuiteTask, load_suite
+from fcsd.evaluate.suites import SuiteTask, dataset_location, load_suite
 from fcsd.families import family_of
 from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer
 from fcsd.processes import processes
-from fcsd.recipe import Data, Objective, Recipe, Source
+from fcsd.recipe import Data, EarlyStopping, Objective, Recipe, Source
 from fcsd.recipe import Train as TrainSettings
 
 MAIN = "fcsd"  # name of the main distillation in results and report
@@ -304,24 +304,7 @@ def _early_stopping(
     if not processes().is_main_process:
         yield stopper, _never
         return
-    task = SuiteTask.model_validate(
-        {
-            "task": "early_stopping",
-            "kind": "code",
-            "metric": "pass@1",
-            **plan.model_dump(
-                include={
-                    "dataset",
-                    "split",
-                    "max_new_tokens",
-                    "prompt_template",
-                    "chat_template",
-                    "stop",
-                    "timeout_s",
-                }
-            ),
-        }
-    )
+    task = _stopping_task(plan)
     problems = load_problems(task, _path(recipe.evaluation.data_root))[: plan.max_problems]
     allow_weak = recipe.evaluation.allow_weak_sandbox
     with CodeScorer(timeout_s=plan.timeout_s, allow_weak_sandbox=allow_weak) as scorer:
@@ -335,6 +318,13 @@ def _early_stopping(
             return pass_at_1(scorer.score(problems, completions))
 
         yield stopper, score
+
+
+def _stopping_task(plan: EarlyStopping) -> SuiteTask:
+    """The code task of early stopping, as a row of a suite."""
+    own = {"every_steps", "patience", "min_delta", "max_problems", "batch_size"}
+    row = {"task": "early_stopping", "kind": "code", "metric": "pass@1", **plan.model_dump(exclude=own)}
+    return SuiteTask.model_validate(row)
 
 
 def _never(model: PreTrainedModel) -> float:
@@ -373,6 +363,7 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
         "model": weights_fingerprint(path),
         "connectivity": _wiring(path),
         "original": weights_fingerprint(original),
+        **_judged_data(suite.tasks, _path(plan.data_root), recipe.data.heldout),
     }
     stage = Stage(recipe.folder / "evaluate" / name, "evaluate", settings, inputs)
     if _begin(stage) == "finished":
@@ -418,7 +409,11 @@ def evaluate_checkpoint(
     tasks = load_suite(suite)
     folder = find_folder(path, revision)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
-    inputs = {"model": weights_fingerprint(folder), "connectivity": _wiring(folder)}
+    inputs = {
+        "model": weights_fingerprint(folder),
+        "connectivity": _wiring(folder),
+        **_judged_data(tasks.tasks, data_root),
+    }
     stage = Stage(output, "evaluate", settings, inputs)
     if _begin(stage) != "finished":
         model = load_model(str(folder), trust_remote_code=trust_remote_code)
@@ -445,7 +440,8 @@ def layers(recipe: Recipe) -> Stage:
         raise UserError("evaluation.layer_study: needs data.heldout, the text on which KL is measured")
     source = find_folder(recipe.model_path, recipe.model.revision)
     settings = recipe.data.model_dump(mode="json", include={"heldout", "heldout_examples", "max_length"})
-    stage = Stage(recipe.folder / "layers", "layers", settings, {"original": weights_fingerprint(source)})
+    inputs = {"original": weights_fingerprint(source), **_judged_data([], None, recipe.data.heldout)}
+    stage = Stage(recipe.folder / "layers", "layers", settings, inputs)
     if _begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(recipe.model_path, recipe.model)
@@ -534,11 +530,29 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
 
 def _training_inputs(recipe: Recipe) -> dict[str, str]:
     source = find_folder(recipe.model_path, recipe.model.revision)
-    return {"original": weights_fingerprint(source), **_data_inputs(recipe.data)}
+    inputs = {"original": weights_fingerprint(source), **_data_inputs(recipe.data)}
+    if recipe.early_stopping is not None:
+        inputs |= _judged_data([_stopping_task(recipe.early_stopping)], _path(recipe.evaluation.data_root))
+    return inputs
 
 
 def _data_inputs(data: Data) -> dict[str, str]:
-    return {f"data.train.{index}": data_fingerprint(source) for index, source in enumerate(data.train)}
+    sources = enumerate(data.train)
+    return {
+        f"data.train.{index}": data_fingerprint(source.path, source.revision) for index, source in sources
+    }
+
+
+def _judged_data(
+    tasks: Sequence[SuiteTask], data_root: Path | None, heldout: Source | None = None
+) -> dict[str, str]:
+    """What identifies the items that models are judged on: a score is never read for other items."""
+    found = {
+        f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
+    }
+    return found | (
+        {"data.heldout": data_fingerprint(heldout.path, heldout.revision)} if heldout is not None else {}
+    )
 
 
 _held_rows: dict[str, Any] = {}

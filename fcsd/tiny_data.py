@@ -292,7 +292,7 @@ def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
 def _steps(rng: random.Random) -> list[Step]:
     """One or two steps; the second takes what the first gives."""
     first = _step(rng)
-    if rng.random() < 0.3 and first.operation.gives in ARGUMENTS:
+    if rng.random() < 0.1 and first.operation.gives in ARGUMENTS:
         return [first, _step(rng, first.operation.gives)]
     return [first]
 
