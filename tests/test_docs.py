@@ -57,5 +57,5 @@ def test_the_readme_lists_every_family() -> None:
 
 def test_recipes_paths_in_the_docs_exist() -> None:
     for page in PAGES:
-        for path in re.findall(r"\b(?:recipes|configs|eval)/[\w./-]+\.ya?ml", page.read_text()):
+        for path in re.findall(r"\b(?:recipes|configs|eval)/[a-z0-9_./-]+\.ya?ml", page.read_text()):
             assert (ROOT / path).is_file(), f"{page.name}: {path}"
