@@ -1,0 +1,5 @@
+"""Tiny configurations of `fcsd.families.multimodal`."""
+
+from typing import Any
+
+TINY: dict[str, dict[str, Any]] = {}
