@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         _parser().print_help()
         return 2
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
