@@ -46,6 +46,13 @@ class Family:
     """Attribute of the layer: factor on both residual branches."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
+    auto_model: str = "AutoModelForCausalLM"
+    """Auto class of `causal_lm`. AutoModelForImageTextToText for a wrapper of a text stack and towers."""
+
+    @property
+    def multimodal(self) -> bool:
+        """A wrapper: the stack in it is rewired, and the fields of the stack are in its text config."""
+        return self.auto_model != "AutoModelForCausalLM"
 
 
 def _all(config: Any) -> list[bool]:
@@ -80,4 +87,9 @@ conditions."""
 def moe_mask(config: Any, family: Family) -> list[bool]:
     """One entry a decoder layer: True where it is an MoE layer. `config` is a config object (defaults filled
     in)."""
-    return MOE_LAYERS[family.moe_layers][1](config)
+    return MOE_LAYERS[family.moe_layers][1](text_config(config, family))
+
+
+def text_config(config: Any, family: Family) -> Any:
+    """The config object that describes the decoder layers: `config` itself, or the part of a wrapper's."""
+    return config.get_text_config() if family.multimodal else config
