@@ -184,16 +184,17 @@ def __getattr__(qualname: str) -> Any:
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     """The one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
     Llama4ForCausalLM)."""
+    names = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     found = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
-        and all(type(layer).__name__ == family.decoder_layer for layer in module)
+        and all(type(layer).__name__ in names for layer in module)
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is"
+            f"{type(model).__name__}: {len(found)} stacks of {' or '.join(names)} found, one is"
             f" needed, as in transformers' {family.upstream}; rewire before FSDP or DeepSpeed wrap layers"
         )
     return found[0]
@@ -252,7 +253,8 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
         block = getattr(layer, family.moe)
         carry = attention == "partial" and type(block).__name__ == family.moe_block and k + 1 in selected
         has_layer_shared = family.layer_shared and getattr(layer, family.layer_shared) is not None
-        if carry and family.block_shared:
+        has_block_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
+        if carry and has_block_shared:
             block.__class__ = block_class(
                 type(block), family.block_shared, family.block_gate, family.shared_in_place
             )
@@ -263,7 +265,7 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
             moe=family.moe,
             outdated=mlp == "outdated",
             carry=carry,
-            block_shared=family.block_shared,
+            block_shared=family.block_shared if has_block_shared else None,
             layer_shared=family.layer_shared if has_layer_shared else None,
             residual_multiplier=family.residual_multiplier,
         )

@@ -3,7 +3,7 @@ torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Family:
     """Class of the model with its LM head."""
     base_model: str
     """Class of the model without head."""
-    decoder_layer: str
-    """Class of a decoder layer, MoE or dense."""
+    decoder_layer: str | tuple[str, ...]
+    """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have a class each."""
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
     in_norm: str = "input_layernorm"
@@ -46,13 +46,16 @@ class Family:
     """Attribute of the layer: factor on both residual branches."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
+    reference: Literal["written", "generic"] = "generic"
+    """What the contract tests compare with: forward passes written by hand down to the routing, or the layer
+    equations on the family's own modules."""
     auto_model: str = "AutoModelForCausalLM"
     """Auto class of `causal_lm`. AutoModelForImageTextToText for a wrapper of a text stack and towers."""
 
     @property
     def multimodal(self) -> bool:
         """A wrapper: the stack in it is rewired, and the fields of the stack are in its text config."""
-        return self.auto_model != "AutoModelForCausalLM"
+        return not self.causal_lm.endswith("ForCausalLM")
 
 
 def _all(config: Any) -> list[bool]:
@@ -74,11 +77,40 @@ def _listed(config: Any) -> list[bool]:
     return [k in set(config.moe_layers) for k in range(config.num_hidden_layers)]
 
 
+def _mlp_layer_types(config: Any) -> list[bool]:
+    return [kind == "sparse" for kind in config.mlp_layer_types[: config.num_hidden_layers]]
+
+
+def _moe_layer_interval(config: Any) -> list[bool]:
+    first, last, interval = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
+    return [first <= k <= last and (k + 1) % interval == 0 for k in range(config.num_hidden_layers)]
+
+
+def _layers_num_experts(config: Any) -> list[bool]:
+    return [count > 1 for count in config.layers_num_experts]
+
+
+def _num_dense_layers(config: Any) -> list[bool]:
+    return [k >= config.num_dense_layers for k in range(config.num_hidden_layers)]
+
+
+def _num_local_experts(config: Any) -> list[bool]:
+    return [config.num_local_experts > 0] * config.num_hidden_layers
+
+
 MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "all": (("num_hidden_layers",), _all),
     "first_k_dense_replace": (("first_k_dense_replace",), _first_k_dense),
     "decoder_sparse_step": (("num_experts", "decoder_sparse_step", "mlp_only_layers"), _sparse_step),
     "moe_layers": (("moe_layers", "interleave_moe_layer_step"), _listed),
+    "mlp_layer_types": (("mlp_layer_types",), _mlp_layer_types),
+    "moe_layer_interval": (
+        ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+        _moe_layer_interval,
+    ),
+    "expert_layer_period": (("expert_layer_period", "expert_layer_offset"), _layers_num_experts),
+    "num_dense_layers": (("num_dense_layers",), _num_dense_layers),
+    "num_local_experts": (("num_local_experts",), _num_local_experts),
 }
 """Rule name -> (config fields that decide, function of the config). The rules are upstream's own
 conditions."""
