@@ -7,8 +7,8 @@
 `convert` works on models in memory, `load` and `export` on folders. Names that need torch are imported when
 first asked for.
 
-Not covered: families whose MoE output is not additive, multimodal wrappers, pipeline parallelism with a
-stage boundary between two rewired layers (a stage sends one tensor, a rewired layer two).
+Not covered: families whose MoE output is not additive, pipeline parallelism with a stage boundary between two
+rewired layers (a stage sends one tensor, a rewired layer two).
 """
 
 import importlib

@@ -1,8 +1,10 @@
 """Conversion of a model in memory."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from fcsd.connectivity import rewire
 from fcsd.connectivity.modeling import base_model_class, farskip_model_class, with_farskip, without_farskip
@@ -12,11 +14,11 @@ from fcsd.families import Family, family_of, moe_mask
 
 
 def convert_model(model: Any, connectivity: Connectivity) -> list[int]:
-    """Rewire a CausalLM in place; an earlier conversion is undone first.
+    """Rewire a CausalLM, or a multimodal wrapper's text stack, in place; an earlier conversion is undone first.
 
-    The model becomes a `FarSkip<Family>ForCausalLM` with a config of its own, so that what it saves can
-    never be loaded silently as the regular model. Parameters, buffers and their names stay. With no layer
-    selected nothing is rewired, and outputs are bit-identical.
+    The model becomes a `FarSkip<Family>ForCausalLM` (or `…ForConditionalGeneration`) with a config of its
+    own, so that what it saves can never be loaded silently as the regular model. Parameters, buffers and their
+    names stay. With no layer selected nothing is rewired, and outputs are bit-identical.
 
     Returns:
         The indices of the rewired layers.
@@ -70,13 +72,22 @@ def _family(model: Any) -> Family:
 
 
 def _replace_config(model: Any, new: Any) -> None:
-    """Put `new` in the place of the model's config, in every module that holds it.
+    """Put `new` in the place of the model's config, and the parts of `new` (text, vision) in the place of its
+    parts, in every module that holds them.
 
-    The old object is left alone: another model (the teacher) may share it. All modules of this model go on
-    sharing one object, because the attention implementation is read from it at run time.
+    The old objects are left alone: another model (the teacher) may share them. All modules of this model go
+    on sharing one object, because the attention implementation is read from it at run time.
     """
-    old = model.config
+    replaced = {id(old): part for old, part in _parts(model.config, new)}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, name, new)
+            if id(value) in replaced:
+                setattr(module, name, replaced[id(value)])
+
+
+def _parts(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
+    """(old, new) and the same for the configs inside it, at any depth."""
+    yield old, new
+    for name, value in vars(old).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value, getattr(new, name))

@@ -1,5 +1,5 @@
 """`FarSkip<Family>ForCausalLM`: the source that is shipped in checkpoints, and the same source as a module
-of fcsd.
+of fcsd. A multimodal wrapper's class is `FarSkip<Family>ForConditionalGeneration`.
 
 One text a family: `rewire.py`, the family's names as a literal, and static classes. fcsd imports it as
 `fcsd.connectivity.generated.<model_type>`; `save_pretrained` writes it as `modeling_farskip.py`.
@@ -39,16 +39,14 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.models.{folder}.configuration_{folder} import {config}
-from transformers.models.{folder}.modeling_{folder} import {causal_lm}, {base_model}
+from transformers.models.{folder}.modeling_{folder} import {classes}
 
 FAMILY = SimpleNamespace(
 {names}
 )
 
 AUTO_MAP = {{
-    "AutoConfig": "modeling_farskip.FarSkip{config}",
-    "AutoModel": "modeling_farskip.FarSkip{base_model}",
-    "AutoModelForCausalLM": "modeling_farskip.FarSkip{causal_lm}",
+{auto_map}
 }}
 
 
@@ -71,7 +69,20 @@ class FarSkip{config}({config}):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
-class FarSkip{base_model}({base_model}):
+{models}
+
+
+# Checkpoints hold the weights as the base family's do (per-expert tensors, say). transformers looks
+# conversions up by class name, then by model type; a class from outside it needs its own entry.
+for _own, _base in (
+    ("farskip_{model_type}", "{model_type}"),
+{conversions}
+):
+    if (_mapping := get_checkpoint_conversion_mapping(_base)) is not None:
+        register_checkpoint_conversion_mapping(_own, _mapping, overwrite=True)
+'''
+
+_MODEL = """class FarSkip{name}({name}):
     config_class = FarSkip{config}
     config: FarSkip{config}
 
@@ -82,40 +93,11 @@ class FarSkip{base_model}({base_model}):
     # transformers reads the source of a class's module to decide these two.
     @classmethod
     def _can_set_attn_implementation(cls):
-        return {base_model}._can_set_attn_implementation()
+        return {name}._can_set_attn_implementation()
 
     @classmethod
     def _can_set_experts_implementation(cls):
-        return {base_model}._can_set_experts_implementation()
-
-
-class FarSkip{causal_lm}({causal_lm}):
-    config_class = FarSkip{config}
-    config: FarSkip{config}
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        rewire(self, FAMILY, self.config.farskip)
-
-    @classmethod
-    def _can_set_attn_implementation(cls):
-        return {causal_lm}._can_set_attn_implementation()
-
-    @classmethod
-    def _can_set_experts_implementation(cls):
-        return {causal_lm}._can_set_experts_implementation()
-
-
-# Checkpoints hold the weights as the base family's do (per-expert tensors, say). transformers looks
-# conversions up by class name, then by model type; a class from outside it needs its own entry.
-for _own, _base in (
-    ("farskip_{model_type}", "{model_type}"),
-    ("FarSkip{causal_lm}", "{causal_lm}"),
-    ("FarSkip{base_model}", "{base_model}"),
-):
-    if (_mapping := get_checkpoint_conversion_mapping(_base)) is not None:
-        register_checkpoint_conversion_mapping(_own, _mapping, overwrite=True)
-'''
+        return {name}._can_set_experts_implementation()"""
 
 _NAMES = (
     "upstream",
@@ -138,8 +120,17 @@ def modeling_source(family: Family) -> str:
     values = asdict(family)
     names = "\n".join(f"    {name}={values[name]!r}," for name in _NAMES)
     folder = family.upstream.split("/")[1]
-    header = _HEADER.format(**values)
-    return header + rewire + _FOOTER.format(folder=folder, names=names, **values)
+    classes = list(dict.fromkeys((family.base_model, family.causal_lm)))  # Llama4: one class is both
+    footer = _FOOTER.format(
+        folder=folder,
+        names=names,
+        classes=", ".join(classes),
+        auto_map="\n".join(f'    "{auto}": "{place}",' for auto, place in auto_map(family).items()),
+        models="\n\n\n".join(_MODEL.format(name=name, config=family.config) for name in classes),
+        conversions="\n".join(f'    ("FarSkip{name}", "{name}"),' for name in classes),
+        **values,
+    )
+    return _HEADER.format(**values) + rewire + footer
 
 
 def modeling_module(family: Family) -> ModuleType:
@@ -148,8 +139,18 @@ def modeling_module(family: Family) -> ModuleType:
 
 
 def auto_map(family: Family) -> dict[str, str]:
-    """The `auto_map` field of a FarSkip checkpoint."""
-    return dict(modeling_module(family).AUTO_MAP)
+    """The `auto_map` field of a FarSkip checkpoint: Auto class -> class in `modeling_farskip.py`."""
+    classes = {
+        "AutoConfig": family.config,
+        "AutoModel": family.base_model,
+        **dict.fromkeys(auto_models(family), family.causal_lm),
+    }
+    return {auto: f"modeling_farskip.FarSkip{name}" for auto, name in classes.items()}
+
+
+def auto_models(family: Family) -> tuple[str, ...]:
+    """The Auto classes that give the family's model with its head."""
+    return (family.auto_model, "AutoModelForMultimodalLM") if family.multimodal else (family.auto_model,)
 
 
 def farskip_config_class(family: Family) -> Any:
@@ -201,7 +202,8 @@ def register(model_type: str | None = None) -> None:
     Raises:
         UserError: the family is not supported.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig, AutoModel
 
     if model_type is None:
         families = list(FAMILIES.values())
@@ -216,4 +218,5 @@ def register(model_type: str | None = None) -> None:
         config = farskip_config_class(family)
         AutoConfig.register(PREFIX + family.model_type, config, exist_ok=True)
         AutoModel.register(config, getattr(module, f"FarSkip{family.base_model}"), exist_ok=True)
-        AutoModelForCausalLM.register(config, farskip_model_class(family), exist_ok=True)
+        for auto in auto_models(family):
+            getattr(transformers, auto).register(config, farskip_model_class(family), exist_ok=True)

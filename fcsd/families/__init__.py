@@ -8,7 +8,7 @@ A family is listed only when the contract tests in `tests/connectivity` pass on 
 reference. To add one: add its row here, a tiny configuration in `fcsd/testing/tiny.py`, and run those tests.
 
 Not covered: layers with hyper-connections or learned residual gates, parallel attention and MLP on one norm,
-post-norm layers, multimodal wrappers (convert their text model), encoder-decoders.
+post-norm layers, encoder-decoders.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from typing import Any
 
 from fcsd.errors import UserError
 from fcsd.families import adapted, multimodal, standard
-from fcsd.families.family import MOE_LAYERS, Family, moe_mask
+from fcsd.families.family import MOE_LAYERS, Family, moe_mask, text_config
 
-__all__ = ["FAMILIES", "Family", "base_model_type", "family_of", "moe_mask"]
+__all__ = ["FAMILIES", "Family", "base_model_type", "family_of", "moe_mask", "text_config"]
 
 _ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
 
@@ -73,17 +73,14 @@ def family_of(config: Any) -> Family:
                 " communication to overlap; choose an MoE model of one of the families"
                 f" {', '.join(sorted(FAMILIES))}"
             )
-        hint = (
-            "; convert its text model, which has model type 'llama4_text'" if model_type == "llama4" else ""
-        )
         raise UserError(
-            f"model type '{model_type}' is not supported{hint}; supported families:"
-            f" {', '.join(sorted(FAMILIES))}"
+            f"model type '{model_type}' is not supported; supported families: {', '.join(sorted(FAMILIES))}"
         )
     if not isinstance(config, Mapping) and not any(moe_mask(config, family)):
         fields = MOE_LAYERS[family.moe_layers][0]
+        num_layers = text_config(config, family).num_hidden_layers
         raise UserError(
-            f"model type '{model_type}': this model is dense, none of its {config.num_hidden_layers} layers"
+            f"model type '{model_type}': this model is dense, none of its {num_layers} layers"
             f" is an MoE layer (config fields: {', '.join(fields)}); FarSkip needs at least one"
         )
     return family

@@ -4,7 +4,12 @@ one."""
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 from fcsd.errors import UserError
 from fcsd.testing.configs import TINY
@@ -26,14 +31,20 @@ _COMMON: dict[str, Any] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """A configuration of 4 layers of width 32; `overrides` are config fields."""
+    """A configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
+    config."""
     if model_type not in TINY:
         raise UserError(f"no tiny model of type '{model_type}'; there are: {', '.join(sorted(TINY))}")
-    return AutoConfig.for_model(model_type, **{**_COMMON, **TINY[model_type], **overrides})
+    fields = dict(TINY[model_type])
+    if "text_config" not in fields:
+        return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
+    fields["text_config"] = {**_COMMON, **fields["text_config"], **overrides}
+    return AutoConfig.for_model(model_type, **fields)
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """A regular CausalLM in eval mode, float32, all parameters and router bias buffers random from `seed`.
+    """A regular CausalLM or multimodal wrapper in eval mode, float32, all parameters and router bias buffers
+    random from `seed`.
 
     `attn_implementation`, `experts_implementation` and `dtype` among the overrides go to the model, the rest
     to `tiny_config`.
@@ -43,15 +54,18 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
         for name in ("attn_implementation", "experts_implementation", "dtype")
         if name in overrides
     }
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), **options)
+    config = tiny_config(model_type, **overrides)
+    wrapper = "text_config" in TINY[model_type]
+    auto: Any = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM
+    model = auto.from_config(config, **options)
     randomise(model, seed)
     return model.eval()
 
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim), norms around 1, biases
-    around 0."""
+    """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim), kernels of images with
+    1.5/sqrt(inputs), norms around 1, biases around 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +73,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
-            parameter.copy_(normal(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
+            inputs = parameter[0].numel() if parameter.ndim >= 4 else parameter.shape[-1]
+            parameter.copy_(normal(parameter) * 1.5 / inputs**0.5)
         elif "norm" in name:
             parameter.copy_(1 + 0.2 * normal(parameter))
         else:

@@ -24,6 +24,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.testing import tiny_model, tiny_tokenizer
 
+FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 # A process that has transformers but no fcsd: the import fails, whatever the path holds.
@@ -81,7 +82,7 @@ def run_without_fcsd(code, tmp_path, *arguments):
 @pytest.mark.slow
 def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(tmp_path):
     expected = {}
-    for family in FAMILIES:
+    for family in FAMILY_NAMES:
         model = tiny_model(family)
         model.save_pretrained(tmp_path / "base" / family)
         convert_checkpoint(tmp_path / "base" / family, tmp_path / "far" / family, Connectivity("last:75%"))
@@ -107,7 +108,7 @@ for family, logits in expected.items():
         last = headless(x, use_cache=False).last_hidden_state
         scale = getattr(model.config, "logits_scaling", 1.0)
         assert torch.equal(model.lm_head(last) / scale, got), family
-    assert (got - logits).abs().max() < 1e-6, (family, (got - logits).abs().max())
+    assert (got - logits).abs().max() < 1e-5, (family, (got - logits).abs().max())
     model.save_pretrained(folder + "_again")
     again = AutoModelForCausalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
     with torch.no_grad():
@@ -117,8 +118,8 @@ print("DONE", len(expected))
 """
     done = run_without_fcsd(code, tmp_path, tmp_path / "expected.pt", tmp_path / "far")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"DONE {len(FAMILIES)}" in done.stdout
-    for family in FAMILIES:
+    assert f"DONE {len(FAMILY_NAMES)}" in done.stdout
+    for family in FAMILY_NAMES:
         far, again = tmp_path / "far" / family, tmp_path / "far" / f"{family}_again"
         first, second = (json.loads((folder / "config.json").read_text()) for folder in (far, again))
         for key in ("model_type", "architectures", "farskip", "auto_map"):
@@ -126,7 +127,7 @@ print("DONE", len(expected))
         assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(family, tmp_path):
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "base")

@@ -12,7 +12,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES, base_model_type, family_of, moe_mask
 from fcsd.testing import tiny_config, tiny_model
 
-NAMES = sorted(FAMILIES)
+NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 
 
 def upstream(family):
