@@ -150,7 +150,9 @@ def auto_map(family: Family) -> dict[str, str]:
 
 def auto_models(family: Family) -> tuple[str, ...]:
     """The Auto classes that give the family's model with its head."""
-    return (family.auto_model, "AutoModelForMultimodalLM") if family.multimodal else (family.auto_model,)
+    if family.multimodal:
+        return (family.auto_model, "AutoModelForMultimodalLM")
+    return tuple(dict.fromkeys(("AutoModelForCausalLM", family.auto_model)))
 
 
 def farskip_config_class(family: Family) -> Any:

@@ -50,7 +50,8 @@ class Family:
     """What the contract tests compare with: forward passes written by hand down to the routing, or the layer
     equations on the family's own modules."""
     auto_model: str = "AutoModelForCausalLM"
-    """Auto class of `causal_lm`. AutoModelForImageTextToText for a wrapper of a text stack and towers."""
+    """Auto class of `causal_lm`. AutoModelForImageTextToText for a wrapper of a text stack and towers, and for
+    Mistral 4's text model, which transformers lists there."""
 
     @property
     def multimodal(self) -> bool:
@@ -82,7 +83,8 @@ def _mlp_layer_types(config: Any) -> list[bool]:
 
 
 def _moe_layer_interval(config: Any) -> list[bool]:
-    first, last, interval = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
+    first, last = config.moe_layer_start_index, config.moe_layer_end_index
+    interval = config.moe_layer_interval
     return [first <= k <= last and (k + 1) % interval == 0 for k in range(config.num_hidden_layers)]
 
 

@@ -4,14 +4,11 @@ one."""
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-)
+import transformers
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES
 from fcsd.testing.configs import TINY
 
 VOCABULARY = 99
@@ -55,9 +52,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
         if name in overrides
     }
     config = tiny_config(model_type, **overrides)
-    wrapper = "text_config" in TINY[model_type]
-    auto: Any = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM
-    model = auto.from_config(config, **options)
+    model = getattr(transformers, FAMILIES[model_type].auto_model).from_config(config, **options)
     randomise(model, seed)
     return model.eval()
 
@@ -80,7 +75,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         else:
             parameter.copy_(0.1 * normal(parameter))
     for name, buffer in model.named_buffers():
-        if "correction_bias" in name:
+        if "correction_bias" in name or name.endswith("expert_bias"):
             buffer.copy_(0.3 * normal(buffer))
 
 
