@@ -1,0 +1,26 @@
+"""Configurations of published models, from `tests/data/configs`."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.checkpoint import CONFIG, read_config
+from fcsd.connectivity.modeling import base_model_class
+from fcsd.families import Family
+from tests.support import ROOT
+
+CONFIGS = ROOT / "tests" / "data" / "configs"
+
+
+def real_folder(name: str, folder: Path) -> Path:
+    """A checkpoint folder that holds `config.json` and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(CONFIGS / f"{name}.json", folder / CONFIG)
+    return folder
+
+
+def real_config(name: str, folder: Path) -> tuple[Family, Any]:
+    """The family and the config object, read as from a checkpoint; `folder` is scratch space."""
+    family = read_config(real_folder(name, folder))[1]
+    assert family is not None
+    return family, base_model_class(family).config_class.from_pretrained(folder)
