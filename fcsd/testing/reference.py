@@ -24,7 +24,10 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _mlp(mlp: Any, x: Tensor) -> Tensor:
-    return linear(silu(linear(x, mlp.gate_proj.weight)) * linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return linear(
+        silu(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias), down.weight, down.bias
+    )
 
 
 def _routed(x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -143,6 +146,62 @@ def _granite(layer: Any, config: Any, x: Tensor) -> Parts:
     return routed, _swiglu(x @ mlp.input_linear.weight.T) @ mlp.output_linear.weight.T
 
 
+def _ernie(layer: Any, config: Any, x: Tensor) -> Parts:
+    """Softmax; experts by biased probability, weights unbiased and normalised."""
+    gate = layer.mlp.gate
+    probabilities = softmax(x @ gate.weight.T, dim=-1)
+    indices = (probabilities + gate.moe_statics.e_score_correction_bias[0]).topk(config.moe_k, dim=-1).indices
+    weights = torch.stack(
+        [row[chosen] / row[chosen].sum() for row, chosen in zip(probabilities, indices, strict=True)]
+    )
+    routed = _routed(x, indices, weights, _fused(layer.mlp.experts))
+    if config.moe_num_shared_experts == 0:
+        return routed, torch.zeros_like(x)
+    return routed, _mlp(layer.mlp.shared_experts, x)
+
+
+def _jamba(layer: Any, config: Any, x: Tensor) -> Parts:
+    block = layer.feed_forward
+    weights, indices = softmax(x @ block.router.weight.T, dim=-1).topk(config.num_experts_per_tok, dim=-1)
+    return _routed(x, indices, weights, _fused(block.experts)), torch.zeros_like(x)
+
+
+def _lfm2(layer: Any, config: Any, x: Tensor) -> Parts:
+    """Sigmoid scores; experts by biased score, weights unbiased and normalised."""
+    block = layer.feed_forward
+    scores = torch.sigmoid(x @ block.gate.weight.T)
+    indices = (scores + block.expert_bias).topk(config.num_experts_per_tok, dim=-1).indices
+    chosen = torch.stack([row[experts] for row, experts in zip(scores, indices, strict=True)])
+    weights = config.routed_scaling_factor * chosen / (chosen.sum(-1, keepdim=True) + 1e-6)
+    return _routed(x, indices, weights, _fused(block.experts)), torch.zeros_like(x)
+
+
+def _phimoe(layer: Any, config: Any, x: Tensor) -> Parts:
+    """SparseMixer-2 as in evaluation: the best two experts, each weighted by a softmax over those near it.
+
+    A score s is near a best score b when (b - s) / max(|s|, b) <= 2 * router_jitter_noise; the second softmax
+    is without the first expert.
+    """
+    indices, weights = [], []
+    for scores in x @ layer.mlp.router.weight.T:
+        left = list(range(len(scores)))
+        for _ in range(2):
+            best = max(left, key=lambda e: float(scores[e]))
+            b = float(scores[best])
+            near = [
+                e
+                for e in left
+                if (b - float(scores[e])) / max(abs(float(scores[e])), b) <= 2 * config.router_jitter_noise
+            ]
+            weights.append(softmax(scores[near], dim=-1)[near.index(best)])
+            indices.append(best)
+            left.remove(best)
+    routed = _routed(
+        x, torch.tensor(indices).view(-1, 2), torch.stack(weights).view(-1, 2), _fused(layer.mlp.experts)
+    )
+    return routed, torch.zeros_like(x)
+
+
 MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
@@ -155,11 +214,43 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoeshared": _granite,
+    "ernie4_5_moe": _ernie,
+    "jamba": _jamba,
+    "lfm2_moe": _lfm2,
+    "phimoe": _phimoe,
 }
 
 
 def _is_moe(layer: Any) -> bool:
     return any(hasattr(child, "experts") for child in layer.children())
+
+
+def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Attention, or what a hybrid has in its place."""
+    if (mamba := getattr(layer, "mamba", None)) is not None:
+        return mamba(hidden_states=x, cache_params=None, attention_mask=arguments["attention_mask"])
+    if (conv := getattr(layer, "conv", None)) is not None:
+        return conv(hidden_states=x, past_key_values=None, attention_mask=arguments["attention_mask"])
+    return layer.self_attn(hidden_states=x, **arguments)[0]
+
+
+def _norms(config: Any, layer: Any) -> tuple[nn.Module, nn.Module]:
+    """(norm before attention, norm before the MLP)."""
+    if config.model_type == "jamba":
+        return layer.input_layernorm, layer.pre_ff_layernorm
+    if config.model_type == "lfm2_moe":
+        return layer.operator_norm, layer.ffn_norm
+    return layer.input_layernorm, layer.post_attention_layernorm
+
+
+def _dense(config: Any, layer: Any, x: Tensor) -> Tensor:
+    if config.model_type == "lfm2_moe":
+        w1, w2, w3 = (getattr(layer.feed_forward, name).weight for name in ("w1", "w2", "w3"))
+        return (silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+    return _mlp(layer.feed_forward if config.model_type in ("llama4_text", "jamba") else layer.mlp, x)
+
+
+_FINAL_NORM = {"jamba": "final_layernorm", "lfm2_moe": "embedding_norm"}
 
 
 def layer_arguments(model: Any, input_ids: Tensor, **inputs: Any) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -215,17 +306,17 @@ def reference_forward(
         far = k in layers
         scale = config.residual_multiplier if config.model_type.startswith("granite") else 1.0
         a = o - in_flight if far and attention == "partial" and in_flight is not None else o
-        attended = scale * layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments[k])[0]
-        m = layer.post_attention_layernorm(o if far and mlp == "outdated" else o + attended)
+        in_norm, mlp_norm = _norms(config, layer)
+        attended = scale * _attention(layer, in_norm(a), arguments[k])
+        m = mlp_norm(o if far and mlp == "outdated" else o + attended)
         x = m.reshape(-1, m.shape[-1])
         if _is_moe(layer):
             routed, shared = (scale * part.view(o.shape) for part in MOE[config.model_type](layer, config, x))
             in_flight = routed if far else None
             o = o + attended + shared + routed
         else:
-            dense = layer.feed_forward if config.model_type == "llama4_text" else layer.mlp
             in_flight = None
-            o = o + attended + scale * _mlp(dense, x).view(o.shape)
+            o = o + attended + scale * _dense(config, layer, x).view(o.shape)
         streams.append(o)
-    logits = model.lm_head(model.model.norm(o))
+    logits = model.lm_head(getattr(model.model, _FINAL_NORM.get(config.model_type, "norm"))(o))
     return logits / getattr(config, "logits_scaling", 1.0), streams
