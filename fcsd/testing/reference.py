@@ -253,8 +253,14 @@ def _dense(config: Any, layer: Any, x: Tensor) -> Tensor:
 _FINAL_NORM = {"jamba": "final_layernorm", "lfm2_moe": "embedding_norm"}
 
 
-def layer_arguments(model: Any, input_ids: Tensor, **inputs: Any) -> tuple[Tensor, list[dict[str, Any]]]:
-    """(input of the first layer, keyword arguments of every layer) of the regular model's own loop."""
+def layer_arguments(
+    model: Any, input_ids: Tensor, *, stack: nn.ModuleList | None = None, **inputs: Any
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """(input of the first layer, keyword arguments of every layer) of the regular model's own loop.
+
+    `stack` is `model.model.layers` unless given.
+    """
+    stack = model.model.layers if stack is None else stack
     first: list[Tensor] = []
     arguments: list[dict[str, Any]] = []
 
@@ -262,7 +268,7 @@ def layer_arguments(model: Any, input_ids: Tensor, **inputs: Any) -> tuple[Tenso
         first.append(args[0].clone())
         arguments.append(dict(kwargs))
 
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in stack]
     try:
         with torch.no_grad():
             model(input_ids, use_cache=False, **inputs)
@@ -289,7 +295,8 @@ def reference_forward(
               o_{k-1} + attn_k(a)      otherwise
 
     Args:
-        model: a regular CausalLM of a family in `MOE`, in eval mode.
+        model: a regular model in eval mode. Families that are not in `MOE` go to
+            `fcsd.testing.surgery`.
         input_ids: B x T.
         layers: indices of the FarSkip layers.
         inputs: further model inputs (attention_mask, position_ids).
@@ -299,6 +306,10 @@ def reference_forward(
         constant for autograd).
     """
     config = model.config
+    if config.model_type not in MOE:
+        from fcsd.testing.surgery import surgery_forward
+
+        return surgery_forward(model, input_ids, layers, attention, mlp, **inputs)
     o, arguments = layer_arguments(model, input_ids, **inputs)
     streams = [o]
     in_flight: Tensor | None = None
