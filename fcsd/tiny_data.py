@@ -28,7 +28,7 @@ from typing import Any
 
 from fcsd.errors import UserError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PAD, BOS, EOS, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"
 
 # `{% generation %}` marks the tokens that the model itself writes; they end with the end-of-turn token.
@@ -452,17 +452,20 @@ def _chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Endless rows `{"messages": [user, assistant]}`: half code, a quarter choice, a quarter answers.
+    """Endless rows `{"messages": [user, assistant]}`: two in five code, half of the rest choice, half answers.
+
+    Values are asked for twice as often as the other questions: they are learnt slowest.
 
     `careless` is the share of answers with one mistake in them: another number or another operation.
     """
     while True:
         skill = rng.random()
-        if skill < 0.5:
+        if skill < 0.4:
             if code := _code_row(rng, split, careless):
                 yield _chat(code["prompt"], code["code"])
         else:
-            kind = rng.choice(CHOICE_KINDS if skill < 0.75 else ANSWER_KINDS)
+            kinds = CHOICE_KINDS if skill < 0.7 else ANSWER_KINDS
+            kind = rng.choice((*kinds, _evaluation))
             if question := kind(rng, split):
                 wrong = question.wrong() if rng.random() < careless else []
                 yield _chat(question.text, wrong[0] if wrong else question.answer)
