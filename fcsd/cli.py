@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed"
     )
-    convert.add_argument("--layers", default="all", help=_LAYERS_HELP)
+    convert.add_argument("--layers", default=argparse.SUPPRESS, help=_LAYERS_HELP)
     convert.add_argument(
         "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
     )
@@ -177,10 +177,15 @@ def _recipe_arguments(parser: argparse.ArgumentParser, *, with_variant: bool) ->
 
 
 def _connectivity(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    """None where nothing is chosen: AMD's Instella checkpoints then keep what their config says."""
     from fcsd.connectivity import Connectivity
     from fcsd.connectivity.spec import parse_selection
 
-    return Connectivity(parse_selection(arguments.layers), arguments.attention, arguments.mlp)
+    layers = getattr(arguments, "layers", None)
+    if layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
+        return None
+    selection = parse_selection("all" if layers is None else layers)
+    return Connectivity(selection, arguments.attention, arguments.mlp)
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fcsd.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of
@@ -26,6 +27,8 @@ class Checkpoint:
     """None only when the caller allowed unknown families."""
     connectivity: Connectivity | None
     """What a FarSkip checkpoint is converted with; None for a base checkpoint."""
+    foreign: bool
+    """The connectivity was written in another project's keys; `config` has it in ours."""
     weight_files: tuple[str, ...]
     """Names of the safetensors files, without the index."""
     shapes: dict[str, tuple[int, ...]]
@@ -84,6 +87,8 @@ def read_config(
 ) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
     """The raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
 
+    A connectivity in another project's keys (`fcsd.connectivity.aliases`) is rewritten in ours.
+
     Raises:
         UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
             model type without `farskip` field, or the other way round.
@@ -91,6 +96,11 @@ def read_config(
     config = read_json(folder / CONFIG)
     where = str(folder / CONFIG)
     model_type = str(config.get("model_type") or "")
+    if has_instella_keys(config) and not model_type.startswith(PREFIX):
+        if any_family and "auto_map" in config:
+            return config, None, None  # the code in its repository wires it
+        config = translate_instella(config, where)
+        model_type = config["model_type"]
     is_farskip = model_type.startswith(PREFIX)
     if is_farskip != ("farskip" in config):
         raise UserError(
@@ -115,6 +125,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             file that is truncated or damaged, a tensor that is not where the index says.
     """
     config, family, connectivity = read_config(folder, any_family)
+    foreign = has_instella_keys(read_json(folder / CONFIG)) and family is not None
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -143,7 +154,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
                 " fetch both again"
             )
         shapes |= {key: found[key] for key in wanted}
-    return Checkpoint(folder, config, family, connectivity, tuple(files), shapes)
+    return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:

@@ -33,12 +33,20 @@ pickles."""
 
 
 def convert_checkpoint(
-    source: str | Path, destination: str | Path, connectivity: Connectivity, *, revision: str | None = None
+    source: str | Path,
+    destination: str | Path,
+    connectivity: Connectivity | None = None,
+    *,
+    revision: str | None = None,
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
 
     The weight files are hard-linked, or copied where the file system cannot link; the config is rewritten,
     `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at the end.
+
+    Args:
+        connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires
+            all layers where it says nothing.
 
     Returns:
         The indices of the rewired layers.
@@ -51,8 +59,11 @@ def convert_checkpoint(
     family = checkpoint.family
     assert family is not None
     mask = moe_mask(load_config(checkpoint), family)
+    own = checkpoint.connectivity
+    if connectivity is None:
+        connectivity = own if checkpoint.foreign and own is not None else Connectivity()
     field = connectivity.field(mask)
-    if checkpoint.connectivity is not None and checkpoint.connectivity.field(mask) == field:
+    if own is not None and not checkpoint.foreign and own.field(mask) == field:
         raise UserError(f"{source}: is already converted with this connectivity (layers {field['layers']})")
     config = checkpoint.config | {
         "model_type": PREFIX + family.model_type,

@@ -113,7 +113,10 @@ def load_config(checkpoint: Checkpoint) -> Any:
     farskip = checkpoint.connectivity is not None
     config_class = farskip_config_class(family) if farskip else base_model_class(family).config_class
     try:
-        config = config_class.from_pretrained(checkpoint.folder)
+        if checkpoint.foreign:
+            config = config_class.from_dict(checkpoint.config)
+        else:
+            config = config_class.from_pretrained(checkpoint.folder)
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
         reason = " ".join(str(error).split())
         raise UserError(f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}") from None
