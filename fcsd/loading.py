@@ -1,4 +1,4 @@
-"""Tokenizers, dtypes and the identity of data: what the stages load beside models."""
+"""The original model, tokenizers, dtypes and the identity of data: what the stages load."""
 
 import hashlib
 from pathlib import Path
@@ -11,8 +11,9 @@ from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_json
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from fcsd.connectivity import Connectivity
     from fcsd.recipe import Model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,6 +23,24 @@ _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a recipe's word."""
     return _DTYPES[name]
+
+
+def original_model(
+    model: "Model", path: str | Path, connectivity: "Connectivity | None" = None
+) -> "PreTrainedModel":
+    """The original checkpoint at `path` as a recipe's `model` section says, regular or with the connectivity given."""
+    from fcsd.connectivity import load_model
+
+    loaded: PreTrainedModel = load_model(
+        path,
+        connectivity=connectivity,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        experts_implementation=model.experts_implementation,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return loaded
 
 
 def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTrainedTokenizerBase":

@@ -1,14 +1,18 @@
-"""The processes of a launch (`accelerate launch`, torchrun, or just this one).
+"""The processes of a launch (`accelerate launch`, torchrun, or just this one), and how a stage begins and ends in all.
 
 Not covered: starting them; that is the launcher's work, see `configs/`.
 """
 
 import os
+import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 
+from fcsd.artifact import Stage, weights_fingerprint
 from fcsd.errors import UserError
 
 # While the first rank generates text for a score, or tokenizes, the others wait in a collective.
@@ -34,3 +38,32 @@ def processes() -> PartialState:
             )
     # Left to itself, accelerate forms a group of CPU processes only under ACCELERATE_USE_CPU.
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
+
+
+def alone(command: str) -> None:
+    """Refuse a launch of several processes for a command that evaluates."""
+    if processes().num_processes > 1:
+        raise UserError(
+            f"`{command}` evaluates, which runs in one process; launch `pretrain`, `sweep` and `distill` on several,"
+            " and then `run` on one: it does what is left"
+        )
+
+
+def begin(stage: Stage) -> str:
+    """Note the start of a stage on the first rank; tells on every rank whether it is finished already."""
+    state = stage.state()
+    processes().wait_for_everyone()  # nobody may see what the first rank writes below
+    if processes().is_main_process:
+        if state == "finished":
+            print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
+        else:
+            stage.start()
+    processes().wait_for_everyone()
+    return state
+
+
+def finish(stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
+    """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
+    if processes().is_main_process:
+        stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
+    processes().wait_for_everyone()
