@@ -1,11 +1,13 @@
 """KL(original || model) on held-out text: the figure that distillation minimises, on rows it has not seen."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fcsd.distill.data import Collator, next_token_targets
@@ -24,30 +26,67 @@ def mean_kl(
         `num_tokens`. `stderr` is None for a single row, `kl` too
         when no row keeps a token.
     """
-    from tqdm import tqdm
-
     sums: list[float] = []
     counts: list[int] = []
-    modes = [(each, each.training) for each in (original, model)]
-    for each, _ in modes:
-        each.eval()
-    try:
+    with _evaluating(original, model):
         for row in tqdm(rows, desc="KL to the original", unit="row", disable=not progress, leave=False):
-            batch = Collator()([row])
-            total, count = _row(original, model, batch)
-            sums.append(total)
-            counts.append(count)
+            known, hidden = _hidden(original, row), _hidden(model, row)
+            sums.append(_sum(original, known, model, hidden))
+            counts.append(len(hidden))
+    return ratio(sums, counts)
+
+
+@torch.no_grad()
+def original_hidden(
+    original: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False
+) -> list[Tensor]:
+    """What KL needs to know of the original, so that the only copy of the model can then be rewired in place.
+
+    Returns: for each row the (kept tokens, D) hidden states after the final norm, in main memory.
+    """
+    with _evaluating(original):
+        bar = tqdm(rows, desc="the original's hidden states", unit="row", disable=not progress, leave=False)
+        return [_hidden(original, row).cpu() for row in bar]
+
+
+@torch.no_grad()
+def kl_by_row(
+    model: PreTrainedModel, rows: Sequence[Any], hidden: Sequence[Tensor]
+) -> tuple[list[float], list[int]]:
+    """For each row the sum of the forward KL in nats, and the number of kept tokens.
+
+    hidden: from `original_hidden` of the same weights with regular connectivity.
+    """
+    with _evaluating(model):
+        sums = [
+            _sum(model, known.to(model.device), model, _hidden(model, row))
+            for known, row in zip(hidden, rows, strict=True)
+        ]
+    return sums, [len(known) for known in hidden]
+
+
+@contextlib.contextmanager
+def _evaluating(*models: PreTrainedModel) -> Iterator[None]:
+    modes = [(model, model.training) for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
     finally:
-        for each, training in modes:
-            each.train(training)
-    return _ratio(sums, counts)
+        for model, training in modes:
+            model.train(training)
 
 
-def _row(original: PreTrainedModel, model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[float, int]:
+def _hidden(model: PreTrainedModel, row: Any) -> Tensor:
+    """(N, D) hidden states of the row's kept tokens."""
+    batch = Collator()([row])
     ids, positions = (batch[name].to(model.device) for name in ("input_ids", "position_ids"))
     keep, _ = next_token_targets(batch["labels"].to(model.device), positions)
-    teacher_hidden = final_hidden(original, ids, positions, keep)
-    hidden = final_hidden(model, ids, positions, keep)
+    return final_hidden(model, ids, positions, keep)
+
+
+def _sum(original: PreTrainedModel, teacher_hidden: Tensor, model: PreTrainedModel, hidden: Tensor) -> float:
+    """Forward KL summed over tokens."""
     teacher_scale, teacher_softcap = head_scaling(original.config)
     scale, softcap = head_scaling(model.config)
     total = fused_linear_kl(
@@ -62,10 +101,10 @@ def _row(original: PreTrainedModel, model: PreTrainedModel, batch: dict[str, Ten
         softcap=softcap,
         teacher_softcap=teacher_softcap,
     )
-    return float(total), int(keep.sum())
+    return float(total)
 
 
-def _ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
+def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     """Ratio estimate and its standard error (Cochran, Sampling Techniques, 6.4): residuals s_i - r c_i over rows."""
     num_tokens = sum(counts)
     if num_tokens == 0:

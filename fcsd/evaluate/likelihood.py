@@ -132,7 +132,6 @@ def _apply(task: Any, row: SuiteTask) -> None:
         settings["until"] = row.stop
     if settings:
         task.set_config(key="generation_kwargs", value=settings, update=True)
-    task.set_fewshot_seed(seed=FEWSHOT_SEED)
 
 
 def run_task(
@@ -143,6 +142,8 @@ def run_task(
     Each sample: doc_id, doc_hash, prompt_hash, score, target, and `completion` (generation) or
     `loglikelihoods`.
     """
+    for task in tasks.values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # a task that is run again draws the same examples
     with quiet():
         from lm_eval.evaluator import evaluate
 

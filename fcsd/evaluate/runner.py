@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ SCHEMA_VERSION = 1
 _VERSIONS = ("lm-eval", "transformers", "torch", "datasets")
 
 Samples = dict[str, list[dict[str, Any]]]
+Judge = Callable[["PreTrainedModel", str], tuple[dict[str, Any], Samples]]
 
 
 def evaluate(
@@ -56,7 +57,8 @@ def evaluate(
     Args:
         data_root: folder that holds the data sets in hub layout; None: the Hub, or its cache.
         limit: only the first items of every task (of every member, for a group of tasks); recorded in the
-        result. allow_weak_sandbox: run generated code even where it cannot be kept off the network and from
+            result.
+        allow_weak_sandbox: run generated code even where it cannot be kept off the network and from
         writing files.
 
     Raises:
@@ -64,15 +66,40 @@ def evaluate(
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
     start = time.monotonic()
+    options: dict[str, Any] = {
+        "data_root": data_root,
+        "batch_size": batch_size,
+        "limit": limit,
+        "allow_weak_sandbox": allow_weak_sandbox,
+        "progress": progress,
+    }
+    with preserved(model, tokenizer), judging(tokenizer, suite, **options) as judge:
+        result, samples = judge(model, name)
+    return result | {"wall_s": time.monotonic() - start}, samples
+
+
+@contextlib.contextmanager
+def judging(
+    tokenizer: "PreTrainedTokenizerBase",
+    suite: Suite,
+    *,
+    data_root: Path | None,
+    batch_size: int,
+    limit: int | None = None,
+    allow_weak_sandbox: bool = False,
+    progress: bool = True,
+) -> Iterator[Judge]:
+    """`evaluate` for one model after another, as a function of model and name; data and sandbox are prepared once.
+
+    Raises: as `evaluate`.
+    """
     for text, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and value < 1:
             raise UserError(f"{text}: must be at least 1, got {value}")
     if data_root is not None and not data_root.is_dir():
         raise UserError(f"{data_root}: no such folder (data root)")
-    samples: Samples = {}
     layers: dict[str, Any] | None = None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved(model, tokenizer))
         prepared: dict[str, Any] = {}
         for row in suite.tasks:
             if row.kind == "code":
@@ -88,22 +115,43 @@ def evaluate(
                 scorers[row.task] = stack.enter_context(scorer)
                 scorer.self_check(prepared[row.task], progress=progress)
                 layers = scorer.layers
-        model.eval()
-        wrapper = None
-        for row in suite.tasks:
-            if row.kind == "code":
-                samples[row.task] = _run_code(
-                    model, tokenizer, row, prepared[row.task], scorers[row.task], batch_size, progress
-                )
-            else:
-                if wrapper is None:
-                    wrapper = likelihood.language_model(
-                        model, tokenizer, batch_size=batch_size, progress=progress
-                    )
-                samples[row.task] = likelihood.run_task(wrapper, row, prepared[row.task], limit)
+
+        def judge(model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
+            start = time.monotonic()
+            samples: Samples = {}
+            with preserved(model, tokenizer):
+                model.eval()
+                wrapper = None
+                for row in suite.tasks:
+                    if row.kind == "code":
+                        samples[row.task] = _run_code(
+                            model, tokenizer, row, prepared[row.task], scorers[row.task], batch_size, progress
+                        )
+                        continue
+                    if wrapper is None:
+                        wrapper = likelihood.language_model(
+                            model, tokenizer, batch_size=batch_size, progress=progress
+                        )
+                    samples[row.task] = likelihood.run_task(wrapper, row, prepared[row.task], limit)
+            settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
+            result = _result(model, tokenizer, suite, samples, settings, name)
+            return result | {"sandbox": layers, "wall_s": time.monotonic() - start}, samples
+
+        yield judge
+
+
+def _result(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    suite: Suite,
+    samples: Samples,
+    settings: Mapping[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    data_root = settings["data_root"]
     tasks = {row.task: _task_result(row, samples[row.task], data_root) for row in suite.tasks}
     mean, error = plain_mean([(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]])
-    result = {
+    return {
         "schema_version": SCHEMA_VERSION,
         "suite": suite.name,
         "model": name,
@@ -111,8 +159,7 @@ def evaluate(
         "mean": mean,
         "mean_stderr": error,
         "settings": {
-            "limit": limit,
-            "batch_size": batch_size,
+            **settings,
             "data_root": None if data_root is None else str(data_root),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": model.device.type,
@@ -122,10 +169,7 @@ def evaluate(
             "suite": suite.model_dump(mode="json", exclude={"folder"}),
             "versions": {"python": platform.python_version(), **_versions()},
         },
-        "sandbox": layers,
-        "wall_s": time.monotonic() - start,
     }
-    return result, samples
 
 
 def _run_code(
