@@ -16,7 +16,9 @@ instance attribute would bypass it silently. For the same reason rewiring comes 
 `forward` on instances.
 """
 
+import functools
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +29,20 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one rewired layer does; the names are the family's attributes."""
+    """What one rewired layer does."""
 
-    in_norm: str
-    mlp_norm: str
-    moe: str
+    family: Any
+    """The attribute names (`fcsd.families.Family`)."""
     outdated: bool
-    """The MLP side reads o_{k-1}; otherwise o_{k-1} + attn_k."""
+    """The MLP side reads the stream without attn_k; otherwise with it."""
     carry: bool
     """The next layer's attention reads o_k - routed_k, so this layer returns the pair."""
-    block_shared: str | None = None
-    layer_shared: str | None = None
-    residual_multiplier: str | None = None
+    block_shared: bool
+    """The MoE block has been swapped for one that hands out its shared expert's output."""
+    layer_shared: bool
+    """A shared expert stands beside the MoE block."""
+    shared_scale: float
+    """Factor on the shared expert's output in the block's sum."""
 
 
 class _View:
@@ -52,6 +56,15 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+class _Callable(_View):
+    """A function in a module's place, which `isinstance` takes for the module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    __class__ = property(lambda self: type(self._module))  # type: ignore[assignment]
 
 
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
@@ -106,6 +119,97 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
     return _CLASSES[base, kind]
 
 
+def _kept(layer: Any, rule: str, name: str | None, stream: torch.Tensor) -> torch.Tensor:
+    """What the layer's residual connection makes of `stream` when its branch gives nothing."""
+    if name is None:
+        return stream
+    value = getattr(layer, name)
+    if rule == "gate":
+        return value(stream, torch.zeros_like(stream))
+    return stream * (math.sqrt((value - 1) / value) if rule == "depth" else value)
+
+
+class _Pass:
+    """One forward pass of a rewired layer: the calls that its stand-in `self` answers."""
+
+    def __init__(self, layer: Any, o: torch.Tensor, attention_input: torch.Tensor | None) -> None:
+        self.layer = layer
+        self.plan: Any = layer.farskip_plan
+        self.family = self.plan.family
+        self.norms = getattr(layer, self.family.norms) if self.family.norms else layer
+        self.o = o
+        self.a = o if attention_input is None else attention_input
+        self.after_attention: Any = None
+        self.shared_output: Any = None
+
+    def norm(self, name: str | None, x: torch.Tensor) -> Any:
+        return getattr(self.norms, name)(x) if name else x
+
+    def kept(self, side: int, stream: torch.Tensor) -> torch.Tensor:
+        return _kept(self.layer, self.family.residual, self.family.residual_names[side], stream)
+
+    def overrides(self) -> dict[str, Any]:
+        layer, family, plan = self.layer, self.family, self.plan
+        moe: Any = self.moe
+        if family.moe_isinstance:
+            moe = _Callable(getattr(layer, family.moe), {"function": moe})
+        if family.layout == "post_norm":
+            return {family.attention: self.attention, family.moe: moe}
+        norms: dict[str, Any] = {family.in_norm: self.in_norm}
+        if family.layout == "parallel":
+            return norms | {family.attention: self.attention, family.moe: moe}
+        for name in family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,):
+            norms[name] = functools.partial(self.mlp_norm, name)
+        if family.norms:
+            norms = {family.norms: functools.partial(type(self.norms).forward, _View(self.norms, norms))}
+        if plan.carry and plan.layer_shared:
+            norms[family.layer_shared] = self.layer_shared
+        return norms | ({family.moe: moe} if plan.block_shared else {})
+
+    def in_norm(self, _: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.family.in_norm, self.a)
+
+    def mlp_norm(self, name: str, h: torch.Tensor) -> Any:
+        if self.after_attention is None:
+            self.after_attention = h  # the residual connection after attention is already in it
+        return self.norm(name, self.kept(0, self.o).reshape(h.shape) if self.plan.outdated else h)
+
+    def attention(self, *args: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if self.family.layout == "post_norm":
+            hidden_states = self.norm(self.family.in_norm, self.a)
+        out = getattr(self.layer, self.family.attention)(*args, hidden_states=hidden_states, **kwargs)
+        if self.family.layout == "parallel":
+            self.after_attention = self.o + out[0]
+        return out
+
+    def moe(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        family = self.family
+        if family.layout == "parallel":
+            x = self.norm(family.in_norm, self.o)
+        if family.layout == "post_norm":
+            self.after_attention = x
+            if self.plan.outdated:
+                x = self.norm(family.mlp_norm, self.kept(0, self.norm(family.in_norm, self.o)))
+        out = getattr(self.layer, family.moe)(x, *args, **kwargs)
+        if self.plan.block_shared:
+            out, self.shared_output = out
+        return out
+
+    def layer_shared(self, x: torch.Tensor) -> torch.Tensor:
+        self.shared_output = getattr(self.layer, self.family.layer_shared)(x)
+        return self.shared_output
+
+    def partial(self) -> torch.Tensor:
+        """o_k - routed_k."""
+        rest = self.kept(1, self.after_attention)
+        if self.shared_output is None:
+            return rest
+        shared_output = self.shared_output.reshape(rest.shape) * self.plan.shared_scale
+        if self.family.residual_multiplier:
+            shared_output = shared_output * getattr(self.layer, self.family.residual_multiplier)
+        return rest + shared_output
+
+
 def layer_class(base: type) -> type:
     """The decoder layer that follows its `farskip_plan`; without one (an MTP layer, say) it is the regular
     layer."""
@@ -119,52 +223,36 @@ def layer_class(base: type) -> type:
         if self.farskip_plan is None:
             return base_call(self, hidden_states, *args, **kwargs)
         o, attention_input = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
-        return base_call(self, o, attention_input, *args, **kwargs)
+        side = self.farskip_plan.family.side_output
+        if side and isinstance(kwargs[side], tuple):
+            attention_input, kwargs[side] = kwargs[side]
+        out = base_call(self, o, attention_input, *args, **kwargs)
+        if side and self.farskip_plan.carry:
+            return out[0], (out[1], out[2])  # what the loop hands on by the name `side`
+        return out
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan: Any = self.farskip_plan
         if plan is None:
             return base_forward(self, o, *args, **kwargs)
-        attention_input, args = args[0], args[1:]
-        after_attention: Any = None
-        shared_output: Any = None
-
-        def in_norm(_: torch.Tensor) -> torch.Tensor:
-            return getattr(self, plan.in_norm)(o if attention_input is None else attention_input)
-
-        def mlp_norm(h: torch.Tensor) -> torch.Tensor:
-            nonlocal after_attention
-            after_attention = h  # o_{k-1} + attn_k, with the residual multiplier already in it
-            return getattr(self, plan.mlp_norm)(o if plan.outdated else h)
-
-        def moe(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal shared_output
-            out, shared_output = getattr(self, plan.moe)(x, *args, **kwargs)
-            return out
-
-        def layer_shared(x: torch.Tensor) -> torch.Tensor:
-            nonlocal shared_output
-            shared_output = getattr(self, plan.layer_shared)(x)
-            return shared_output
-
-        overrides: dict[str, Any] = {plan.in_norm: in_norm, plan.mlp_norm: mlp_norm}
-        if plan.carry and plan.block_shared:
-            overrides[plan.moe] = moe
-        if plan.carry and plan.layer_shared:
-            overrides[plan.layer_shared] = layer_shared
-        out = base_forward(_View(self, overrides), o, *args, **kwargs)
+        run = _Pass(self, o, args[0])
+        out = base_forward(_View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out
-        if shared_output is None:
-            return out, after_attention
-        shared_output = shared_output.reshape(after_attention.shape)
-        if plan.residual_multiplier:
-            shared_output = shared_output * getattr(self, plan.residual_multiplier)
-        return out, after_attention + shared_output
+        # Flat also beside a second output: re-entrant checkpointing sees no tensors inside tuples.
+        return (out[0], run.partial(), out[1]) if isinstance(out, tuple) else (out, run.partial())
 
     namespace = {"__call__": __call__, "forward": forward, "farskip_plan": None}
     _CLASSES[base, kind] = _generated(base, kind, namespace)
     return _CLASSES[base, kind]
+
+
+def _edit_streams(model: Any, method: str, hidden_states: Any, *args: Any) -> Any:
+    """The model's own edit of the stream between layers, on both members of the pair."""
+    edit = getattr(type(model), method)
+    if isinstance(hidden_states, tuple):
+        return tuple(edit(model, stream, *args) for stream in hidden_states)
+    return edit(model, hidden_states, *args)
 
 
 def __getattr__(qualname: str) -> Any:
@@ -208,6 +296,9 @@ def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
 def unrewire(model: nn.Module) -> None:
     """Give every rewired module its own class back; the model is then bit-identical to the original."""
     for module in model.modules():
+        for name, value in tuple(vars(module).items()):
+            if isinstance(value, functools.partial) and value.func is _edit_streams:
+                delattr(module, name)
         if "farskip_base" in vars(type(module)):
             module.__dict__.pop("farskip_plan", None)
             module.__class__ = type(module).farskip_base  # type: ignore[attr-defined]
@@ -240,8 +331,8 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
     if any(not isinstance(k, int) or not 0 <= k < len(stack) for k in selected):
         raise ValueError(f"config.farskip: layers {sorted(selected)} of a model with {len(stack)} layers")
     for k in sorted(selected):
-        block = getattr(stack[k], family.moe)
-        if "forward" in vars(stack[k]) or "forward" in vars(block):
+        inner = (name for name in (family.moe, family.norms) if name)
+        if any("forward" in vars(module) for module in (stack[k], *(getattr(stack[k], n) for n in inner))):
             raise ValueError(
                 f"layer {k} has its own `forward` (from device_map, accelerate hooks or kernels), which would"
                 " bypass the rewiring; convert the model before them, or load it with"
@@ -252,21 +343,27 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
         layer: Any = stack[k]
         block = getattr(layer, family.moe)
         carry = attention == "partial" and type(block).__name__ == family.moe_block and k + 1 in selected
-        has_layer_shared = family.layer_shared and getattr(layer, family.layer_shared) is not None
-        has_block_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
-        if carry and has_block_shared:
+        has_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
+        block_shared = bool(carry and family.additive and has_shared)
+        if block_shared:
             block.__class__ = block_class(
                 type(block), family.block_shared, family.block_gate, family.shared_in_place
             )
+        averaged = family.shared_average and getattr(block, family.shared_average, None) == "average"
         layer.__class__ = layer_class(type(layer))
         layer.farskip_plan = LayerPlan(
-            in_norm=family.in_norm,
-            mlp_norm=family.mlp_norm,
-            moe=family.moe,
+            family=family,
             outdated=mlp == "outdated",
             carry=carry,
-            block_shared=family.block_shared if has_block_shared else None,
-            layer_shared=family.layer_shared if has_layer_shared else None,
-            residual_multiplier=family.residual_multiplier,
+            block_shared=block_shared,
+            layer_shared=bool(family.layer_shared and getattr(layer, family.layer_shared) is not None),
+            shared_scale=0.5 if averaged else 1.0,
         )
+    if family.stream_edit:
+        # On the instance: transformers looks what to record up by the model's class, which must stay its own.
+        for module in model.modules():
+            if getattr(module, "layers", None) is stack:
+                setattr(
+                    module, family.stream_edit, functools.partial(_edit_streams, module, family.stream_edit)
+                )
     return sorted(selected)

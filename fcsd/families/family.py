@@ -10,8 +10,18 @@ from typing import Any, Literal
 class Family:
     """Names of one family, in the spelling of its upstream modeling file.
 
-    Every family here has the pre-norm layer `h = o + c·attn(in_norm(o)); o' = h + c·moe(mlp_norm(h))`, where
-    c is 1 or the layer's `residual_multiplier`.
+    The layers of all families, A for attention, M for the MLP or MoE block, N for norms (also those behind a
+    branch), c the residual multiplier or 1:
+
+        pre_norm    h = r(o) + c·A(N(o));   o' = r(h) + c·M(N(h))
+        post_norm   x = N(o);  h = N(r(x) + A(x));   o' = r(h) + M(h)      a norm may be missing
+        parallel    o' = o + A(N(o)) + M(N(o))
+
+    r is what a residual connection keeps of the stream: all (sum), a factor times it (factor), sqrt((i-1)/i)
+    times it for the i-th sum of the model (depth), or a learned factor a channel (gate). A rewired layer
+    computes the same with two changes. Attention's branch reads o without the routed output of the layer
+    before: what r leaves of h, plus the shared output. The MLP's branch reads h without A: r(o), in post_norm
+    N(r(x)); in parallel that is what it reads anyway.
     """
 
     model_type: str
@@ -28,12 +38,21 @@ class Family:
     """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have a class each."""
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
-    in_norm: str = "input_layernorm"
+    layout: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
+    """Where the branches leave the stream; the equations are above."""
+    in_norm: str | None = "input_layernorm"
     """Attribute of the layer: norm before attention."""
-    mlp_norm: str = "post_attention_layernorm"
-    """Attribute of the layer: norm before the MoE block (its input is the stream after attention)."""
+    mlp_norm: str | tuple[str, ...] | None = "post_attention_layernorm"
+    """Attribute of the layer: norm before the MoE block; several attributes where several modules read the
+    stream after attention, and the first of them reads all of it."""
+    norms: str | None = None
+    """Attribute of the layer: module that holds both norms (and attention), where the layer itself does not."""
+    attention: str = "self_attn"
+    """Attribute of the layer: attention; read only where `layout` is not pre_norm."""
     moe: str = "mlp"
     """Attribute of the layer: MoE block, or the dense MLP of a dense layer."""
+    moe_isinstance: bool = False
+    """The layer asks for the class of its MoE block."""
     block_shared: str | None = None
     """Attribute of the MoE block: its shared expert, where it has one."""
     block_gate: str | None = None
@@ -42,8 +61,22 @@ class Family:
     """The MoE block adds the routed output into the shared expert's output in place."""
     layer_shared: str | None = None
     """Attribute of the layer: shared expert beside the MoE block; may be None in a given model."""
+    shared_average: str | None = None
+    """Attribute of the MoE block: "average" where its output is (shared + routed) / 2."""
+    additive: bool = True
+    """shared + routed is what the stream gets. False: a norm or a convolution follows the sum, so that no part
+    of it can be taken out, and all of it counts as routed."""
     residual_multiplier: str | None = None
     """Attribute of the layer: factor on both residual branches."""
+    residual: Literal["sum", "factor", "depth", "gate"] = "sum"
+    """What the residual connections keep of the stream; r below."""
+    residual_names: tuple[str | None, str | None] = (None, None)
+    """Attributes of the layer, at attention and at the MLP: the factor; the index of a depth-scaled sum; the
+    gate module. None keeps all."""
+    side_output: str | None = None
+    """The layer returns a second value, which the model's loop hands to the next layer by this name."""
+    stream_edit: str | None = None
+    """Method of the model that edits the stream between layers; it is applied to what is in flight as well."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
     reference: Literal["written", "generic"] = "generic"

@@ -11,12 +11,22 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
 from fcsd.families import FAMILIES, moe_mask
 from fcsd.testing import reference_forward, tiny_model
+from fcsd.testing.configs import TINY
+from fcsd.testing.reference import MOE
+from fcsd.testing.surgery import surgery_forward
 
-FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+FAMILY_NAMES = sorted(FAMILIES)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 # Float32, another order of summation; the logits are about 5 in size, a wrong wiring is off by more than 1.
 TOLERANCE = 5e-5
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("sdpa", "gpt_oss"): "its attention sinks have no sdpa path",
+    ("packed", "gpt_oss"): "its masks are built without position ids",
+}
+"""(contract, family) -> what the original of transformers 5.23 does not do either. The tests show it on the
+original, so that an exception that is no longer needed fails."""
 
 
 def tokens(rows: int = 2, length: int = 11, seed: int = 3) -> torch.Tensor:
@@ -43,25 +53,44 @@ def resolved(model, selection):
     return resolve_layers(selection, moe_mask(model.config, FAMILIES[model.config.model_type]))
 
 
-def test_every_supported_family_has_a_tiny_model_and_a_reference():
-    from fcsd.testing.reference import MOE
-    from fcsd.testing.tiny import TINY
+def stack_of(model):
+    return rewire.decoder_layers(model, FAMILIES[model.config.model_type.removeprefix("farskip_")])
 
+
+def excepted(contract, family, original_fails):
+    """True where the family is an exception, after showing that the original fails, too."""
+    if (contract, family) not in EXCEPTIONS:
+        return False
+    assert original_fails(), f"{family}, {contract}: the original can do it now; delete the exception"
+    return True
+
+
+def test_every_supported_family_has_a_tiny_model_and_a_reference():
     assert FAMILIES.keys() == TINY.keys()
-    assert set(FAMILY_NAMES) == MOE.keys()
+    written = {name for name, family in FAMILIES.items() if family.reference == "written"}
+    assert written == MOE.keys()
+    assert len(written) >= 14
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_converted_model_computes_the_equations(family, implementation, padded):
-    if family == "gpt_oss":
-        implementation = "eager"  # its attention sinks have no sdpa path
+    def original_refuses():
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            tiny_model(family, attn_implementation=implementation)
+        return True
+
+    if excepted(implementation, family, original_refuses):
+        return
     x = tokens()
     mask = left_padding(*x.shape) if padded else None
     kept = slice(None) if mask is None else mask.bool()
     model = tiny_model(family, attn_implementation=implementation)
-    for selection, (attention, mlp) in itertools.product(SELECTIONS, SIDES):
+    cases = itertools.product(SELECTIONS, SIDES)
+    if FAMILIES[family].reference == "generic":
+        cases = [*itertools.product(["all"], SIDES), *itertools.product(SELECTIONS[1:], SIDES[:1])]
+    for selection, (attention, mlp) in cases:
         unconvert_model(model)
         layers = resolved(model, selection)
         expected, _ = reference(model, x, layers, attention, mlp, attention_mask=mask)
@@ -84,6 +113,12 @@ def test_the_regular_model_computes_the_reference_without_farskip_layers(family)
         ("qwen3_moe", {"decoder_sparse_step": 2}),
         ("qwen2_moe", {"mlp_only_layers": [1, 3]}),
         ("deepseek_v2", {"first_k_dense_replace": 2}),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}),
+        ("jamba", {"expert_layer_period": 2}),
+        ("lfm2_moe", {"num_dense_layers": 2}),
+        ("qwen3_next", {"mlp_only_layers": [1, 3]}),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}),
+        ("laguna", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
     ],
 )
 @pytest.mark.parametrize("sides", SIDES)
@@ -125,38 +160,55 @@ def test_recorded_hidden_states_are_the_full_streams(family):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_generating_with_the_cache_gives_what_full_passes_give(family):
     model, x = tiny_model(family), tokens(length=9)
-    convert_model(model, Connectivity("all"))
     mask = left_padding(*x.shape)
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    made = [model.generate(x, attention_mask=mask, use_cache=cache, **settings) for cache in (True, False)]
-    assert torch.equal(*made)
-    with torch.no_grad():
-        step = model(x[:, :6], use_cache=True)
-        rest = model(x[:, 6:], past_key_values=step.past_key_values, use_cache=True).logits
-    assert (torch.cat([step.logits, rest], dim=1) - logits(model, x)).abs().max() < TOLERANCE
+
+    @torch.no_grad()
+    def difference(*cuts):
+        """Largest difference to the logits of one pass when the tokens come in parts."""
+        parts, cache = [], None
+        for start, end in itertools.pairwise((0, *cuts, x.shape[1])):
+            out = model(x[:, start:end], past_key_values=cache, use_cache=True)
+            parts.append(out.logits)
+            cache = out.past_key_values
+        return (torch.cat(parts, dim=1) - logits(model, x)).abs().max()
+
+    def made(cache):
+        return model.generate(x, attention_mask=mask, use_cache=cache, **settings)
+
+    if not excepted("cache", family, lambda: difference(6, 7, 8) > 0.01):
+        convert_model(model, Connectivity("all"))
+        assert torch.equal(made(True), made(False))
+        assert difference(6, 7, 8) < TOLERANCE
+        unconvert_model(model)
+    if not excepted("cache of several tokens", family, lambda: difference(6) > 0.01):
+        convert_model(model, Connectivity("all"))
+        assert difference(6) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_gradient_checkpointing_does_not_change_gradients(family):
     x = tokens()
-    model = tiny_model(family)
-    convert_model(model, Connectivity("all"))
-    model.train()
+    model = tiny_model(family).train()
 
     def gradients():
         model.zero_grad()
+        torch.manual_seed(0)  # routers that sample in training
         loss = model(x, labels=x, use_cache=False).loss
         loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
+    original = gradients()
+    convert_model(model, Connectivity("all"))
     plain = gradients()
-    assert len(plain) == len(list(model.parameters()))
+    assert plain.keys() == original.keys()
     for reentrant in (False, True):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
         runs = []
-        hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023
+        moe = getattr(stack_of(model)[1], FAMILIES[family].moe)
+        hook = moe.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023
         checkpointed = gradients()
         hook.remove()
         model.activation_checkpointing_disable()
@@ -176,9 +228,7 @@ def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
         packed = logits(model, torch.cat(parts, dim=1), position_ids=positions)
         return (packed - torch.cat([logits(model, part) for part in parts], dim=1)).abs().max()
 
-    if family == "gpt_oss":
-        # transformers 5.23 builds its masks without position ids: the original mixes packed sequences too.
-        assert error() > 1
+    if excepted("packed", family, lambda: error() > 0.01):
         return
     assert error() < TOLERANCE
     convert_model(model, Connectivity("all"))
@@ -188,7 +238,7 @@ def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_gradients_are_those_of_the_equations(family):
     model, x = tiny_model(family), tokens(2, 6)
-    weights = {name: p for name, p in model.named_parameters() if ".layers." in name}
+    weights = {name: p for name, p in stack_of(model).named_parameters() if p.requires_grad}
 
     def gradients(output):
         loss = torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), x[:, 1:].flatten())
@@ -198,19 +248,41 @@ def test_gradients_are_those_of_the_equations(family):
     convert_model(model, Connectivity("all"))
     actual = gradients(model(x, use_cache=False).logits)
     for name, a, e in zip(weights, actual, expected, strict=True):
+        if e is None:  # the choice of experts or of what is attended to has no gradient
+            assert a is None or not a.any(), name
+            continue
         assert (a - e).abs().max() < 1e-5 * max(1.0, float(e.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    ("family", "jitter"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.2}),
+        ("minimax_m2", {"router_jitter_noise": 0.2}),
+        ("phimoe", {"input_jitter_noise": 0.2}),
+    ],
+)
+def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(family, jitter):
+    model, x = tiny_model(family, **jitter).train(), tokens()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        expected, _ = surgery_forward(model, x, range(4))
+    torch.manual_seed(1)
+    logits(model, x)  # the reference begins with a pass of the model, which draws as many numbers
+    convert_model(model, Connectivity("all"))
+    assert (logits(model, x) - expected).abs().max() < TOLERANCE
 
 
 MUTANTS = {
     "the MLP side uses the norm of attention": (
-        "getattr(self, plan.mlp_norm)(o",
-        "getattr(self, plan.in_norm)(o",
+        "self.norm(name, self.kept",
+        "self.norm(self.family.in_norm, self.kept",
     ),
-    "attention gets the full stream": ("o if attention_input is None else attention_input", "o"),
-    "the MLP side sees attention": ("o if plan.outdated else h", "h"),
-    "the shared experts stay in flight": ("out, after_attention + shared_output", "out, after_attention"),
+    "attention gets the full stream": ("self.a = o if attention_input is None else attention_input", "self.a = o"),
+    "the MLP side sees attention": ("self.kept(0, self.o).reshape(h.shape) if self.plan.outdated else h", "h"),
+    "the shared experts stay in flight": ("return rest + shared_output", "return rest"),
     "the residual multiplier is forgotten": (
-        "shared_output * getattr(self, plan.residual_multiplier)",
+        "shared_output * getattr(self.layer, self.family.residual_multiplier)",
         "shared_output",
     ),
     "the sigmoid gate is forgotten": (
