@@ -1,6 +1,7 @@
 """The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -62,6 +63,16 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.set_defaults(run=run)
         return sub
+
+    inspect = command(
+        "inspect",
+        _inspect,
+        "What a checkpoint is, what would be rewired, and what that needs; weights are not loaded.",
+        "Of a hub id only config.json is fetched.",
+    )
+    inspect.add_argument("model", metavar="MODEL", help="hub id or local folder")
+    inspect.add_argument("--revision", help="revision of a hub id")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
 
     convert = command(
         "convert",
@@ -176,6 +187,13 @@ def _recipe_arguments(parser: argparse.ArgumentParser, *, with_variant: bool) ->
         parser.add_argument("--variant", help="one of the recipe's variants instead of its main distillation")
 
 
+def _inspect(arguments: argparse.Namespace) -> None:
+    from fcsd.inspect import inspect_model, report_table
+
+    facts = inspect_model(arguments.model, arguments.revision)
+    print(json.dumps(facts, indent=2) if arguments.json else report_table(facts))
+
+
 def _connectivity(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     """None where nothing is chosen: AMD's Instella checkpoints then keep what their config says."""
     from fcsd.connectivity import Connectivity
@@ -249,10 +267,10 @@ _RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from fcsd import stages
+    from fcsd.evaluate.stage import evaluate_checkpoint
 
     _quiet_transformers()
-    stages.evaluate_checkpoint(
+    evaluate_checkpoint(
         arguments.model,
         suite=arguments.suite,
         data_root=arguments.data_root,

@@ -1,0 +1,82 @@
+"""The config of a folder or Hub repository, and the sizes of its weight files, where there are any."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.checkpoint import CONFIG, INDEX, read_json
+from fcsd.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """What can be known of a checkpoint from its small files."""
+
+    config: dict[str, Any]
+    where: str
+    """What an error about the config names."""
+    file_sizes_bytes: dict[str, int]
+    """Weight file -> size; empty where there are none, or where the Hub does not tell."""
+    missing_files: tuple[str, ...]
+    """Weight files that the index names and that are not there."""
+
+
+def find_source(path: str | Path, revision: str | None = None) -> Source:
+    """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
+
+    Raises:
+        UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a
+            local folder.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
+            )
+        return _local(folder)
+    if folder.exists():
+        raise UserError(
+            f"{path}: is a file; a checkpoint is a folder with {CONFIG}, or owner/name on the Hub"
+        )
+    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+        raise UserError(
+            f"{path}: no such folder; a checkpoint is a folder with {CONFIG}, or owner/name on the Hub"
+        )
+    return _remote(path, revision)
+
+
+def _local(folder: Path) -> Source:
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    missing: tuple[str, ...] = ()
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{folder / INDEX}: weight_map is missing; fetch the file again")
+        names = sorted(set(weight_map.values()))
+        missing = tuple(name for name in names if name not in sizes)
+        sizes = {name: sizes[name] for name in names if name in sizes}
+    return Source(read_json(folder / CONFIG), str(folder / CONFIG), sizes, missing)
+
+
+def _remote(name: str, revision: str | None) -> Source:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        file = Path(hf_hub_download(name, CONFIG, revision=revision))
+    except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository of this name: {reason}"
+        ) from None
+    try:
+        files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+    except Exception:  # the sizes are an extra: a cached config is enough
+        files = []
+    sizes = {
+        file.rfilename: file.size
+        for file in files
+        if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
+    }
+    return Source(read_json(file), f"{name}: {CONFIG}", dict(sorted(sizes.items())), ())

@@ -1,0 +1,69 @@
+"""Bytes that conversion, distillation and serving need. Standard library only.
+
+Distillation keeps, in every process (`fcsd distill` shards nothing), the frozen teacher in the dtype of the
+checkpoint and the student in `train.dtype`, with a gradient and the two moments of AdamW in the student's dtype
+(torch makes them like the parameter). Activations, and the copies that autocast (`train.bf16`) makes of a
+layer's weights, come on top.
+
+Serving holds the weights in bfloat16 and a key-value cache in bfloat16. With multi-head latent attention an
+engine caches `kv_lora_rank + qk_rope_head_dim` numbers a token and layer (vLLM, SGLang); `generate` of
+transformers caches the expanded keys and values instead.
+"""
+
+from typing import Any
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_TOKENS = 1024
+
+
+def distillation_bytes(num_parameters: int, teacher_dtype: str, student_dtype: str) -> dict[str, int]:
+    """Bytes of one full copy: {"teacher", "student", "gradients", "optimizer", "total"}."""
+    one = num_parameters * BYTES[student_dtype]
+    parts = {
+        "teacher": num_parameters * BYTES[teacher_dtype],
+        "student": one,
+        "gradients": one,
+        "optimizer": 2 * one,
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS, *, latent: bool = True) -> int | None:
+    """Bytes of one sequence's key-value cache in bfloat16, or None where the config does not tell.
+
+    Args:
+        config: the config object of the decoder layers. `layer_types` says which layers keep only a window
+            (`sliding_window`, `attention_chunk_size`) and which keep no keys and values at all (linear
+            attention, convolution, mamba; their state does not grow and is not counted).
+        num_tokens: length of the sequence.
+        latent: cache the latent of multi-head latent attention; False expands it, as transformers does.
+    """
+    per_token = _numbers_per_token(config, latent)
+    if per_token is None:
+        return None
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    numbers = 0
+    for kind in kinds[: config.num_hidden_layers]:
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention", "attention"):
+            continue
+        window = {
+            "sliding_attention": getattr(config, "sliding_window", None),
+            "chunked_attention": getattr(config, "attention_chunk_size", None),
+        }.get(kind)
+        numbers += per_token * min(num_tokens, window or num_tokens)
+    return BYTES["bfloat16"] * numbers
+
+
+def _numbers_per_token(config: Any, latent: bool) -> int | None:
+    """Cached numbers a token and attention layer."""
+    heads = getattr(config, "num_attention_heads", None)
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:
+        if latent:
+            return int(rank + config.qk_rope_head_dim)
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    if not isinstance(heads, int):
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * kv_heads * head_dim)

@@ -1,0 +1,294 @@
+"""The facts about one checkpoint, as plain data."""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fcsd.connectivity.aliases import INSTELLA_KEYS, from_instella, has_instella_keys
+from fcsd.connectivity.spec import Connectivity, resolve_layers
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of, moe_mask, text_config
+from fcsd.inspect.checkpoint import Source, find_source
+from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes, distillation_bytes
+
+SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
+
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "n_experts",
+)
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+    "experts_per_token",
+)
+
+
+def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Everything that can be told about a checkpoint from its config.
+
+    Nothing is loaded and no code of the checkpoint runs. A family that cannot be converted is not an error:
+    `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
+
+    Returns:
+        JSON data: model, revision, model_type, architecture, quantization, family, can_be_converted, reason,
+        connectivity, layers, experts, selections, parameters, files, memory. Unknown values are None.
+
+    Raises:
+        UserError: no such checkpoint; a config that is damaged, or that transformers refuses.
+    """
+    source = find_source(path, revision)
+    raw = source.config
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UserError(
+            f"{source.where}: model_type is missing; a Hugging Face checkpoint names its family there"
+        )
+    if model_type.startswith(PREFIX) and "farskip" not in raw:
+        raise UserError(
+            f"{source.where}: model_type '{model_type}' without the field farskip; convert the original again"
+        )
+    facts: dict[str, Any] = {
+        "model": str(path),
+        "revision": revision,
+        "model_type": model_type,
+        "architecture": next(iter(raw.get("architectures") or []), None),
+        "quantization": _quantization(raw),
+    }
+    family = FAMILIES.get(base_model_type(model_type))
+    if family is None:
+        facts |= _of_another_family(raw, source)
+    else:
+        facts |= _of_a_family(raw, family, source)
+    facts["files"] = _files(source)
+    facts["memory"] = _memory(facts, facts.pop("cache"), raw)
+    return facts
+
+
+def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict[str, Any]:
+    from fcsd.connectivity.modeling import base_model_class
+    from fcsd.inspect.parameters import add_to, count_parameters
+
+    cls = base_model_class(family)
+    config = _config_object(cls.config_class, raw, family.model_type, source)
+    mask = moe_mask(config, family)
+    text = text_config(config, family)
+    per_token = _first(text, _EXPERTS_PER_TOKEN)
+    parameters = count_parameters(_on_meta(cls._from_config, config, source), family, per_token)
+    reason = None
+    try:
+        family_of(config)
+    except UserError as error:
+        reason = str(error)
+    if raw.get("gated_attention") and has_instella_keys(raw):
+        # One square gate a layer, from hidden size to all heads' values (AMD's modeling_instella_moe.py).
+        gate = text.hidden_size * text.num_attention_heads * text.v_head_dim
+        parameters = add_to(parameters, "attention", len(mask) * gate)
+        reason = (
+            "gated_attention: AMD's attention gate is not in transformers; the checkpoint already is FarSkip,"
+            " and runs with AMD's own code"
+        )
+    connectivity, problem = _connectivity(raw, mask, source)
+    shared = bool(parameters["parts"].get("shared_experts"))
+    return {
+        "family": family.model_type,
+        "can_be_converted": reason is None and problem is None,
+        "reason": reason or problem,
+        "connectivity": connectivity,
+        "layers": {
+            "total": len(mask),
+            "moe": [index for index, is_moe in enumerate(mask) if is_moe],
+            "dense": [index for index, is_moe in enumerate(mask) if not is_moe],
+        },
+        "experts": {"routed": _first(text, _EXPERTS), "per_token": per_token, "shared": shared},
+        "selections": dict(_selections(mask)) if any(mask) else {},
+        "parameters": parameters,
+        "cache": _cache(text),
+    }
+
+
+def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """What transformers' own classes tell of a family that is not on the list; no remote code runs."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(raw["model_type"])
+    try:
+        family_of(raw)
+        reason = None
+    except UserError as error:
+        reason = str(error)
+    known = model_type in CONFIG_MAPPING
+    config = _config_object(CONFIG_MAPPING[model_type], raw, model_type, source) if known else None
+    text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
+    total = _total(config) if config is not None else None
+    num_layers = getattr(text, "num_hidden_layers", None)
+    return {
+        "family": None,
+        "can_be_converted": False,
+        "reason": reason,
+        "connectivity": None,
+        "layers": {"total": num_layers, "moe": None, "dense": None},
+        "experts": {
+            "routed": _first(text, _EXPERTS),
+            "per_token": _first(text, _EXPERTS_PER_TOKEN),
+            "shared": None,
+        },
+        "selections": {},
+        "parameters": None if total is None else {"total": total, "active": None, "parts": {}},
+        "cache": _cache(text) if config is not None else None,
+    }
+
+
+def _config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, source: Source) -> Any:
+    left = ("farskip", "auto_map", *INSTELLA_KEYS)
+    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
+    try:
+        with _quiet():
+            return config_class.from_dict(copy.deepcopy(values))
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"{source.where}: transformers refuses it: {' '.join(str(error).split())}") from None
+
+
+def _on_meta(build: Any, config: Any, source: Source) -> Any:
+    import torch
+
+    try:
+        with _quiet(), torch.device("meta"):
+            return build(config)
+    except Exception as error:
+        raise UserError(
+            f"{source.where}: transformers cannot build it: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _total(config: Any) -> int | None:
+    """Parameters of the largest model class that transformers has for a config, or None."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
+        try:
+            with _quiet(), torch.device("meta"):
+                return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+        except Exception:  # no such class for this config, or one that cannot be built: the next may do
+            continue
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Advice on a config is for those who run it."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _connectivity(
+    raw: Mapping[str, Any], mask: list[bool], source: Source
+) -> tuple[dict[str, Any] | None, str | None]:
+    """(the `farskip` field that the checkpoint has or means, what is wrong with it)."""
+    is_farskip = str(raw["model_type"]).startswith(PREFIX)
+    if not is_farskip and not has_instella_keys(raw):
+        return None, None
+    try:
+        if is_farskip:
+            own = Connectivity.from_field(raw["farskip"], source.where)
+        else:
+            own = from_instella(raw, mask, source.where)
+        field = own.field(mask)
+    except UserError as error:
+        return None, str(error)
+    return (field if field["layers"] else None), None
+
+
+def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for selection in SELECTIONS:
+        try:
+            layers = resolve_layers(selection, mask)
+        except UserError:  # a percentage that comes to no layer
+            layers = []
+        yield selection, {"layers": layers, "moe": sum(mask[index] for index in layers)}
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return None
+
+
+def _cache(text: Any) -> dict[str, Any] | None:
+    try:
+        first, second = (cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65))
+        begin, expanded = cache_bytes(text), cache_bytes(text, latent=False)
+    except (AttributeError, TypeError):  # a family whose attention has other names
+        return None
+    if begin is None or first is None or second is None or expanded is None:
+        return None
+    return {
+        "tokens": CACHE_TOKENS,
+        "first_bytes": begin,
+        "further_bytes": second - first,
+        "latent": bool(getattr(text, "kv_lora_rank", None)),
+        "transformers_first_bytes": expanded,
+    }
+
+
+def _quantization(raw: Mapping[str, Any]) -> str | None:
+    config = raw.get("quantization_config")
+    return str(config.get("quant_method", "unknown method")) if isinstance(config, Mapping) else None
+
+
+def _files(source: Source) -> dict[str, Any] | None:
+    sizes = source.file_sizes_bytes
+    if not sizes and not source.missing_files:
+        return None
+    return {
+        "count": len(sizes) + len(source.missing_files),
+        "missing": list(source.missing_files),
+        "total_bytes": sum(sizes.values()),
+        "largest_bytes": max(sizes.values(), default=0),
+    }
+
+
+def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = facts["parameters"]
+    if parameters is None:
+        return {"convert": None, "distill": None, "serve": None}
+    number = parameters["total"]
+    inner = raw.get("text_config")
+    text = inner if isinstance(inner, Mapping) else {}
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    teacher = dtype if dtype in BYTES else "bfloat16"
+    files = facts["files"]
+    return {
+        "convert": {
+            "at_most_bytes": files["largest_bytes"] if files else None,
+            "disk_without_links_bytes": files["total_bytes"]
+            if files
+            else None
+            if facts["quantization"]
+            else number * BYTES[teacher],
+        },
+        "distill": {
+            "teacher_dtype": teacher,
+            **{dtype: distillation_bytes(number, teacher, dtype) for dtype in ("float32", "bfloat16")},
+        },
+        "serve": {"weights_bytes": number * BYTES["bfloat16"], "cache": cache},
+    }
