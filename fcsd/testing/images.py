@@ -1,0 +1,33 @@
+"""Inputs with images for the tiny multimodal models."""
+
+from typing import Any
+
+import torch
+
+from fcsd.testing.configs.multimodal import IMAGE, IMAGES, TINY
+
+
+def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> dict[str, Any]:
+    """Two rows of text (ids 3 to 98) around one image each, at another place in each row.
+
+    Pixels are normal random numbers; their shape and the names are those that the family's processor gives.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patch_size, num_image_tokens = IMAGES[model_type]
+    text = torch.randint(3, IMAGE, (2, num_text_tokens), generator=generator)
+    image = torch.full((num_image_tokens,), IMAGE)
+    input_ids = torch.stack(
+        [torch.cat([row[:k], image, row[k:]]) for row, k in zip(text, (2, 4), strict=True)]
+    )
+    if patch_size is None:
+        vision = TINY[model_type]["vision_config"]
+        size = vision.get("image_size") or vision["sam_config"]["image_size"]
+        return {"input_ids": input_ids, "pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+    inputs = {
+        "input_ids": input_ids,
+        "pixel_values": torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, num_image_tokens]] * 2),
+    }
+    if "mrope_section" in TINY[model_type]["text_config"].get("rope_parameters", {}):
+        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    return inputs

@@ -1,0 +1,406 @@
+"""The contract of multimodal wrappers: their text stack is rewired, images go on working, the rest is left
+alone."""
+
+import copy
+import importlib
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from fcsd.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    farskip_layers,
+    load_model,
+    register,
+    resolve_layers,
+    unconvert_checkpoint,
+    unconvert_model,
+)
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES, family_of, moe_mask
+from fcsd.testing import tiny_config, tiny_model
+from fcsd.testing.configs.multimodal import IMAGE, IMAGES
+from fcsd.testing.images import image_inputs
+from fcsd.testing.reference_multimodal import MULTIMODAL_MOE, multimodal_reference_forward, text_stack
+from tests.connectivity.test_export import run_without_fcsd
+
+NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)
+SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
+# Float32, another order of summation; the logits are about 5 in size, a wrong wiring is off by more than 1.
+TOLERANCE = 5e-5
+
+
+@torch.no_grad()
+def logits(model, inputs):
+    return model(**inputs, use_cache=False).logits
+
+
+@torch.no_grad()
+def reference(model, layers, inputs, *sides):
+    return multimodal_reference_forward(model, layers, *sides, **inputs)
+
+
+def text_only(seed=1):
+    return {"input_ids": torch.randint(3, IMAGE, (2, 11), generator=torch.Generator().manual_seed(seed))}
+
+
+def left_padded(inputs, padding=3):
+    """The first row as it is behind `padding` pads, the second with its first tokens masked."""
+    rows = inputs["input_ids"].shape[0]
+    pads = torch.zeros(rows, padding, dtype=torch.long)
+    mask = torch.ones(rows, padding + inputs["input_ids"].shape[1], dtype=torch.long)
+    mask[:, :padding] = 0
+    padded = {**inputs, "input_ids": torch.cat([pads, inputs["input_ids"]], dim=1), "attention_mask": mask}
+    if "mm_token_type_ids" in inputs:
+        padded["mm_token_type_ids"] = torch.cat([pads.int(), inputs["mm_token_type_ids"]], dim=1)
+    return padded
+
+
+def tensor_shapes(folder):
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+
+
+def test_every_wrapper_has_a_reference_and_images():
+    assert set(NAMES) == MULTIMODAL_MOE.keys() == IMAGES.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_exists_upstream_and_on_the_layers(name):
+    family, model = FAMILIES[name], tiny_model(name)
+    upstream = importlib.import_module(
+        f"transformers.{family.upstream.removesuffix('.py').replace('/', '.')}"
+    )
+    for one in (family.causal_lm, family.base_model, family.decoder_layer, family.moe_block):
+        assert hasattr(upstream, one)
+    assert type(model).__name__ == family.causal_lm
+    assert type(model.config).__name__ == family.config
+    layers = text_stack(model)[0].layers
+    assert {type(layer).__name__ for layer in layers} == {family.decoder_layer}
+    blocks = [getattr(layer, family.moe) for layer in layers]
+    assert [type(block).__name__ == family.moe_block for block in blocks] == moe_mask(model.config, family)
+    for block in blocks:
+        if type(block).__name__ == family.moe_block:
+            shared = [child for child, _ in block.named_children() if "shared" in child]
+            assert sorted(shared) == sorted(filter(None, (family.block_shared, family.block_gate)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrapper_is_found_from_config_objects_and_raw_json_of_both_kinds(name):
+    config = tiny_config(name)
+    assert family_of(config) is FAMILIES[name]
+    assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
+    register(name)
+    farskip = AutoConfig.for_model(f"farskip_{name}", text_config=config.get_text_config().to_dict())
+    assert family_of(farskip) is FAMILIES[name]
+
+
+def test_a_wrapper_whose_text_stack_is_dense_is_refused():
+    with pytest.raises(UserError, match="'glm4v_moe': this model is dense, none of its 4 layers"):
+        family_of(tiny_config("glm4v_moe", first_k_dense_replace=4))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
+    model = tiny_model(name)
+    mask = moe_mask(model.config, FAMILIES[name])
+    cases = [(selection, *SIDES[0]) for selection in ("all", "moe", {"first": 2}, [0, 2], [2, 3])]
+    cases += [("all", *sides) for sides in SIDES[1:]]
+    for inputs in (image_inputs(name), text_only()):
+        for selection, *sides in cases:
+            layers = resolve_layers(selection, mask)
+            expected, _ = reference(model, layers, inputs, *sides)
+            assert convert_model(model, Connectivity(selection, *sides)) == layers
+            assert (logits(model, inputs) - expected).abs().max() < TOLERANCE, (selection, sides)
+            unconvert_model(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_left_padding_and_eager_attention_change_nothing_in_the_equations(name):
+    model = tiny_model(name, attn_implementation="eager")
+    inputs = left_padded(image_inputs(name))
+    expected, _ = reference(model, range(4), inputs)
+    convert_model(model, Connectivity("all"))
+    assert (logits(model, inputs) - expected)[:, 3:].abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_layers_and_unconverting_are_bit_identical_to_the_original(name):
+    model, inputs = tiny_model(name), image_inputs(name)
+    original = logits(model, inputs)
+    assert convert_model(model, Connectivity("none")) == []
+    assert torch.equal(logits(model, inputs), original)
+    convert_model(model, Connectivity("all"))
+    assert (logits(model, inputs) - original).abs().max() > 1
+    unconvert_model(model)
+    assert torch.equal(logits(model, inputs), original)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_image_gives_other_logits(name):
+    model, inputs = tiny_model(name), image_inputs(name)
+    convert_model(model, Connectivity("all"))
+    other = inputs | {"pixel_values": image_inputs(name, seed=1)["pixel_values"]}
+    difference = (logits(model, inputs) - logits(model, other)).abs().amax(-1)
+    before = inputs["input_ids"].eq(IMAGE).cumsum(1) == 0
+    assert difference[before].max() < TOLERANCE  # causal: tokens before the image do not see it
+    assert difference[:, -1].min() > 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_text_stack_is_rewired(name):
+    model = tiny_model(name)
+    classes = {path: type(module) for path, module in model.named_modules() if path}
+    parameters = {path: id(parameter) for path, parameter in model.named_parameters()}
+    convert_model(model, Connectivity("all"))
+    assert type(model).__name__ == f"FarSkip{FAMILIES[name].causal_lm}"
+    stack = text_stack(model)[0]
+    path_of = {module: path for path, module in model.named_modules()}
+    swapped = {path for path, module in model.named_modules() if path and type(module) is not classes[path]}
+    layers = {path_of[layer] for layer in stack.layers}
+    blocks = {path_of[getattr(layer, FAMILIES[name].moe)] for layer in stack.layers}
+    assert layers <= swapped <= layers | blocks | {path_of[stack]}
+    assert {path: id(parameter) for path, parameter in model.named_parameters()} == parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_hidden_states_are_the_full_streams(name):
+    model, inputs = tiny_model(name), image_inputs(name)
+    _, streams = reference(model, range(4), inputs)
+    convert_model(model, Connectivity("all"))
+    with torch.no_grad():
+        recorded = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(recorded) == len(streams) == 5
+    # The last recorded state is after the final norm, in the regular model too.
+    for k, (actual, expected) in enumerate(zip(recorded[:-1], streams[:-1], strict=True)):
+        assert (actual - expected).abs().max() < TOLERANCE * max(1, float(expected.abs().max()) / 5), k
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generating_with_the_cache_gives_what_full_passes_give(name):
+    model, inputs = tiny_model(name), left_padded(image_inputs(name))
+    convert_model(model, Connectivity("all"))
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    settings |= {"suppress_tokens": list(range(IMAGE, 106))}  # a piece of an image must not be generated
+    cached, full = (model.generate(**inputs, use_cache=cache, **settings) for cache in (True, False))
+    assert torch.equal(cached.sequences, full.sequences)
+    for step, (one, other) in enumerate(zip(cached.logits, full.logits, strict=True)):
+        assert (one - other).abs().max() < TOLERANCE, step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_equations_also_in_the_vision_tower(name):
+    model, inputs = tiny_model(name), image_inputs(name)
+    names = [path for path, _ in model.named_parameters()]
+
+    def gradients(output):
+        text = inputs["input_ids"][:, 1:] != IMAGE
+        loss = torch.nn.functional.cross_entropy(output[:, :-1][text], inputs["input_ids"][:, 1:][text])
+        return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    expected = gradients(multimodal_reference_forward(model, range(4), **inputs)[0])
+    convert_model(model, Connectivity("all"))
+    actual = gradients(model(**inputs, use_cache=False).logits)
+    reached = {path for path, gradient in zip(names, actual, strict=True) if gradient is not None}
+    assert any(re.search(r"(vision|visual|sam)", path) for path in reached)
+    for path, a, e in zip(names, actual, expected, strict=True):
+        assert (a is None) == (e is None), path
+        if a is not None:
+            assert (a - e).abs().max() < 2e-5 * max(1.0, float(e.abs().max())), path
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_checkpointing_does_not_change_gradients(name):
+    model, inputs = tiny_model(name), image_inputs(name)
+    convert_model(model, Connectivity("all"))
+    model.train()
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, -100)
+
+    def gradients():
+        model.zero_grad()
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+        return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    stack = text_stack(model)[0]
+    in_stack = {id(parameter) for parameter in stack.layers.parameters()}
+    text = {path for path, parameter in model.named_parameters() if id(parameter) in in_stack}
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        runs = []
+        hook = stack.layers[3].input_layernorm.register_forward_hook(lambda *_: runs.append(1))  # noqa: B023
+        checkpointed = gradients()
+        hook.remove()
+        model.activation_checkpointing_disable()
+        assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
+        # Re-entrant checkpointing cuts Llama 4's vision tower off in the regular model, too.
+        for path in text & plain.keys() if reentrant else plain:
+            gradient, tolerance = plain[path], 1e-5 if reentrant else 0
+            assert (checkpointed[path] - gradient).abs().max() <= tolerance * max(1, gradient.abs().max()), (
+                path
+            )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_combination_of_checkpoint_and_connectivity(name, tmp_path):
+    model, inputs = tiny_model(name), image_inputs(name)
+    model.save_pretrained(tmp_path / "base")
+    far = Connectivity("all", mlp="full")
+    assert convert_checkpoint(tmp_path / "base", tmp_path / "far", far) == [0, 1, 2, 3]
+    regular = logits(model, inputs)
+
+    plain = load_model(tmp_path / "base")
+    assert type(plain) is type(model) and not plain.training
+    assert torch.equal(logits(plain, inputs), regular)
+
+    rewired = load_model(tmp_path / "base", connectivity=far)
+    assert farskip_layers(rewired) == [0, 1, 2, 3]
+    assert (logits(rewired, inputs) - regular).abs().max() > 0.5
+    assert torch.equal(logits(load_model(tmp_path / "far"), inputs), logits(rewired, inputs))
+
+    undone = load_model(tmp_path / "far", original=True)
+    assert type(undone) is type(model) and undone.config.model_type == name
+    assert torch.equal(logits(undone, inputs), regular)
+
+    unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
+    base, back = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("base", "back"))
+    assert base == back
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(name, tmp_path):
+    model, inputs = tiny_model(name), image_inputs(name)
+    model.save_pretrained(tmp_path / "base")
+    convert_model(model, Connectivity("moe"))
+    model.save_pretrained(tmp_path / "far")
+    convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
+    saved, converted = (
+        json.loads((tmp_path / part / "config.json").read_text()) for part in ("far", "converted")
+    )
+    assert saved["model_type"] == f"farskip_{name}"
+    assert saved["architectures"] == [f"FarSkip{FAMILIES[name].causal_lm}"]
+    assert set(saved["auto_map"]) == {
+        "AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"
+    }  # fmt: skip
+    assert "farskip" not in saved["text_config"]
+    assert saved["text_config"]["model_type"] == model.config.text_config.model_type
+    for key in ("model_type", "architectures", "farskip", "auto_map"):
+        assert saved[key] == converted[key]
+    sources = [(tmp_path / part / "modeling_farskip.py").read_text() for part in ("far", "converted")]
+    assert sources[0] == sources[1]
+    assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
+    assert tensor_shapes(tmp_path / "far") == tensor_shapes(tmp_path / "base")
+    for part in ("far", "converted"):
+        assert torch.equal(logits(load_model(tmp_path / part), inputs), logits(model, inputs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_and_pickles_of_a_converted_wrapper_are_converted(name):
+    model, inputs = tiny_model(name), image_inputs(name)
+    convert_model(model, Connectivity("all"))
+    # Before the first call: transformers installs hooks then, and those of AriaModel cannot be pickled.
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for other in copies:
+        assert farskip_layers(other) == [0, 1, 2, 3]
+        assert torch.equal(logits(other, inputs), logits(model, inputs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configs_are_shared_inside_a_wrapper_and_with_no_other_model(name):
+    config, inputs = tiny_config(name), image_inputs(name)
+    cls = type(tiny_model(name))
+    teacher, student = cls(config).eval(), tiny_model(name)
+    teacher.load_state_dict(student.state_dict())
+    student = cls(config).eval()
+    student.load_state_dict(teacher.state_dict())
+    before = logits(teacher, inputs)
+    convert_model(student, Connectivity("all"))
+    assert torch.equal(logits(teacher, inputs), before)
+    assert not hasattr(config, "farskip") and config.model_type == name
+    expected = logits(student, inputs)
+    student.set_attn_implementation("eager")
+    text = student.config.get_text_config()
+    assert text is text_stack(student)[0].config is text_stack(student)[0].layers[1].self_attn.config
+    assert text._attn_implementation == "eager"
+    assert (logits(student, inputs) - expected).abs().max() < TOLERANCE
+    assert config.get_text_config()._attn_implementation != "eager"
+
+
+def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):
+    """dots3_note and unlimited_ocr are published so."""
+    for name, inside in (("dots3_note", None), ("unlimited_ocr", "language_config")):
+        model, inputs = tiny_model(name), image_inputs(name)
+        base = tmp_path / name / "base"
+        model.save_pretrained(base)
+        config = json.loads((base / "config.json").read_text())
+        text = config.pop("text_config")
+        for key in ("model_type", "architectures", "dtype"):
+            text.pop(key, None)
+        config |= text if inside is None else {inside: text}
+        (base / "config.json").write_text(json.dumps(config))
+        assert torch.equal(logits(load_model(base), inputs), logits(model, inputs))
+        convert_checkpoint(base, tmp_path / name / "far", Connectivity("moe"))
+        convert_model(model, Connectivity("moe"))
+        assert torch.equal(logits(load_model(tmp_path / name / "far"), inputs), logits(model, inputs))
+
+
+@pytest.mark.slow
+def test_an_export_loads_without_fcsd_and_never_silently(tmp_path):
+    expected = {}
+    for name in NAMES:
+        model, inputs = tiny_model(name), image_inputs(name)
+        model.save_pretrained(tmp_path / "base" / name)
+        convert_checkpoint(tmp_path / "base" / name, tmp_path / "far" / name, Connectivity("last:75%"))
+        convert_model(model, Connectivity("last:75%"))
+        expected[name] = inputs, logits(model, inputs)
+    torch.save(expected, tmp_path / "expected.pt")
+    code = """
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
+expected = torch.load(sys.argv[2])
+for family, (inputs, logits) in expected.items():
+    folder = sys.argv[3] + "/" + family
+    for auto in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        try:
+            auto.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as error:
+            assert "trust_remote_code" in str(error), error
+        else:
+            raise SystemExit(f"{family}: {auto.__name__} loaded without trust_remote_code")
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__name__.startswith("FarSkip"), type(model)
+    with torch.no_grad():
+        got = model(**inputs, use_cache=False).logits
+        assert (got - logits).abs().max() < 1e-5, (family, (got - logits).abs().max())
+        headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+        assert type(headless).__name__.startswith("FarSkip"), type(headless)
+        if type(headless) is not type(model):
+            last = headless(**inputs, use_cache=False).last_hidden_state
+            assert torch.equal(model.lm_head(last), got), family
+    model.save_pretrained(folder + "_again")
+    again = AutoModelForMultimodalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(**inputs, use_cache=False).logits, got), family
+assert "fcsd" not in sys.modules
+print("DONE", len(expected))
+"""
+    done = run_without_fcsd(code, tmp_path, tmp_path / "expected.pt", tmp_path / "far")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"DONE {len(NAMES)}" in done.stdout
+    for name in NAMES:
+        far, again = tmp_path / "far" / name, tmp_path / "far" / f"{name}_again"
+        first, second = (json.loads((folder / "config.json").read_text()) for folder in (far, again))
+        for key in ("model_type", "architectures", "farskip", "auto_map"):
+            assert first[key] == second[key], (name, key)
+        assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
+        assert tensor_shapes(tmp_path / "base" / name) == tensor_shapes(again)
