@@ -6,7 +6,7 @@
     output_dir/distill/             the main distillation
     output_dir/variants/NAME/       further distillations
     output_dir/evaluate/NAME/       results of every model, on the same items
-    output_dir/layers/              untrained KL against the number of rewired layers
+    output_dir/layers/              untrained KL against the rewired layers
     output_dir/report/              report.md, report.json, figures
     output_dir/publish/             the folder that goes to the Hub
 
@@ -15,8 +15,7 @@ Not covered: uploading it.
 
 import contextlib
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from fcsd.artifact import Stage, read_json, weights_fingerprint, write_json
-from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model
+from fcsd.artifact import Stage, read_json, weights_fingerprint
+from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.data import build_dataset
 from fcsd.distill.early_stopping import EarlyStopper
@@ -33,14 +32,14 @@ from fcsd.distill.run import Scorer, TrainingRun, train
 from fcsd.distill.sweep import Candidate, run_sweep, with_choice
 from fcsd.errors import UserError
 from fcsd.evaluate.code import generate_completions, load_problems
-from fcsd.evaluate.divergence import mean_kl
-from fcsd.evaluate.runner import evaluate, write_result
 from fcsd.evaluate.scorer import CodeScorer, pass_at_1
-from fcsd.evaluate.suites import SuiteTask, dataset_location, load_suite
+from fcsd.evaluate.stage import evaluate_stage, judged_data
+from fcsd.evaluate.suites import SuiteTask
 from fcsd.families import family_of
-from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer
-from fcsd.processes import processes
-from fcsd.recipe import Data, EarlyStopping, Objective, Recipe, Source
+from fcsd.layers import Study, study_layers
+from fcsd.loading import data_fingerprint, dtype_of, load_tokenizer, original_model
+from fcsd.processes import alone, begin, finish, processes
+from fcsd.recipe import Data, EarlyStopping, Objective, Recipe
 from fcsd.recipe import Train as TrainSettings
 
 MAIN = "fcsd"  # name of the main distillation in results and report
@@ -52,7 +51,7 @@ def run(recipe: Recipe) -> None:
     Raises:
         UserError: in a launch of several processes: evaluation runs in one.
     """
-    _alone("run")
+    alone("run")
     if recipe.pretrain is not None:
         pretrain(recipe)
     convert(recipe)
@@ -81,7 +80,7 @@ def pretrain(recipe: Recipe) -> Stage:
         "seed": recipe.seed
     }
     stage = Stage(folder, "pretrain", settings, _data_inputs(plan.data))
-    if _begin(stage) == "finished":
+    if begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
     set_seed(recipe.seed)
@@ -101,7 +100,7 @@ def pretrain(recipe: Recipe) -> Stage:
         save_dtype=dtype_of(plan.train.dtype),
     )
     results = train(run_)
-    _finish(stage, results, model=folder / "model")
+    finish(stage, results, model=folder / "model")
     return stage
 
 
@@ -157,7 +156,7 @@ def convert(recipe: Recipe) -> Stage:
     folder = recipe.folder / "convert"
     settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
     stage = Stage(folder, "convert", settings, {"original": weights_fingerprint(source)})
-    if _begin(stage) == "finished":
+    if begin(stage) == "finished":
         return stage
     if processes().is_main_process and not (folder / "model").is_dir():
         convert_checkpoint(
@@ -166,7 +165,7 @@ def convert(recipe: Recipe) -> Stage:
             _connectivity(recipe.connectivity),
         )
     processes().wait_for_everyone()
-    _finish(stage, {}, model=folder / "model")
+    finish(stage, {}, model=folder / "model")
     return stage
 
 
@@ -182,7 +181,7 @@ def sweep(recipe: Recipe) -> Stage:
     folder = recipe.folder / "sweep"
     settings = _training_settings(recipe) | {"sweep": recipe.sweep.model_dump(mode="json")}
     stage = Stage(folder, "sweep", settings, _training_inputs(recipe))
-    if _begin(stage) == "finished":
+    if begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(recipe.model_path, recipe.model)
     rows = _rows(recipe.data, tokenizer, recipe.seed)
@@ -197,7 +196,7 @@ def sweep(recipe: Recipe) -> Stage:
     result = run_sweep(recipe, folder, candidate_run)
     if processes().is_main_process:
         plot_sweep(result, folder)
-    _finish(stage, result)
+    finish(stage, result)
     return stage
 
 
@@ -212,7 +211,7 @@ def distill(recipe: Recipe, variant: str | None = None) -> Stage:
         plan = plan.variant(variant)
     folder = recipe.folder / "variants" / variant if variant else recipe.folder / "distill"
     stage = Stage(folder, "distill", _training_settings(plan), _training_inputs(plan))
-    if _begin(stage) == "finished":
+    if begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(plan.model_path, plan.model)
     rows = _rows(plan.data, tokenizer, plan.seed)
@@ -222,7 +221,7 @@ def distill(recipe: Recipe, variant: str | None = None) -> Stage:
     run_ = _training_run(plan, folder, description, student, teacher, tokenizer, rows, save_dtype)
     with _early_stopping(plan, tokenizer) as (stopper, score):
         results = train(replace(run_, stopper=stopper, score=score))
-    _finish(stage, results, model=folder / "model")
+    finish(stage, results, model=folder / "model")
     return stage
 
 
@@ -263,29 +262,17 @@ def _training_run(
 
 
 def _teacher(recipe: Recipe) -> PreTrainedModel | None:
-    return original_model(recipe) if recipe.objective.name in ("kl", "kl+l2") else None
+    return (
+        original_model(recipe.model, recipe.model_path) if recipe.objective.name in ("kl", "kl+l2") else None
+    )
 
 
 def _student(recipe: Recipe) -> tuple[PreTrainedModel, torch.dtype]:
     """The rewired model in the training dtype, and the dtype of the checkpoint it came from."""
-    student = original_model(recipe, _connectivity(recipe.connectivity))
+    student = original_model(recipe.model, recipe.model_path, _connectivity(recipe.connectivity))
     save_dtype = student.dtype
     torch.nn.Module.to(student, dtype_of(recipe.train.dtype))
     return student, save_dtype
-
-
-def original_model(recipe: Recipe, connectivity: Connectivity | None = None) -> PreTrainedModel:
-    """The recipe's original checkpoint, with regular connectivity or with the one given."""
-    model = recipe.model
-    return load_model(
-        recipe.model_path,
-        connectivity=connectivity,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        experts_implementation=model.experts_implementation,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 @contextlib.contextmanager
@@ -331,7 +318,7 @@ def _never(model: PreTrainedModel) -> float:
     raise RuntimeError("only the first rank scores")
 
 
-# ---- evaluate
+# ---- evaluate and layers
 
 
 def models(recipe: Recipe) -> dict[str, Path]:
@@ -346,118 +333,23 @@ def models(recipe: Recipe) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_dir()}
 
 
-def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
-    """Judge one model of the run on the recipe's suite, and measure its KL to the original on held-out text."""
-    plan = recipe.evaluation
-    suite = load_suite(plan.suite)
-    settings = {
-        "evaluation": plan.model_dump(mode="json", exclude={"layer_study"}),
-        "suite": suite.model_dump(mode="json", exclude={"folder"}),
-        "data": recipe.data.model_dump(
-            mode="json", include={"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
-        ),
-        "model": {"dtype": recipe.model.dtype},
-    }
-    original = find_folder(recipe.model_path, recipe.model.revision)
-    inputs = {
-        "model": weights_fingerprint(path),
-        "connectivity": _wiring(path),
-        "original": weights_fingerprint(original),
-        **_judged_data(suite.tasks, _path(plan.data_root), recipe.data.heldout),
-    }
-    stage = Stage(recipe.folder / "evaluate" / name, "evaluate", settings, inputs)
-    if _begin(stage) == "finished":
-        return stage
-    tokenizer = load_tokenizer(path, recipe.model)
-    model = load_model(path, dtype=recipe.model.dtype, attn_implementation=recipe.model.attn_implementation,
-                       experts_implementation=recipe.model.experts_implementation)  # fmt: skip
-    result, samples = evaluate(
-        model,
-        tokenizer,
-        suite,
-        data_root=_path(plan.data_root),
-        batch_size=plan.batch_size,
-        limit=plan.limit,
-        allow_weak_sandbox=plan.allow_weak_sandbox,
-        name=name,
-    )
-    if recipe.data.heldout is not None:
-        result["kl_to_original"] = mean_kl(
-            original_model(recipe), model, _heldout(recipe, tokenizer), progress=True
-        )
-    write_result(result, samples, stage.folder)
-    stage.finish({"mean": result["mean"]})
-    return stage
-
-
-def evaluate_checkpoint(
-    path: str,
-    *,
-    suite: str,
-    data_root: Path | None,
-    output: Path,
-    batch_size: int,
-    limit: int | None,
-    allow_weak_sandbox: bool,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> None:
-    """`fcsd evaluate`: judge any checkpoint, without a recipe."""
-    from fcsd.report.table import result_table
-
-    _alone("evaluate")
-    tasks = load_suite(suite)
-    folder = find_folder(path, revision)
-    settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
-    inputs = {
-        "model": weights_fingerprint(folder),
-        "connectivity": _wiring(folder),
-        **_judged_data(tasks.tasks, data_root),
-    }
-    stage = Stage(output, "evaluate", settings, inputs)
-    if _begin(stage) != "finished":
-        model = load_model(str(folder), trust_remote_code=trust_remote_code)
-        result, samples = evaluate(
-            model,
-            load_tokenizer(folder),
-            tasks,
-            data_root=data_root,
-            batch_size=batch_size,
-            limit=limit,
-            allow_weak_sandbox=allow_weak_sandbox,
-            name=path,
-        )
-        write_result(result, samples, output)
-        stage.finish({"mean": result["mean"]})
-    print(result_table(output))
-
-
 def layers(recipe: Recipe) -> Stage:
-    """Untrained KL to the original against the number of rewired layers, from both ends (paper Fig. 3)."""
-    from fcsd.report.plots import plot_layers
-
-    if recipe.data.heldout is None:
+    """The layer study on the recipe's held-out text: untrained KL against the rewired layers (paper Fig. 3)."""
+    data, sides = recipe.data, recipe.connectivity
+    if data.heldout is None:
         raise UserError("evaluation.layer_study: needs data.heldout, the text on which KL is measured")
-    source = find_folder(recipe.model_path, recipe.model.revision)
-    settings = recipe.data.model_dump(mode="json", include={"heldout", "heldout_examples", "max_length"})
-    inputs = {"original": weights_fingerprint(source), **_judged_data([], None, recipe.data.heldout)}
-    stage = Stage(recipe.folder / "layers", "layers", settings, inputs)
-    if _begin(stage) == "finished":
-        return stage
-    tokenizer = load_tokenizer(recipe.model_path, recipe.model)
-    rows = _heldout(recipe, tokenizer)
-    original, model = original_model(recipe), original_model(recipe)
-    num_layers = model.config.num_hidden_layers
-    points = []
-    for side in ("first", "last"):
-        for count in range(1, num_layers + 1):
-            convert_model(model, Connectivity({side: count}))
-            points.append({"side": side, "num_layers": count, **mean_kl(original, model, rows)})
-    result = {"num_hidden_layers": num_layers, "points": points}
-    write_json(stage.folder / "layers.json", result)
-    plot_layers(result, stage.folder / "layers.png")
-    stage.finish({})
-    return stage
+    study = Study(
+        model=recipe.model.model_copy(update={"path": recipe.model_path}),
+        attention=sides.attention,
+        mlp=sides.mlp,
+        sides=["first", "last"] if sides.mlp == "full" else ["first", "last", "single"],
+        text=data.heldout,
+        text_examples=data.heldout_examples,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+    )
+    return study_layers(study, recipe.folder / "layers")
 
 
 # ---- report and publish
@@ -487,33 +379,6 @@ def publish(recipe: Recipe) -> Path:
 # ---- what the stages share
 
 
-def _alone(command: str) -> None:
-    if processes().num_processes > 1:
-        raise UserError(
-            f"`{command}` evaluates, which runs in one process; launch `pretrain`, `sweep` and `distill` on several,"
-            " and then `run` on one: it does what is left"
-        )
-
-
-def _begin(stage: Stage) -> str:
-    """Note the start of a stage on the first rank; tells on every rank whether it is finished already."""
-    state = stage.state()
-    processes().wait_for_everyone()  # nobody may see what the first rank writes below
-    if processes().is_main_process:
-        if state == "finished":
-            print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
-        else:
-            stage.start()
-    processes().wait_for_everyone()
-    return state
-
-
-def _finish(stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
-    if processes().is_main_process:
-        stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
-    processes().wait_for_everyone()
-
-
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that the result of a training depends on."""
     keep = recipe.dump()
@@ -532,7 +397,7 @@ def _training_inputs(recipe: Recipe) -> dict[str, str]:
     source = find_folder(recipe.model_path, recipe.model.revision)
     inputs = {"original": weights_fingerprint(source), **_data_inputs(recipe.data)}
     if recipe.early_stopping is not None:
-        inputs |= _judged_data([_stopping_task(recipe.early_stopping)], _path(recipe.evaluation.data_root))
+        inputs |= judged_data([_stopping_task(recipe.early_stopping)], _path(recipe.evaluation.data_root))
     return inputs
 
 
@@ -541,18 +406,6 @@ def _data_inputs(data: Data) -> dict[str, str]:
     return {
         f"data.train.{index}": data_fingerprint(source.path, source.revision) for index, source in sources
     }
-
-
-def _judged_data(
-    tasks: Sequence[SuiteTask], data_root: Path | None, heldout: Source | None = None
-) -> dict[str, str]:
-    """What identifies the items that models are judged on: a score is never read for other items."""
-    found = {
-        f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
-    }
-    return found | (
-        {"data.heldout": data_fingerprint(heldout.path, heldout.revision)} if heldout is not None else {}
-    )
 
 
 _held_rows: dict[str, Any] = {}
@@ -575,25 +428,6 @@ def _rows(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
             seed=seed,
         )
     return _held_rows[key]
-
-
-def _heldout(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    data = recipe.data
-    assert data.heldout is not None
-    limit = min(data.heldout_examples, data.heldout.max_examples or data.heldout_examples)
-    source = Source.model_validate(data.heldout.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset(
-        [source],
-        tokenizer,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-        shuffle=False,
-    )
-
-
-def _wiring(path: Path) -> str:
-    return str(read_json(path / "config.json").get("farskip", "regular"))
 
 
 def _connectivity(section: Any) -> Connectivity:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 
-from fcsd import stages
+from fcsd import layers, stages
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, farskip_layers, load_model
 from fcsd.errors import UserError
+from fcsd.evaluate import stage as evaluate_stage
 from fcsd.recipe import load_recipe
 from fcsd.testing import tiny_tokenizer
 from fcsd.tiny_data import write_tiny_data
@@ -179,7 +180,7 @@ def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(
     assert kl["original"] == pytest.approx(0, abs=1e-6)
     assert kl["converted"] > 1e-5
     points = json.loads((finished / "run" / "layers" / "layers.json").read_text())["points"]
-    whole = [point["kl"] for point in points if point["num_layers"] == 2]
+    whole = [point["values"]["kl"]["value"] for point in points if point["num_layers"] == 2]
     assert whole == pytest.approx([kl["converted"]] * 2, rel=1e-4)  # all layers, from either end
 
 
@@ -204,8 +205,11 @@ def test_a_second_run_trains_and_evaluates_nothing(
     def never(*args: Any, **kwargs: Any) -> None:
         pytest.fail("was run again")
 
-    for name in ("train", "evaluate", "convert_checkpoint", "mean_kl"):
-        monkeypatch.setattr(stages, name, never)
+    for module, name in (
+        (stages, "train"), (stages, "convert_checkpoint"), (evaluate_stage, "evaluate"), (evaluate_stage, "mean_kl"),
+        (layers, "measuring"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, never)
     kept = {
         path: path.stat().st_mtime_ns
         for path in (finished / "run").rglob("model.safetensors")

@@ -1,4 +1,4 @@
-"""Figures of a run: loss and KL, pass@1 while training, models side by side, KL against rewired layers, the sweep."""
+"""Figures of a run: loss and KL, pass@1 while training, models side by side, the layer study, the sweep."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ matplotlib.use("Agg")  # files only; no display is needed
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 _SIZE = (6.4, 3.8)
 
@@ -67,26 +68,93 @@ def plot_models(
 
 
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
-    """Untrained KL to the original against the number of rewired layers, from both ends (paper Fig. 3)."""
-    figure, axis = plt.subplots(figsize=_SIZE)
-    for side, label, colour in (("last", "from the end", "tab:blue"), ("first", "from the start", "tab:red")):
-        points = [point for point in result["points"] if point["side"] == side]
-        axis.errorbar(
-            [point["num_layers"] for point in points],
-            [point["kl"] for point in points],
-            yerr=[point["stderr"] or 0.0 for point in points],
-            marker="o",
-            markersize=4,
-            capsize=2,
-            label=label,
-            color=colour,
-        )
-    axis.set(
-        xlabel=f"rewired layers of {result['num_hidden_layers']} (untrained)",
-        ylabel="KL to the original (nats per token)",
+    """The layer study, a row a metric: number of rewired layers from both ends (paper Fig. 3), and one layer at a time.
+
+    result: what `fcsd.layers` writes to `layers.json`.
+    """
+    metrics, points = result["metrics"], result["points"]
+    by_side = {side: [p for p in points if p["side"] == side] for side in ("none", "first", "last", "single")}
+    panels = [by_side["first"] + by_side["last"] != [], by_side["single"] != []]
+    figure, axes = plt.subplots(
+        len(metrics),
+        sum(panels),
+        figsize=(_SIZE[0] * 0.85 * sum(panels), _SIZE[1] * len(metrics)),
+        squeeze=False,
     )
-    axis.legend()
+    for row, metric in zip(axes, metrics, strict=True):
+        cells = iter(row)
+        if panels[0]:
+            _plot_ends(next(cells), metric, by_side, result["num_hidden_layers"])
+        if panels[1]:
+            _plot_single(next(cells), metric, by_side, result["moe_layers"])
     _save(figure, path)
+
+
+def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], num_layers: int) -> None:
+    for side, label, colour, marker in (
+        ("last", "last N layers", "tab:blue", "o"),
+        ("first", "first N layers", "tab:red", "s"),
+    ):
+        if by_side[side]:
+            points = by_side["none"] + by_side[side]
+            style = {"marker": marker, "markersize": 4, "capsize": 2, "label": label, "color": colour}
+            axis.errorbar(*_values(points, metric["name"], [p["num_layers"] for p in points]), **style)
+    axis.set(
+        xlabel=f"N, rewired layers of {num_layers}", ylabel=_quality(metric), xlim=(-0.02 * num_layers, None)
+    )
+    axis.set_title("rewired from either end, untrained", fontsize="medium")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _quality_scale(axis, metric)
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _plot_single(
+    axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], moe_layers: Sequence[int]
+) -> None:
+    for is_moe, colour, label in ((True, "tab:green", "MoE layer"), (False, "tab:gray", "dense layer")):
+        points = [p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe]
+        if points:
+            places, values, errors = _values(points, metric["name"], [p["layers"][0] for p in points])
+            if metric["better"] == "lower":
+                axis.bar(places, values, yerr=errors, color=colour, label=label, capsize=2)
+            else:  # a score's bars would all look alike: what is read is the distance to the original
+                style = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2}
+                axis.errorbar(places, values, errors, color=colour, label=label, **style)
+    for point in by_side["none"] if metric["better"] == "higher" else []:
+        value = point["values"][metric["name"]]["value"]
+        axis.axhline(value, color="black", linewidth=1, linestyle="--", label="original")
+    axis.set(xlabel="index of the one rewired layer", ylabel=_quality(metric))
+    axis.set_title("one layer at a time, untrained", fontsize="medium")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _quality_scale(axis, metric)
+    axis.grid(alpha=0.3, axis="y")
+    axis.set_axisbelow(True)
+    axis.legend()
+
+
+def _values(
+    points: Sequence[Mapping[str, Any]], name: str, places: Sequence[int]
+) -> tuple[Sequence[int], list[float], list[float]]:
+    """Places, values and standard errors of the points that have the metric."""
+    found = [point["values"][name] for point in points]
+    return places, [value["value"] for value in found], [value["stderr"] for value in found]
+
+
+def _quality(metric: Mapping[str, str]) -> str:
+    return (
+        f"KL to the original ({metric['unit']})"
+        if metric["name"] == "kl"
+        else f"{metric['name']} ({metric['unit']})"
+    )
+
+
+def _quality_scale(axis: Any, metric: Mapping[str, str]) -> None:
+    """A KL spans orders of magnitude and is 0 without rewired layers; scores are shares."""
+    if metric["better"] == "lower":
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(-0.02, 1.02)
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:

@@ -11,6 +11,7 @@ from fcsd.artifact import new_folder, read_json, versions, write_json, write_tex
 from fcsd.distill.run import read_history, read_scores
 from fcsd.evaluate.runner import read_result
 from fcsd.evaluate.scores import compare
+from fcsd.layers import read_study
 from fcsd.recipe import Recipe, to_yaml
 from fcsd.report.plots import plot_layers, plot_losses, plot_models, plot_scores, plot_sweep
 from fcsd.report.table import models_table, paired_table, percent
@@ -86,8 +87,8 @@ def _results(recipe: Recipe, stage: str) -> dict[str, Any] | None:
 
 
 def _layer_study(recipe: Recipe) -> dict[str, Any] | None:
-    path = recipe.folder / "layers" / "layers.json"
-    return read_json(path) if path.is_file() else None
+    folder = recipe.folder / "layers"
+    return read_study(folder) if (folder / "manifest.json").is_file() else None
 
 
 def _layers(recipe: Recipe, name: str) -> str:
@@ -138,7 +139,7 @@ def _figures(
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
         figures["layers.png"] = (
-            "KL to the original, untrained, against the number of rewired layers (paper Fig. 3)."
+            "KL to the original, untrained, against the rewired layers: from either end (paper Fig. 3), and alone."
         )
     if report["sweep"] is not None:
         plot_sweep(report["sweep"], folder)
