@@ -5,9 +5,8 @@ checkpoint and the student in `train.dtype`, with a gradient and the two moments
 (torch makes them like the parameter). Activations, and the copies that autocast (`train.bf16`) makes of a
 layer's weights, come on top.
 
-Serving holds the weights in bfloat16 and a key-value cache in bfloat16. With multi-head latent attention an
-engine caches `kv_lora_rank + qk_rope_head_dim` numbers a token and layer (vLLM, SGLang); `generate` of
-transformers caches the expanded keys and values instead.
+Serving holds the weights in bfloat16 and a key-value cache in bfloat16. Multi-head latent attention is taken to
+cache its latent, `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, as transformers, vLLM and SGLang do.
 """
 
 from typing import Any
@@ -28,7 +27,7 @@ def distillation_bytes(num_parameters: int, teacher_dtype: str, student_dtype: s
     return parts | {"total": sum(parts.values())}
 
 
-def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS, *, latent: bool = True) -> int | None:
+def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
     """Bytes of one sequence's key-value cache in bfloat16, or None where the config does not tell.
 
     Args:
@@ -36,9 +35,8 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS, *, latent: bool = T
             (`sliding_window`, `attention_chunk_size`) and which keep no keys and values at all (linear
             attention, convolution, mamba; their state does not grow and is not counted).
         num_tokens: length of the sequence.
-        latent: cache the latent of multi-head latent attention; False expands it, as transformers does.
     """
-    per_token = _numbers_per_token(config, latent)
+    per_token = _numbers_per_token(config)
     if per_token is None:
         return None
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -54,14 +52,12 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS, *, latent: bool = T
     return BYTES["bfloat16"] * numbers
 
 
-def _numbers_per_token(config: Any, latent: bool) -> int | None:
+def _numbers_per_token(config: Any) -> int | None:
     """Cached numbers a token and attention layer."""
     heads = getattr(config, "num_attention_heads", None)
     rank = getattr(config, "kv_lora_rank", None)
     if rank:
-        if latent:
-            return int(rank + config.qk_rope_head_dim)
-        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+        return int(rank + config.qk_rope_head_dim)
     if not isinstance(heads, int):
         return None
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

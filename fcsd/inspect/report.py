@@ -73,6 +73,12 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
     else:
         facts |= _of_a_family(raw, family, source)
     facts["files"] = _files(source)
+    if source.missing_files and facts["can_be_converted"]:
+        facts["can_be_converted"] = False
+        facts["reason"] = (
+            f"{len(source.missing_files)} weight files that the index names are missing, the first is"
+            f" {source.missing_files[0]}; fetch the checkpoint again"
+        )
     facts["memory"] = _memory(facts, facts.pop("cache"), raw)
     return facts
 
@@ -236,17 +242,16 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 def _cache(text: Any) -> dict[str, Any] | None:
     try:
         first, second = (cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65))
-        begin, expanded = cache_bytes(text), cache_bytes(text, latent=False)
+        begin = cache_bytes(text)
     except (AttributeError, TypeError):  # a family whose attention has other names
         return None
-    if begin is None or first is None or second is None or expanded is None:
+    if begin is None or first is None or second is None:
         return None
     return {
         "tokens": CACHE_TOKENS,
         "first_bytes": begin,
         "further_bytes": second - first,
         "latent": bool(getattr(text, "kv_lora_rank", None)),
-        "transformers_first_bytes": expanded,
     }
 
 
@@ -276,19 +281,19 @@ def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping
     text = inner if isinstance(inner, Mapping) else {}
     dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     teacher = dtype if dtype in BYTES else "bfloat16"
+    serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
+    if facts["family"] is None:
+        return {"convert": None, "distill": None, "serve": serve}
+    copies = None if facts["quantization"] else number * BYTES[teacher]
     files = facts["files"]
     return {
         "convert": {
             "at_most_bytes": files["largest_bytes"] if files else None,
-            "disk_without_links_bytes": files["total_bytes"]
-            if files
-            else None
-            if facts["quantization"]
-            else number * BYTES[teacher],
+            "disk_without_links_bytes": files["total_bytes"] if files else copies,
         },
         "distill": {
             "teacher_dtype": teacher,
             **{dtype: distillation_bytes(number, teacher, dtype) for dtype in ("float32", "bfloat16")},
         },
-        "serve": {"weights_bytes": number * BYTES["bfloat16"], "cache": cache},
+        "serve": serve,
     }

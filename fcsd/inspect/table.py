@@ -28,10 +28,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     rows = [
         ("model", facts["model"] + (f" @ {facts['revision']}" if facts["revision"] else "")),
         ("family", f"{facts['model_type']}, {facts['architecture'] or 'architecture not named'}"),
-        (
-            "conversion",
-            "can be converted" if facts["can_be_converted"] else f"not possible: {facts['reason']}",
-        ),
+        ("conversion", _conversion(facts)),
         ("layers", _layers(layers)),
         ("experts", _experts(experts)),
         ("connectivity", _connectivity(connectivity)),
@@ -44,6 +41,14 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
             text += f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
         rows.append(("weights", text))
     return [f"{name:<13} {text}" for name, text in rows]
+
+
+def _conversion(facts: Mapping[str, Any]) -> str:
+    if not facts["can_be_converted"]:
+        return f"not possible: {facts['reason']}"
+    if facts["connectivity"] is None:
+        return "can be converted"
+    return "is FarSkip already; `fcsd convert` can choose other layers"
 
 
 def _layers(layers: Mapping[str, Any]) -> str:
@@ -93,24 +98,22 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:
     convert, distill, serve = memory["convert"], memory["distill"], memory["serve"]
-    shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
-    teacher = distill["teacher_dtype"]
-    lines = [
-        "memory, 1 GiB = 2^30 bytes; distillation: one full copy a process, without activations",
-        f"convert          below one weight file{f' ({size(shard)})' if shard else ''}, whose bytes are linked;"
-        f" {size(copies) if copies else 'their size'} of disk where the file system cannot link",
-    ]
-    for dtype in ("float32", "bfloat16"):
+    lines = ["memory, 1 GiB = 2^30 bytes; distillation: one full copy a process, without activations"]
+    if convert is not None:
+        shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
+        lines.append(
+            f"convert          below one weight file{f' ({size(shard)})' if shard else ''}, whose bytes are"
+            f" linked; {size(copies) if copies else 'their size'} of disk where the file system cannot link"
+        )
+    for dtype in ("float32", "bfloat16") if distill is not None else ():
         parts = distill[dtype]
         lines.append(
-            f"distil {dtype:<9} {size(parts['total'])}: teacher ({teacher}) {size(parts['teacher'])},"
-            f" student {size(parts['student'])}, gradients {size(parts['gradients'])},"
+            f"distil {dtype:<9} {size(parts['total'])}: teacher ({distill['teacher_dtype']})"
+            f" {size(parts['teacher'])}, student {size(parts['student'])}, gradients {size(parts['gradients'])},"
             f" AdamW {size(parts['optimizer'])}"
         )
-    lines.append(
-        f"serve            {size(serve['weights_bytes'])} of weights in bfloat16, {_cache(serve['cache'])}"
-    )
-    return lines
+    weights = size(serve["weights_bytes"])
+    return [*lines, f"serve            {weights} of weights in bfloat16, {_cache(serve['cache'])}"]
 
 
 def _cache(cache: Mapping[str, Any] | None) -> str:
@@ -120,7 +123,7 @@ def _cache(cache: Mapping[str, Any] | None) -> str:
     if cache["further_bytes"] != cache["first_bytes"]:
         text += f", {size(cache['further_bytes'])} for as many more of a long one (windows)"
     if cache["latent"]:
-        text += f" (MLA latent; `generate` of transformers: {size(cache['transformers_first_bytes'])})"
+        text += " (latents of MLA)"
     return text
 
 
