@@ -150,6 +150,69 @@ def _parser() -> argparse.ArgumentParser:
         help="run generated code even where this machine cannot shut it in",
     )
 
+    layers = command(
+        "layers",
+        _layers,
+        "Quality against the rewired layers, untrained (paper Fig. 3).",
+        "From the start, from the end, and one layer at a time; measured by suite tasks, KL to the original, or both."
+        " Continues where it was cut off.",
+    )
+    _model_argument(layers)
+    layers.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
+    layers.add_argument(
+        "--text",
+        help="measure the KL to the original on this text: .jsonl file, data set folder or hub id, or what a recipe's"
+        " data.heldout holds, in YAML: '{path: X, columns: {text: body}, split: test}'",
+    )
+    layers.add_argument("--text-examples", type=int, default=256, help="examples of the text")
+    layers.add_argument("--max-length", type=int, default=4096, help="tokens in one row of the text")
+    layers.add_argument(
+        "--loss-on", choices=["response", "all"], default="response", help="tokens of the text that are judged"
+    )
+    layers.add_argument(
+        "--task", action="append", default=[], help="measure this task of the suite; may be given several times"
+    )
+    layers.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
+    layers.add_argument("--data-root", help="folder in hub layout (owner/name/…); without it the Hub is used")
+    layers.add_argument("--batch-size", type=int, default=16, help="sequences in one forward of a task")
+    layers.add_argument("--limit", type=int, help="items per task, for a quick look")
+    layers.add_argument("--sides", help="some of first,last,single (default: all that can be measured)")
+    numbers = layers.add_mutually_exclusive_group()
+    numbers.add_argument(
+        "--every", type=int, default=1, help="first and last: every Nth number of layers, and all layers"
+    )
+    numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
+    layers.add_argument(
+        "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
+    )
+    layers.add_argument(
+        "--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read"
+    )
+    layers.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model"
+    )
+    layers.add_argument(
+        "--allow-weak-sandbox",
+        action="store_true",
+        help="run generated code even where this machine cannot shut it in",
+    )
+    layers.add_argument("--json", action="store_true", help="print JSON")
+
+    plan = command(
+        "plan-layers",
+        _plan_layers,
+        "Propose which layers to rewire for a given share, from a finished layer study.",
+        "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
+    )
+    plan.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
+    plan.add_argument("--budget", required=True, help="share of the layers (90%%) or their number (43)")
+    plan.add_argument("--metric", help="kl or a task of the study (default: the first one, kl if it was measured)")
+    plan.add_argument(
+        "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"
+    )
+    plan.add_argument("--model", help="with --verify: where the study's model lies now")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
     compare = command("compare", _compare, "Original against converted, per task, with paired errors.")
     compare.add_argument("original", metavar="A", type=Path, help="folder that `fcsd evaluate` wrote")
     compare.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
@@ -281,6 +344,30 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
+
+
+def _layers(arguments: argparse.Namespace) -> None:
+    from fcsd.layer_plan import study_table
+    from fcsd.layers import read_study, study_from_options, study_layers
+
+    _quiet_transformers()
+    study_layers(study_from_options(vars(arguments)), arguments.output)
+    study = read_study(arguments.output)
+    print(json.dumps(study, indent=2) if arguments.json else study_table(study))
+
+
+def _plan_layers(arguments: argparse.Namespace) -> None:
+    from fcsd.layer_plan import plan_layers, plan_text
+
+    _quiet_transformers()
+    plan = plan_layers(
+        arguments.study,
+        arguments.budget,
+        metric=arguments.metric,
+        verify=arguments.verify,
+        model=arguments.model,
+    )
+    print(plan_text(plan, as_json=arguments.json))
 
 
 def _compare(arguments: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ from fcsd.families import moe_mask
 from fcsd.loading import load_tokenizer, original_model
 from fcsd.processes import alone, begin, finish
 from fcsd.recipe import Model, Source
-from fcsd.strict import Strict, did_you_mean
+from fcsd.strict import Strict, did_you_mean, parse_yaml, validate
 
 SCHEMA_VERSION = 1
 KL = "kl"  # the metric that is not a task; lower is better
@@ -89,6 +89,45 @@ class Study(Strict):
         if self.counts == [] or (self.counts is not None and self.every != 1):
             raise ValueError("counts: give at least one number, and not `every` beside it")
         return self
+
+
+def study_from_options(options: Mapping[str, Any]) -> Study:
+    """The study that the options of `fcsd layers` describe.
+
+    Raises:
+        UserError: an option that does not make sense.
+    """
+    same = (
+        "attention",
+        "mlp",
+        "text_examples",
+        "max_length",
+        "loss_on",
+        "suite",
+        "data_root",
+        "batch_size",
+        "limit",
+    )
+    text = options["text"]
+    if text is not None:
+        found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
+        text = validate(Source, found, "--text").model_dump()
+    sides = options["sides"].split(",") if options["sides"] else None
+    if sides is None:
+        sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
+    counts = None
+    if options["counts"] is not None:
+        words = options["counts"].split(",")
+        if wrong := [word for word in words if not word.strip().isdigit()]:
+            raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
+        counts = [int(word) for word in words]
+    model = {
+        "path": options["model"], "revision": options["revision"], "dtype": options["dtype"],
+        "trust_remote_code": options["trust_remote_code"],
+    }  # fmt: skip
+    own = {"model": model, "text": text, "tasks": options["task"], "sides": sides, "counts": counts}
+    own |= {"every": options["every"], "allow_weak_sandbox": options["allow_weak_sandbox"]}
+    return validate(Study, own | {name: options[name] for name in same}, "the study")
 
 
 @dataclass(frozen=True)
