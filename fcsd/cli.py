@@ -167,10 +167,16 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--text-examples", type=int, default=256, help="examples of the text")
     layers.add_argument("--max-length", type=int, default=4096, help="tokens in one row of the text")
     layers.add_argument(
-        "--loss-on", choices=["response", "all"], default="response", help="tokens of the text that are judged"
+        "--loss-on",
+        choices=["response", "all"],
+        default="response",
+        help="tokens of the text that are judged",
     )
     layers.add_argument(
-        "--task", action="append", default=[], help="measure this task of the suite; may be given several times"
+        "--task",
+        action="append",
+        default=[],
+        help="measure this task of the suite; may be given several times",
     )
     layers.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
     layers.add_argument("--data-root", help="folder in hub layout (owner/name/…); without it the Hub is used")
@@ -206,7 +212,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
     plan.add_argument("--budget", required=True, help="share of the layers (90%%) or their number (43)")
-    plan.add_argument("--metric", help="kl or a task of the study (default: the first one, kl if it was measured)")
+    plan.add_argument(
+        "--metric", help="kl or a task of the study (default: the first one, kl if it was measured)"
+    )
     plan.add_argument(
         "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"
     )
