@@ -11,6 +11,7 @@ Not covered: several processes; a proposal from the sensitivities, that is `fcsd
 """
 
 import contextlib
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -320,7 +321,8 @@ def measuring(study: Study) -> Iterator[Measure]:
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = kl_value(items[KL], study.model.path, layers)
             if judge is not None:
-                result, samples = judge(model, study.model.path)
+                with contextlib.redirect_stderr(io.StringIO()):  # lm-eval draws a bar while it builds requests
+                    result, samples = judge(model, study.model.path)
                 for task, row in result["tasks"].items():
                     values[task] = Value(row["value"], row["stderr"], row["num_items"])
                     items[task] = [sample["score"] for sample in samples[task]]

@@ -96,7 +96,8 @@ def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any],
         ("first", "first N layers", "tab:red", "s"),
     ):
         if by_side[side]:
-            points = by_side["none"] + by_side[side]
+            # 0 layers: the original's score; its KL is 0, for which a logarithmic axis has no place.
+            points = (by_side["none"] if metric["better"] == "higher" else []) + by_side[side]
             style = {"marker": marker, "markersize": 4, "capsize": 2, "label": label, "color": colour}
             axis.errorbar(*_values(points, metric["name"], [p["num_layers"] for p in points]), **style)
     axis.set(
