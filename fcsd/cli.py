@@ -98,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     _model_argument(unconvert)
     unconvert.add_argument("out", metavar="OUT", type=Path, help="new folder")
 
-    families = command("families", _families, "List the model families that can be converted.")
+    families = command(
+        "families", _families, "List the model families that can be converted, and those that are refused."
+    )
     families.add_argument("--json", action="store_true", help="print JSON")
 
     for name, text, more in (

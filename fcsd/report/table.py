@@ -9,19 +9,20 @@ from typing import Any
 Rows = Sequence[Sequence[str]]
 
 
-def markdown(header: Sequence[str], rows: Rows) -> str:
-    """A Markdown table that also reads well as plain text: columns padded, all but the first aligned to the right."""
+def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
+    """A Markdown table that also reads well as plain text: columns padded, all but the first `left` of them
+    aligned to the right."""
     widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
-            cell.ljust(width) if index == 0 else cell.rjust(width)
+            cell.ljust(width) if index < left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         return f"| {' | '.join(padded)} |"
 
-    # The first column is ruled `|----|`, the others `|---:|`, which aligns them to the right.
-    rule = "|".join("-" * (width + 1) + ("-" if index == 0 else ":") for index, width in enumerate(widths))
+    # Columns on the left are ruled `|----|`, the others `|---:|`, which aligns them to the right.
+    rule = "|".join("-" * (width + 1) + ("-" if index < left else ":") for index, width in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
@@ -145,21 +146,41 @@ def comparison_table(original: Path, converted: Sequence[Path], *, as_json: bool
 
 
 def families_table(*, as_json: bool = False) -> str:
-    """`fcsd families`: what can be converted."""
-    from fcsd.families import FAMILIES
+    """`fcsd families`: what can be converted, how it was verified, and what is refused why.
 
-    facts = [
+    Text is Markdown, and the README's; JSON is {"families": [...], "refused": {model type: reason}}.
+    """
+    from fcsd.families import FAMILIES
+    from fcsd.families.family import MOE_LAYERS
+    from fcsd.families.refused import REFUSED
+
+    facts: list[dict[str, Any]] = [
         {
             "model_type": name,
+            "model_class": family.causal_lm,
+            "multimodal": family.multimodal,
             "shared_experts": bool(family.block_shared or family.layer_shared),
-            "classes": family.causal_lm,
+            "additive": family.additive,
+            "dense_layers": [] if family.moe_layers == "all" else list(MOE_LAYERS[family.moe_layers][0]),
+            "reference": family.reference,
         }
         for name, family in sorted(FAMILIES.items())
     ]
+    refused = dict(sorted(REFUSED.items()))
     if as_json:
-        return json.dumps(facts, indent=2)
+        return json.dumps({"families": facts, "refused": refused}, indent=2)
     rows = [
-        [str(fact["model_type"]), "yes" if fact["shared_experts"] else "no", str(fact["classes"])]
+        [
+            fact["model_type"],
+            fact["model_class"],
+            ("yes" if fact["additive"] else "in flight, too") if fact["shared_experts"] else "no",
+            ", ".join(fact["dense_layers"]) or "none",
+            "written by hand" if fact["reference"] == "written" else "generic",
+        ]
         for fact in facts
     ]
-    return markdown(["model_type", "shared experts", "class"], rows)
+    table = markdown(["family", "class", "shared experts", "dense layers by", "reference"], rows, left=5)
+    if not refused:
+        return table
+    why = markdown(["refused", "reason"], [[name, reason] for name, reason in refused.items()], left=2)
+    return f"{table}\n\n{why}"

@@ -89,8 +89,8 @@ def surgery_forward(
         far = k in layers
         scale = getattr(layer, family.residual_multiplier) if family.residual_multiplier else 1.0
         a = o - in_flight if far and attention == "partial" and in_flight is not None else o
-        attended = scale * _mix(layer, getattr(layer, family.in_norm)(a), arguments[k])
-        m = getattr(layer, family.mlp_norm)(o if far and mlp == "outdated" else o + attended)
+        attended = scale * _mix(layer, getattr(layer, str(family.in_norm))(a), arguments[k])
+        m = getattr(layer, str(family.mlp_norm))(o if far and mlp == "outdated" else o + attended)
         if type(getattr(layer, family.moe)).__name__ == family.moe_block:
             routed, shared = (scale * part for part in _moe(layer, family, m))
             in_flight = routed if far else None
@@ -99,5 +99,5 @@ def surgery_forward(
             in_flight = None
             o = o + attended + scale * getattr(layer, family.moe)(m)
         streams.append(o)
-    logits = model.lm_head(getattr(stack, _present(stack, _FINAL_NORMS))(o))
+    logits = model.get_output_embeddings()(getattr(stack, _present(stack, _FINAL_NORMS))(o))
     return logits / getattr(text_config(model.config, family), "logits_scaling", 1.0), streams
