@@ -16,8 +16,9 @@ def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> di
     patch_size, num_image_tokens = IMAGES[model_type]
     text = torch.randint(3, IMAGE, (2, num_text_tokens), generator=generator)
     image = torch.full((num_image_tokens,), IMAGE)
+    places = (2, 4)
     input_ids = torch.stack(
-        [torch.cat([row[:k], image, row[k:]]) for row, k in zip(text, (2, 4), strict=True)]
+        [torch.cat([row[:k], image, row[k:]]) for row, k in zip(text, places, strict=True)]
     )
     if patch_size is None:
         vision = TINY[model_type]["vision_config"]
@@ -28,6 +29,9 @@ def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> di
         "pixel_values": torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator),
         "image_grid_thw": torch.tensor([[1, 4, num_image_tokens]] * 2),
     }
-    if "mrope_section" in TINY[model_type]["text_config"].get("rope_parameters", {}):
+    if model_type == "qwen3_omni_moe_thinker":  # finds images by the token before them
+        for row, k in enumerate(places):
+            input_ids[row, k - 1] = TINY[model_type]["vision_start_token_id"]
+    elif "mrope_section" in TINY[model_type]["text_config"].get("rope_parameters", {}):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
     return inputs

@@ -63,6 +63,14 @@ def left_padded(inputs, padding=3):
     return padded
 
 
+def assert_same(loaded, model, inputs):
+    """Weights to the last bit; logits but for the order of summation, which depends on the memory layout."""
+    state = model.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    assert (logits(loaded, inputs) - logits(model, inputs)).abs().max() < TOLERANCE
+
+
 def tensor_shapes(folder):
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -262,16 +270,16 @@ def test_every_combination_of_checkpoint_and_connectivity(name, tmp_path):
 
     plain = load_model(tmp_path / "base")
     assert type(plain) is type(model) and not plain.training
-    assert torch.equal(logits(plain, inputs), regular)
+    assert_same(plain, model, inputs)
 
     rewired = load_model(tmp_path / "base", connectivity=far)
     assert farskip_layers(rewired) == [0, 1, 2, 3]
     assert (logits(rewired, inputs) - regular).abs().max() > 0.5
-    assert torch.equal(logits(load_model(tmp_path / "far"), inputs), logits(rewired, inputs))
+    assert_same(load_model(tmp_path / "far"), rewired, inputs)
 
     undone = load_model(tmp_path / "far", original=True)
     assert type(undone) is type(model) and undone.config.model_type == name
-    assert torch.equal(logits(undone, inputs), regular)
+    assert_same(undone, model, inputs)
 
     unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
     base, back = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("base", "back"))
@@ -302,7 +310,7 @@ def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(name, t
     assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
     assert tensor_shapes(tmp_path / "far") == tensor_shapes(tmp_path / "base")
     for part in ("far", "converted"):
-        assert torch.equal(logits(load_model(tmp_path / part), inputs), logits(model, inputs))
+        assert_same(load_model(tmp_path / part), model, inputs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -349,10 +357,10 @@ def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):
             text.pop(key, None)
         config |= text if inside is None else {inside: text}
         (base / "config.json").write_text(json.dumps(config))
-        assert torch.equal(logits(load_model(base), inputs), logits(model, inputs))
+        assert_same(load_model(base), model, inputs)
         convert_checkpoint(base, tmp_path / name / "far", Connectivity("moe"))
         convert_model(model, Connectivity("moe"))
-        assert torch.equal(logits(load_model(tmp_path / name / "far"), inputs), logits(model, inputs))
+        assert_same(load_model(tmp_path / name / "far"), model, inputs)
 
 
 @pytest.mark.slow
@@ -381,7 +389,7 @@ for family, (inputs, logits) in expected.items():
     assert type(model).__name__.startswith("FarSkip"), type(model)
     with torch.no_grad():
         got = model(**inputs, use_cache=False).logits
-        assert (got - logits).abs().max() < 1e-5, (family, (got - logits).abs().max())
+        assert (got - logits).abs().max() < 5e-5, (family, (got - logits).abs().max())
         headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
         assert type(headless).__name__.startswith("FarSkip"), type(headless)
         if type(headless) is not type(model):

@@ -322,6 +322,7 @@ TINY: dict[str, dict[str, Any]] = {
         "audio_token_id": IMAGE + 2,
         "audio_start_token_id": IMAGE + 3,
         "user_token_id": IMAGE + 4,
+        "vision_start_token_id": IMAGE + 5,
     },
 }
 
