@@ -10,10 +10,11 @@ import torch
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES
 from fcsd.inspect import inspect_model, report_table
 from fcsd.inspect.memory import cache_bytes, distillation_bytes
 from fcsd.inspect.table import ranges, size
-from fcsd.testing import tiny_config, tiny_model
+from fcsd.testing import TINY, tiny_config, tiny_model
 from tests.real_configs import real_folder
 
 D, V, L = 32, 99, 4  # of the tiny models
@@ -90,6 +91,20 @@ def test_a_tied_head_is_counted_once(tmp_path):
     assert "lm_head" not in tied["parts"]
     model = tiny_model("mixtral", tie_word_embeddings=True)
     assert tied["total"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & TINY.keys()))
+def test_every_family_is_described_to_the_last_parameter(model_type, tmp_path):
+    facts = inspect_model(config_only(tmp_path, model_type))
+    parameters, parts = facts["parameters"], facts["parameters"]["parts"]
+    model = tiny_model(model_type)
+    assert parameters["total"] == sum(parameter.numel() for parameter in model.parameters())
+    for key in ("total", "active"):
+        assert sum(row[key] for row in parts.values()) == parameters[key]
+    experts, chosen = facts["experts"]["routed"], facts["experts"]["per_token"]
+    assert parts["routed_experts"]["active"] * experts == parts["routed_experts"]["total"] * chosen
+    assert facts["can_be_converted"] and facts["memory"]["serve"]["cache"]["first_bytes"] > 0
+    assert "other" not in parts or FAMILIES[model_type].multimodal
 
 
 PUBLISHED = {  # total and active in billions as published, and the parts that its publisher leaves out
@@ -249,6 +264,8 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     plain = inspect_model(tmp_path)
     assert plain["can_be_converted"]
     assert plain["connectivity"]["layers"] == [0, 1, 2, 3] and plain["connectivity"]["attention"] == "full"
+    assert plain["connectivity_keys"] == facts["connectivity_keys"] == "instella"
+    assert "is FarSkip already, in AMD's keys" in report_table(plain)
     late = {"gated_attention": False, "farskip_start_idx": 9}
     (tmp_path / "config.json").write_text(json.dumps(config | late))
     unreadable = inspect_model(tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_TOKENS = 1024
+_WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
 
 
 def distillation_bytes(num_parameters: int, teacher_dtype: str, student_dtype: str) -> dict[str, int]:
@@ -33,20 +34,23 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
     Args:
         config: the config object of the decoder layers. `layer_types` says which layers keep only a window
             (`sliding_window`, `attention_chunk_size`) and which keep no keys and values at all (linear
-            attention, convolution, mamba; their state does not grow and is not counted).
+            attention, convolution, mamba). What does not grow with the text, and the keys of sparse
+            attention's indexers, are not counted.
         num_tokens: length of the sequence.
     """
-    per_token = _numbers_per_token(config)
-    if per_token is None:
-        return None
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     numbers = 0
-    for kind in kinds[: config.num_hidden_layers]:
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention", "attention"):
+    for kind, layer in zip(kinds[: config.num_hidden_layers], layers, strict=False):
+        if kind in _WITHOUT_KEYS:
             continue
+        per_token = _numbers_per_token(layer)
+        if per_token is None:
+            return None
         window = {
-            "sliding_attention": getattr(config, "sliding_window", None),
-            "chunked_attention": getattr(config, "attention_chunk_size", None),
+            "sliding_attention": getattr(layer, "sliding_window", None),
+            "hybrid_sliding": getattr(layer, "sliding_window", None),
+            "chunked_attention": getattr(layer, "attention_chunk_size", None),
         }.get(kind)
         numbers += per_token * min(num_tokens, window or num_tokens)
     return BYTES["bfloat16"] * numbers

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import nn
-
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.families import Family
 
@@ -21,11 +19,14 @@ PARTS = (
 """`attention` is every sequence mixer of the decoder layers; `other` is outside them: a vision tower, say."""
 
 
-def count_parameters(model: Any, family: Family, experts_per_token: int | None) -> dict[str, Any]:
+def count_parameters(
+    model: Any, family: Family, num_experts: int | None, experts_per_token: int | None
+) -> dict[str, Any]:
     """Exact numbers of parameters.
 
     Args:
         model: a regular model of the family; it may lie on the meta device.
+        num_experts: routed experts of a layer; None takes the first dimension of the experts' tensors.
         experts_per_token: routed experts that one token uses; None where the config does not say.
 
     Returns:
@@ -36,53 +37,64 @@ def count_parameters(model: Any, family: Family, experts_per_token: int | None) 
     stack = decoder_layers(model, family)
     seen: set[int] = set()
     total = dict.fromkeys(PARTS, 0)
-    unused = 0
+    unused = dict.fromkeys(PARTS, 0)
 
-    def add(part: str, module: Any) -> None:
-        for parameter in module.parameters() if isinstance(module, nn.Module) else [module]:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                total[part] += parameter.numel()
+    def add(part: str, parameter: Any, *, routed: bool = False) -> None:
+        if id(parameter) in seen:
+            return
+        seen.add(id(parameter))
+        total[part] += parameter.numel()
+        if routed and experts_per_token is not None:
+            known = num_experts and parameter.shape[0] % num_experts == 0  # some hold experts side by side
+            count = num_experts if known else parameter.shape[0]
+            unused[part] += parameter.numel() - parameter.numel() // count * experts_per_token
+
+    def add_all(part: str, module: Any) -> None:
+        for parameter in module.parameters() if module is not None else ():
+            add(part, parameter)
 
     def add_block(block: Any) -> None:
-        nonlocal unused
         for name in (family.block_shared, family.block_gate):
-            if name and getattr(block, name, None) is not None:
-                add("shared_experts", getattr(block, name))
+            add_all("shared_experts", getattr(block, name, None) if name else None)
         for name, parameter in block.named_parameters():
-            if id(parameter) in seen:
-                continue
-            is_expert = "experts" in name.split(".") or parameter.ndim == 3
-            if is_expert and experts_per_token is not None:
-                # Experts are one tensor each kind, its first dimension is the expert.
-                unused += parameter.numel() - parameter.numel() // parameter.shape[0] * experts_per_token
-            add("routed_experts" if is_expert else "router", parameter)
+            routed = "experts" in name.split(".") or parameter.ndim == 3
+            add("routed_experts" if routed else "router", parameter, routed=routed)
 
-    add("embeddings", model.get_input_embeddings())
-    if model.get_output_embeddings() is not None:
-        add("lm_head", model.get_output_embeddings())
+    add_all("embeddings", model.get_input_embeddings())
+    add_all("lm_head", model.get_output_embeddings())
     for layer in stack:
         block = getattr(layer, family.moe)
         if type(block).__name__ == family.moe_block:
             add_block(block)
         else:
-            add("dense_mlp", block)
-        if family.layer_shared and getattr(layer, family.layer_shared, None) is not None:
-            add("shared_experts", getattr(layer, family.layer_shared))
+            add_all("dense_mlp", block)
+        add_all("shared_experts", getattr(layer, family.layer_shared, None) if family.layer_shared else None)
         for name, child in layer.named_children():
-            is_norm = all(parameter.ndim <= 1 for parameter in child.parameters())
-            add("norms" if is_norm or name in (family.in_norm, family.mlp_norm) else "attention", child)
-        add("norms", layer)  # what lies on the layer itself
+            for inner, parameter in child.named_parameters():
+                if all(tensor.ndim <= 1 for tensor in child.parameters()) and "norm" in name:
+                    add("norms", parameter)
+                elif name in ("router", "mlp", "feed_forward"):
+                    add("router" if name == "router" else "dense_mlp", parameter)
+                else:  # a mixer may choose among experts too (JetMoE)
+                    add("attention", parameter, routed="experts" in inner.split(".") and parameter.ndim == 3)
     for name, parameter in model.named_parameters():
-        add("norms" if name.endswith("norm.weight") and parameter.ndim == 1 else "other", parameter)
-    active: dict[str, int | None] = dict(total)
-    active["routed_experts"] = None if experts_per_token is None else total["routed_experts"] - unused
+        is_norm = parameter.ndim == 1 and "norm" in ".".join(name.split(".")[-2:])
+        add("norms" if is_norm and not family.multimodal else "other", parameter)
+    active = {part: total[part] - unused[part] for part in PARTS}
     if family.multimodal:
         active["other"] = 0
+    known = experts_per_token is not None
     return {
         "total": sum(total.values()),
-        "active": None if experts_per_token is None else sum(number or 0 for number in active.values()),
-        "parts": {part: {"total": total[part], "active": active[part]} for part in PARTS if total[part]},
+        "active": sum(active.values()) if known else None,
+        "parts": {
+            part: {
+                "total": total[part],
+                "active": active[part] if known or part != "routed_experts" else None,
+            }
+            for part in PARTS
+            if total[part]
+        },
     }
 
 

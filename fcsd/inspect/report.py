@@ -1,6 +1,6 @@
 """The facts about one checkpoint, as plain data."""
 
-import copy
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +44,8 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
 
     Returns:
         JSON data: model, revision, model_type, architecture, quantization, family, can_be_converted, reason,
-        connectivity, layers, experts, selections, parameters, files, memory. Unknown values are None.
+        connectivity, connectivity_keys, layers, experts, selections, parameters, files, memory. Unknown
+        values are None.
 
     Raises:
         UserError: no such checkpoint; a config that is damaged, or that transformers refuses.
@@ -91,8 +92,8 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     config = _config_object(cls.config_class, raw, family.model_type, source)
     mask = moe_mask(config, family)
     text = text_config(config, family)
-    per_token = _first(text, _EXPERTS_PER_TOKEN)
-    parameters = count_parameters(_on_meta(cls._from_config, config, source), family, per_token)
+    experts, per_token = _first(text, _EXPERTS), _first(text, _EXPERTS_PER_TOKEN)
+    parameters = count_parameters(_on_meta(cls._from_config, config, source), family, experts, per_token)
     reason = None
     try:
         family_of(config)
@@ -113,12 +114,17 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
         "can_be_converted": reason is None and problem is None,
         "reason": reason or problem,
         "connectivity": connectivity,
+        "connectivity_keys": None
+        if connectivity is None
+        else "instella"
+        if has_instella_keys(raw)
+        else "fcsd",
         "layers": {
             "total": len(mask),
             "moe": [index for index, is_moe in enumerate(mask) if is_moe],
             "dense": [index for index, is_moe in enumerate(mask) if not is_moe],
         },
-        "experts": {"routed": _first(text, _EXPERTS), "per_token": per_token, "shared": shared},
+        "experts": {"routed": experts, "per_token": per_token, "shared": shared},
         "selections": dict(_selections(mask)) if any(mask) else {},
         "parameters": parameters,
         "cache": _cache(text),
@@ -145,6 +151,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "can_be_converted": False,
         "reason": reason,
         "connectivity": None,
+        "connectivity_keys": None,
         "layers": {"total": num_layers, "moe": None, "dense": None},
         "experts": {
             "routed": _first(text, _EXPERTS),
@@ -162,9 +169,14 @@ def _config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, s
     values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
     try:
         with _quiet():
-            return config_class.from_dict(copy.deepcopy(values))
+            return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
         raise UserError(f"{source.where}: transformers refuses it: {' '.join(str(error).split())}") from None
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _on_meta(build: Any, config: Any, source: Source) -> Any:
@@ -233,9 +245,10 @@ def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if isinstance(value := getattr(config, name, None), int):
-            return value
+    for place in (config, getattr(config, "ffn_config", None)):
+        for name in names:
+            if isinstance(value := getattr(place, name, None), int):
+                return value
     return None
 
 
@@ -243,7 +256,9 @@ def _cache(text: Any) -> dict[str, Any] | None:
     try:
         first, second = (cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65))
         begin = cache_bytes(text)
-    except (AttributeError, TypeError):  # a family whose attention has other names
+    except (
+        Exception
+    ):  # attention has other names, or a value that depends on the layer: transformers raises its own
         return None
     if begin is None or first is None or second is None:
         return None

@@ -46,9 +46,11 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
 def _conversion(facts: Mapping[str, Any]) -> str:
     if not facts["can_be_converted"]:
         return f"not possible: {facts['reason']}"
-    if facts["connectivity"] is None:
-        return "can be converted"
-    return "is FarSkip already; `fcsd convert` can choose other layers"
+    if facts["connectivity_keys"] == "instella":
+        return "is FarSkip already, in AMD's keys; `fcsd convert` writes them in fcsd's"
+    if facts["connectivity"] is not None:
+        return "is FarSkip already; `fcsd convert` can choose other layers"
+    return "can be converted"
 
 
 def _layers(layers: Mapping[str, Any]) -> str:
