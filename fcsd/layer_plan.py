@@ -189,7 +189,7 @@ def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:
         [
             row["name"],
             row["selection"],
-            f"{row['sum_of_sensitivities']:.4f}",
+            f"{row['sum_of_sensitivities']:.3g}",
             _number(row["measured"]) if row["measured"] else "-",
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
@@ -231,12 +231,12 @@ def _verdict(plan: dict[str, Any]) -> str:
         word = "is better than" if distance < 0 else "is WORSE than"
     return (
         f"Measured, untrained: the proposal {word} the {second['name']} layers"
-        f" (paired difference {found['value']:+.4f} ± {found['stderr']:.4f})."
+        f" (paired difference {found['value']:+.2g} ± {found['stderr']:.1g})."
     )
 
 
 def _number(row: dict[str, Any]) -> str:
-    return f"{row['value']:.4f} ± {row['stderr']:.4f}"
+    return f"{row['value']:.3g} ± {row['stderr']:.1g}"  # KLs span orders of magnitude
 
 
 def study_table(study: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import yaml
 
 from fcsd import layers as study_module
 from fcsd.cli import main
-from fcsd.connectivity import Connectivity, convert_checkpoint, load_model, parse_selection
+from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model, parse_selection
 from fcsd.errors import UserError
 from fcsd.evaluate.divergence import mean_kl, ratio
 from fcsd.evaluate.runner import evaluate, judging
@@ -105,7 +105,7 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
     model: Path, text: Path, finished: Path
 ) -> None:
     rows = heldout_rows(Source(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
-    original = load_model(model)
+    original, wired = load_model(model), load_model(model)
     study = read_study(finished)
     assert [(point["side"], point["layers"]) for point in study["points"]] == [
         *[("first", list(range(count))) for count in (1, 2, 3, 4)],
@@ -113,7 +113,8 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
         *[("single", [layer]) for layer in range(4)],
     ]
     for point in study["points"]:
-        direct = mean_kl(original, load_model(model, connectivity=Connectivity(point["layers"])), rows)
+        convert_model(wired, Connectivity(point["layers"]))
+        direct = mean_kl(original, wired, rows)
         found = point["values"]["kl"]
         assert found["value"] == pytest.approx(direct["kl"], rel=1e-5) and direct["kl"] > 1e-3
         assert found["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
@@ -136,7 +137,8 @@ def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, 
 
 def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, num_experts=4, max_position_embeddings=512).save_pretrained(folder)  # fmt: skip
+    fields = {"num_hidden_layers": 2, "vocab_size": 400, "max_position_embeddings": 512}
+    tiny_model("qwen2_moe", **fields).save_pretrained(folder)
     load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
     words = ["--task", "tiny_choice", "--data-root", str(tasks), "--sides", "last,single", "--limit", "6"]
     assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
