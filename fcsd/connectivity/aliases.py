@@ -21,7 +21,8 @@ ours, with the selection begun one layer earlier (whose attention and MLP then b
 layer reads). With both sides it has no counterpart and is refused. No published checkpoint sets the start.
 
 Not covered: Instella's attention gate (`gated_attention`), which transformers' deepseek_v3 does not have, so
-that AMD's own weights cannot be loaded; `fcsd inspect` shows them.
+that AMD's own weights cannot be loaded; `fcsd inspect` shows them. AMD's code calls `DeepseekV3MoE.moe`, which
+transformers 5 no longer has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,8 +107,8 @@ def translate_instella(config: Mapping[str, Any], where: str = "config.json") ->
     if config.get("gated_attention"):
         raise UserError(
             f"{where}: gated_attention: transformers' {family.causal_lm} has no attention gate, so these"
-            " weights (self_attn.gate_proj) cannot be loaded as it; `fcsd inspect` shows the checkpoint, and"
-            " trust_remote_code lets AMD's own code in its repository load it"
+            " weights (self_attn.gate_proj) cannot be loaded as it; `fcsd inspect` shows the checkpoint, AMD's"
+            " own code in its repository needs transformers 4.57"
         )
     try:
         mask = moe_mask(SimpleNamespace(**config), family)

@@ -105,7 +105,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
         parameters = add_to(parameters, "attention", len(mask) * gate)
         reason = (
             "gated_attention: AMD's attention gate is not in transformers; the checkpoint already is FarSkip,"
-            " and runs with AMD's own code"
+            " and runs with AMD's own code under transformers 4.57"
         )
     connectivity, problem = _connectivity(raw, mask, source)
     shared = bool(parameters["parts"].get("shared_experts"))
