@@ -216,7 +216,7 @@ def test_a_changed_study_is_refused_with_the_difference(
     ("words", "message"),
     [
         (["--task", "tiny_choise"], r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?"),
-        (["--task", "tiny_choice", "--suite", "tyni"], r"no such suite; did you mean 'tiny'\?"),
+        (["--task", "tiny_choice", "--suite", "tyni"], r"suite 'tyni': no such suite"),
         (["--counts", "2,9"], r"counts: 9: the model has 4 decoder layers; allowed: 1 to 4"),
         (["--counts", "two"], r"--counts: 'two' is not a number"),
         (["--counts", "2,2"], r"counts: 2 is given twice"),

@@ -1,6 +1,7 @@
 """How a model is judged: suites as data, lm-eval tasks, executed code, paired scores.
 
     suites      which tasks, shots, metrics and data sets: `eval/suites/*.yaml`
+    stage       `fcsd evaluate`, and the evaluation stage of a recipe
     runner      a suite on a model in memory; the result's folder
     likelihood  lm-eval on a model in memory, offline
     code        problems in the MBPP+ schema, greedy completions
