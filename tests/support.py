@@ -54,6 +54,17 @@ class Bench:
         }  # fmt: skip
 
 
+def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any], tolerance: float = 5e-5) -> None:
+    """Weights to the last bit. Logits but for the order of summation, which the alignment of a memory-mapped
+    file changes."""
+    state = model.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    with torch.no_grad():
+        one, other = (each(**inputs, use_cache=False).logits for each in (loaded, model))
+    assert (one - other).abs().max() < tolerance
+
+
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:
     """Begin a command in a process of its own, as a user would, with one thread and without network."""
     names = {

@@ -16,6 +16,7 @@ def _wrapper(text: Family, *, model_type: str, config: str, model: str, base_mod
         config=config,
         causal_lm=model,
         base_model=base_model,
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     )
 
@@ -115,6 +116,7 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Glm4vMoeTextMoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
     Family(
@@ -127,6 +129,7 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Step3p7SparseMoeBlock",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
     Family(
@@ -139,6 +142,7 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="DeepseekOcr2TextMoe",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
     Family(
@@ -151,6 +155,7 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="UnlimitedOcrTextMoe",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
     Family(
@@ -163,6 +168,7 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Qwen3VLMoeTextSparseMoeBlock",
         stream_edit="_deepstack_process",
         moe_layers="decoder_sparse_step",
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
     Family(
@@ -175,8 +181,9 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Qwen3OmniMoeThinkerTextSparseMoeBlock",
         stream_edit="_deepstack_process",
         moe_layers="decoder_sparse_step",
+        reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
 )
 
-ROWS = WRAPPERS
+ROWS = (*TEXT_ROWS, *WRAPPERS)

@@ -12,6 +12,7 @@ from fcsd.connectivity import load as load_module
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.testing import tiny_config, tiny_model
+from tests.support import assert_same_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -62,10 +63,11 @@ def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
     far = Connectivity("all", mlp="full")
     convert_checkpoint(tmp_path / "base", tmp_path / "far", far)
     regular = logits(model)
+    inputs = {"input_ids": X}
 
     plain = load_model(tmp_path / "base")
     assert type(plain) is type(model) and not plain.training
-    assert torch.equal(logits(plain), regular)
+    assert_same_model(plain, model, inputs)
 
     rewired = load_model(tmp_path / "base", connectivity=far)
     assert type(rewired).__name__ == f"FarSkip{FAMILIES[family].causal_lm}"
@@ -76,11 +78,11 @@ def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
     for given in (None, far, Connectivity([0, 1, 2, 3], mlp="full")):
         stored = load_model(tmp_path / "far", connectivity=given)
         assert type(stored) is type(rewired)
-        assert torch.equal(logits(stored), logits(rewired))
+        assert_same_model(stored, rewired, inputs)
 
     undone = load_model(tmp_path / "far", original=True)
     assert type(undone) is type(model)
-    assert torch.equal(logits(undone), regular)
+    assert_same_model(undone, model, inputs)
     assert undone.config.model_type == family
 
 

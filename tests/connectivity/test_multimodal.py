@@ -30,6 +30,7 @@ from fcsd.testing.configs.multimodal import IMAGE, IMAGES
 from fcsd.testing.images import image_inputs
 from fcsd.testing.reference_multimodal import MULTIMODAL_MOE, multimodal_reference_forward, text_stack
 from tests.connectivity.test_export import run_without_fcsd
+from tests.support import assert_same_model
 
 NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
@@ -61,14 +62,6 @@ def left_padded(inputs, padding=3):
     if "mm_token_type_ids" in inputs:
         padded["mm_token_type_ids"] = torch.cat([pads.int(), inputs["mm_token_type_ids"]], dim=1)
     return padded
-
-
-def assert_same(loaded, model, inputs):
-    """Weights to the last bit; logits but for the order of summation, which depends on the memory layout."""
-    state = model.state_dict()
-    assert loaded.state_dict().keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-    assert (logits(loaded, inputs) - logits(model, inputs)).abs().max() < TOLERANCE
 
 
 def tensor_shapes(folder):
@@ -270,16 +263,16 @@ def test_every_combination_of_checkpoint_and_connectivity(name, tmp_path):
 
     plain = load_model(tmp_path / "base")
     assert type(plain) is type(model) and not plain.training
-    assert_same(plain, model, inputs)
+    assert_same_model(plain, model, inputs)
 
     rewired = load_model(tmp_path / "base", connectivity=far)
     assert farskip_layers(rewired) == [0, 1, 2, 3]
     assert (logits(rewired, inputs) - regular).abs().max() > 0.5
-    assert_same(load_model(tmp_path / "far"), rewired, inputs)
+    assert_same_model(load_model(tmp_path / "far"), rewired, inputs)
 
     undone = load_model(tmp_path / "far", original=True)
     assert type(undone) is type(model) and undone.config.model_type == name
-    assert_same(undone, model, inputs)
+    assert_same_model(undone, model, inputs)
 
     unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
     base, back = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("base", "back"))
@@ -310,7 +303,7 @@ def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(name, t
     assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
     assert tensor_shapes(tmp_path / "far") == tensor_shapes(tmp_path / "base")
     for part in ("far", "converted"):
-        assert_same(load_model(tmp_path / part), model, inputs)
+        assert_same_model(load_model(tmp_path / part), model, inputs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -357,10 +350,10 @@ def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):
             text.pop(key, None)
         config |= text if inside is None else {inside: text}
         (base / "config.json").write_text(json.dumps(config))
-        assert_same(load_model(base), model, inputs)
+        assert_same_model(load_model(base), model, inputs)
         convert_checkpoint(base, tmp_path / name / "far", Connectivity("moe"))
         convert_model(model, Connectivity("moe"))
-        assert_same(load_model(tmp_path / name / "far"), model, inputs)
+        assert_same_model(load_model(tmp_path / name / "far"), model, inputs)
 
 
 @pytest.mark.slow

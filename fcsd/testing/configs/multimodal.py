@@ -119,6 +119,7 @@ _TEXT: dict[str, dict[str, Any]] = {
 }
 
 TINY: dict[str, dict[str, Any]] = {
+    **_TEXT,
     "llama4": {
         "text_config": STANDARD["llama4_text"] | _VOCABULARY,
         "vision_config": {
