@@ -321,7 +321,8 @@ def measuring(study: Study) -> Iterator[Measure]:
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = kl_value(items[KL], study.model.path, layers)
             if judge is not None:
-                with contextlib.redirect_stderr(io.StringIO()):  # lm-eval draws a bar while it builds requests
+                # lm-eval draws a bar of its own while it builds requests.
+                with contextlib.redirect_stderr(io.StringIO()):
                     result, samples = judge(model, study.model.path)
                 for task, row in result["tasks"].items():
                     values[task] = Value(row["value"], row["stderr"], row["num_items"])
