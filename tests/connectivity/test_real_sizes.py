@@ -87,7 +87,7 @@ def _cases():
         yield name, "last:75%"
 
 
-@pytest.mark.parametrize(("name", "selection"), _cases())
+@pytest.mark.parametrize(("name", "selection"), list(_cases()))
 def test_a_real_model_converts_in_a_moment_and_runs_with_cache_and_hidden_states(name, selection):
     family, model = real_model(name)
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
