@@ -11,6 +11,7 @@ from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
+from fcsd.families.refused import REFUSED
 from fcsd.inspect import inspect_model, report_table
 from fcsd.inspect.memory import cache_bytes, distillation_bytes
 from fcsd.inspect.table import ranges, size
@@ -284,7 +285,7 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
         ),
         (
             {"model_type": "switch_transformers", "num_layers": 2, "d_model": 8, "num_experts": 4},
-            "model type 'switch_transformers' is not supported",
+            "model type 'switch_transformers' ",
             (None, 4, None),
         ),
         (
@@ -312,6 +313,16 @@ def test_a_model_that_cannot_be_converted_is_still_described(config, reason, kno
     assert f"not possible: {reason}" in text
     if config["model_type"] == "nobody_knows_moe":
         assert "no remote code is run" in text and facts["parameters"] is None
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_a_refused_family_is_described_with_the_reason(model_type, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    facts = inspect_model(tmp_path)
+    assert not facts["can_be_converted"] and facts["family"] is None
+    assert facts["reason"].startswith(f"model type '{model_type}' cannot be converted: {REFUSED[model_type]}")
+    assert facts["reason"].endswith("(`fcsd families` lists what can)")
+    assert REFUSED[model_type] in report_table(facts)
 
 
 def test_a_dense_model_of_a_supported_family_is_described(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     try:
         family_of(config)
     except UserError as error:
-        reason = str(error)
+        reason = _reason(error)
     if raw.get("gated_attention") and has_instella_keys(raw):
         # One square gate a layer, from hidden size to all heads' values (AMD's modeling_instella_moe.py).
         gate = text.hidden_size * text.num_attention_heads * text.v_head_dim
@@ -140,7 +141,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         family_of(raw)
         reason = None
     except UserError as error:
-        reason = str(error)
+        reason = _reason(error)
     known = model_type in CONFIG_MAPPING
     config = _config_object(CONFIG_MAPPING[model_type], raw, model_type, source) if known else None
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
@@ -162,6 +163,12 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "parameters": None if total is None else {"total": total, "active": None, "parts": {}},
         "cache": _cache(text) if config is not None else None,
     }
+
+
+def _reason(error: UserError) -> str:
+    """Why, without the families that could be converted instead: there are dozens."""
+    text = re.split(r"; (?:supported families|choose an MoE model)", str(error))[0]
+    return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
 
 def _config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, source: Source) -> Any:
