@@ -307,6 +307,11 @@ def measuring(study: Study) -> Iterator[Measure]:
                 )
             )
         model = original_model(study.model, study.model.path)
+        if rows is not None and not hasattr(model, "lm_head"):
+            raise UserError(
+                f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
+                " its own; study the text model of this family"
+            )
         hidden = original_hidden(model, rows, progress=True) if rows is not None else []
 
         def measure(layers: Sequence[int]) -> Measured:

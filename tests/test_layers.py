@@ -251,6 +251,15 @@ def test_a_study_of_nothing_or_of_a_converted_model_is_refused(
     assert not (tmp_path / "s").exists()
 
 
+def test_the_kl_of_a_multimodal_wrapper_is_refused(text: Path, tmp_path: Path, refused: Refused) -> None:
+    tiny_model("llama4", vocab_size=300).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "model")
+    refused(
+        command(tmp_path / "model", text, tmp_path / "s"),
+        r"Llama4ForConditionalGeneration has none of its own",
+    )
+
+
 def test_counts_are_every_nth_and_all() -> None:
     study = validate(
         Study, {"model": {"path": "x"}, "text": {"path": "y"}, "every": 3, "sides": ["last"]}, "study"
