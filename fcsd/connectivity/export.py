@@ -8,28 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fcsd.connectivity.carried import carry_over
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, find_folder, read_checkpoint
 from fcsd.connectivity.load import check_tensors, config_and_class, load_config
 from fcsd.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, moe_mask
-
-CARRIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "generation_config.json",
-    "LICENSE*",
-)
-"""What is carried over beside config and weights: tokenizer, generation defaults, licence. No code, no
-pickles."""
 
 
 def convert_checkpoint(
@@ -73,7 +58,7 @@ def convert_checkpoint(
     }
     with _new_folder(Path(destination)) as folder:
         (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
-        _write(checkpoint, folder, config)
+        _write(source, checkpoint, folder, config)
     return field["layers"]
 
 
@@ -95,7 +80,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     del config["farskip"]
     config.pop("auto_map", None)
     with _new_folder(Path(destination)) as folder:
-        _write(checkpoint, folder, config)
+        _write(source, checkpoint, folder, config)
 
 
 def _checked(folder: Path) -> Checkpoint:
@@ -105,35 +90,15 @@ def _checked(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _write(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
     for name in checkpoint.weight_files:
         link_or_copy(checkpoint.folder / name, folder / name)
     if len(checkpoint.weight_files) > 1 or (checkpoint.folder / INDEX).exists():
         shutil.copyfile(checkpoint.folder / INDEX, folder / INDEX)
-    for pattern in CARRIED:
-        for file in sorted(checkpoint.folder.glob(pattern)):
-            if file.is_file():
-                target = folder / file.relative_to(checkpoint.folder)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
-    _name_tokenizer_class(folder, str(checkpoint.config["model_type"]).removeprefix(PREFIX))
+    hub = not Path(source).expanduser().is_dir()
+    model_type = str(checkpoint.config["model_type"]).removeprefix(PREFIX)
+    carry_over(checkpoint.folder, folder, model_type, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _name_tokenizer_class(folder: Path, model_type: str) -> None:
-    """Write the tokenizer's class into its config where only the model type told it: a new model type tells
-    nothing."""
-    file = folder / "tokenizer_config.json"
-    if not file.exists():
-        return
-    values = json.loads(file.read_text(encoding="utf-8"))
-    if values.get("tokenizer_class"):
-        return
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    name = TOKENIZER_MAPPING_NAMES.get(model_type)
-    values["tokenizer_class"] = name if isinstance(name, str) else "PreTrainedTokenizerFast"
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def link_or_copy(source: Path, destination: Path) -> None:

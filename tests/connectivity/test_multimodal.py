@@ -25,7 +25,7 @@ from fcsd.connectivity import (
 )
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, family_of, moe_mask
-from fcsd.testing import tiny_config, tiny_model
+from fcsd.testing import tiny_config, tiny_model, tiny_tokenizer
 from fcsd.testing.configs.multimodal import IMAGE, IMAGES
 from fcsd.testing.images import image_inputs
 from fcsd.testing.reference_multimodal import MULTIMODAL_MOE, multimodal_reference_forward, text_stack
@@ -405,3 +405,85 @@ print("DONE", len(expected))
             assert first[key] == second[key], (name, key)
         assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
         assert tensor_shapes(tmp_path / "base" / name) == tensor_shapes(again)
+
+
+@pytest.fixture
+def aria_with_processor(tmp_path):
+    """A tiny Aria as it is published: tokenizer and processor lie beside the weights."""
+    from PIL import Image
+    from transformers import AriaProcessor, PreTrainedTokenizerFast
+    from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
+
+    base = tmp_path / "base"
+    tiny_model("aria").save_pretrained(base)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer(106).backend_tokenizer,
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<unused0>"},
+    )
+    AriaProcessor(image_processor=AriaImageProcessorPil(), tokenizer=tokenizer).save_pretrained(base)
+    pixels = torch.randint(0, 256, (40, 60, 3), generator=torch.Generator().manual_seed(0))
+    Image.fromarray(pixels.byte().numpy()).save(tmp_path / "image.png")
+    return base
+
+
+@pytest.mark.slow
+def test_tokenizer_and_processor_of_an_export_load_without_fcsd_and_never_wait(aria_with_processor, tmp_path):
+    base, far = aria_with_processor, tmp_path / "far"
+    # As in older checkpoints: only the model type says which classes.
+    for name, key in (
+        ("tokenizer_config.json", "tokenizer_class"),
+        ("processor_config.json", "processor_class"),
+    ):
+        values = json.loads((base / name).read_text())
+        values.pop(key)
+        if name == "tokenizer_config.json":
+            values.pop("processor_class")
+        (base / name).write_text(json.dumps(values))
+    convert_checkpoint(base, far, Connectivity("all"))
+    code = """
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
+image = Image.open(sys.argv[4])
+def outputs(folder, **options):
+    processor = AutoProcessor.from_pretrained(folder, **options)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    made = processor(images=image, text="see <unused0> now", return_tensors="pt")
+    return type(processor).__name__, type(tokenizer).__name__, tokenizer("see now")["input_ids"], dict(made)
+expected = outputs(sys.argv[2])
+for options in ({"trust_remote_code": True}, {"trust_remote_code": False}, {}):
+    got = outputs(sys.argv[3], **options)
+    assert got[:3] == expected[:3], (got[:3], expected[:3])
+    assert got[3].keys() == expected[3].keys()
+    assert all(torch.equal(got[3][name], value) for name, value in expected[3].items())
+print("DONE", expected[0])
+"""
+    done = run_without_fcsd(code, tmp_path, base, far, tmp_path / "image.png")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "DONE AriaProcessor" in done.stdout
+
+
+def test_the_code_that_a_tokenizer_names_as_its_own_is_carried_and_other_code_is_not(tmp_path):
+    base = tmp_path / "base"
+    tiny_model("aria").save_pretrained(base)
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+    (base / "tokenizer_config.json").write_text(json.dumps(own))
+    (base / "tokenization_own.py").write_text("from .helper_own import help\n\nclass Own:\n    pass\n")
+    (base / "helper_own.py").write_text("def help():\n    pass\n")
+    (base / "modeling_other.py").write_text("raise SystemExit\n")
+    convert_checkpoint(base, tmp_path / "far", Connectivity("all"))
+    assert {file.name for file in (tmp_path / "far").glob("*.py")} == {
+        "tokenization_own.py", "helper_own.py", "modeling_farskip.py"
+    }  # fmt: skip
+    assert json.loads((tmp_path / "far" / "tokenizer_config.json").read_text()) == own
+
+
+def test_code_of_a_hub_repository_is_named_there(tmp_path, monkeypatch):
+    snapshot = tmp_path / "snapshot"
+    tiny_model("aria").save_pretrained(snapshot)
+    names = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(names))
+    monkeypatch.setattr("fcsd.connectivity.export.find_folder", lambda *_: snapshot)
+    convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
+    carried = json.loads((tmp_path / "far" / "tokenizer_config.json").read_text())
+    assert carried == {"auto_map": {"AutoTokenizer": ["owner/name--tokenization_own.Own", None]}}

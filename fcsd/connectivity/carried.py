@@ -1,0 +1,127 @@
+"""What a conversion carries over beside config and weights: tokenizer, processor, generation defaults, licence.
+
+A FarSkip model type is in none of transformers' tables, so what only the base's model type told (the class of
+the tokenizer and of the processor) is written into their files.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fcsd.families import PREFIX
+
+CARRIED = (
+    "tokenizer*.json",
+    "tokenizer*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+    "LICENSE*",
+)
+"""Patterns. No pickles, and no code except what a tokenizer or processor names as its own."""
+
+_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+def carry_over(source: Path, folder: Path, model_type: str, repository: str | None = None) -> None:
+    """Copy what a checkpoint has beside config and weights, so that tokenizer and processor load in `folder`.
+
+    Args:
+        source: the base checkpoint, or a FarSkip checkpoint.
+        folder: the new checkpoint.
+        model_type: of the base.
+        repository: `owner/name` that `source` is a snapshot of; code is then named there instead of copied.
+    """
+    for pattern in CARRIED:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    for name in _CODE:
+        if (folder / name).exists():
+            _keep_code(source, folder, folder / name, repository)
+    _name_tokenizer(source, folder / "tokenizer_config.json", model_type)
+    _name_processor(folder, model_type)
+
+
+def _keep_code(source: Path, folder: Path, file: Path, repository: str | None) -> None:
+    """Keep the code that a tokenizer or processor brings with it: `module.Class` in its auto_map."""
+    values = _read(file)
+    auto_map: dict[str, Any] = values.get("auto_map") or {}
+    if isinstance(auto_map, list):  # an old form, which names the tokenizer only
+        auto_map = {"AutoTokenizer": auto_map}
+    changed = False
+    for auto, classes in auto_map.items():
+        names = classes if isinstance(classes, list) else [classes]
+        for place, name in enumerate(names):
+            if not name or "--" in name:
+                continue
+            module = source / f"{name.split('.')[0]}.py"
+            if module.is_file():
+                _copy_module(module, folder)
+            elif repository is not None:
+                names[place], changed = f"{repository}--{name}", True
+        auto_map[auto] = names if isinstance(classes, list) else names[0]
+    if changed:
+        _write(file, values | {"auto_map": auto_map})
+
+
+def _copy_module(module: Path, folder: Path) -> None:
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    for file in (module, *map(Path, get_relative_import_files(module))):
+        shutil.copyfile(file, folder / file.name)
+
+
+def _name_tokenizer(source: Path, file: Path, model_type: str) -> None:
+    """Write the class of the tokenizer that transformers makes of `source`. It overrules the class in the file
+    for some model types, and needs none for others."""
+    if not file.exists():
+        return
+    values = _read(file)
+    if (values.get("auto_map") or {}) or str(_read(source / "config.json")["model_type"]).startswith(PREFIX):
+        return
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    try:
+        name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
+    except Exception:  # broken, or its package is not installed: the weights are converted all the same
+        name = TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
+        if values.get("tokenizer_class"):
+            return
+    if values.get("tokenizer_class") != name:
+        _write(file, values | {"tokenizer_class": name})
+
+
+def _name_processor(folder: Path, model_type: str) -> None:
+    """Write the class of the processor where only the model type told it."""
+    files = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
+    files = [file for file in files if file.exists()]
+    if not files or any("processor_class" in _read(file) for file in files):
+        return
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    if name := PROCESSOR_MAPPING_NAMES.get(model_type):
+        _write(files[0], _read(files[0]) | {"processor_class": name})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return values
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
