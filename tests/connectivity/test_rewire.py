@@ -25,12 +25,15 @@ TOLERANCE = 5e-5
 
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 RECURRENT = (
-    "bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next"
-)  # fmt: skip
+    *("bailing_hybrid", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax"),
+    *("qwen3_5_moe_text", "qwen3_next"),
+)
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     **{("sdpa", name): "attention sinks have no sdpa path" for name in SINKS},
     ("packed", "gpt_oss"): "masks are built without position ids",
+    ("packed", "afmoe"): "masks are built without position ids",
+    ("checkpointing", "jetmoe"): "it does not support activation checkpointing",
     ("packed", "minimax_m3_vl_text"): "blocks of keys are chosen over the whole row",
     **{("packed", name): "the recurrent state runs on from one sequence into the next" for name in RECURRENT},
     ("cache of several tokens", "jamba"): "Mamba's state is read only when a single token is added",
@@ -208,6 +211,14 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
     x = tokens()
     model = tiny_model(family).train()
 
+    def original_refuses():
+        with pytest.raises(ValueError, match="does not support activation checkpointing"):
+            model.activation_checkpointing_enable()
+        return True
+
+    if excepted("checkpointing", family, original_refuses):
+        return
+
     def gradients():
         model.zero_grad()
         torch.manual_seed(0)  # routers that sample in training
@@ -232,7 +243,8 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
         assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
         assert checkpointed.keys() == plain.keys()
         for name, gradient in plain.items():
-            assert torch.equal(checkpointed[name], gradient), name
+            # Re-entrant checkpoints may add gradients up in another order.
+            assert (checkpointed[name] - gradient).abs().max() <= (2e-6 if reentrant else 0), name
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -268,7 +280,7 @@ def test_gradients_are_those_of_the_equations(family):
         if e is None:  # the choice of experts or of what is attended to has no gradient
             assert a is None or not a.any(), name
             continue
-        assert (a - e).abs().max() < 1e-5 * max(1.0, float(e.abs().max())), name
+        assert (a - e).abs().max() < TOLERANCE * max(1.0, float(e.abs().max())), name
 
 
 @pytest.mark.parametrize(
