@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fcsd.connectivity import rewire
 from fcsd.connectivity.carried import carry_over
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, find_folder, read_checkpoint
 from fcsd.connectivity.load import check_tensors, config_and_class, load_config
@@ -48,6 +49,10 @@ def convert_checkpoint(
     if connectivity is None:
         connectivity = own if checkpoint.foreign and own is not None else Connectivity()
     field = connectivity.field(mask)
+    try:
+        rewire.check_field(family, field)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
     if own is not None and not checkpoint.foreign and own.field(mask) == field:
         raise UserError(f"{source}: is already converted with this connectivity (layers {field['layers']})")
     config = checkpoint.config | {

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from fcsd.errors import UserError
-from fcsd.families import FAMILIES, PREFIX, Family, base_model_type
+from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, check_not_refused
 
 MODELING_FILE = "modeling_farskip.py"
 
@@ -212,7 +212,7 @@ def register(model_type: str | None = None) -> None:
             all their modeling files, about a second).
 
     Raises:
-        UserError: the family is not supported.
+        UserError: the family is refused or not supported.
     """
     import transformers
     from transformers import AutoConfig, AutoModel
@@ -222,6 +222,7 @@ def register(model_type: str | None = None) -> None:
     elif (base := base_model_type(model_type)) in FAMILIES:
         families = [FAMILIES[base]]
     else:
+        check_not_refused(model_type)
         raise UserError(
             f"model type '{model_type}' is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )

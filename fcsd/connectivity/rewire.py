@@ -304,7 +304,22 @@ def unrewire(model: nn.Module) -> None:
             module.__class__ = type(module).farskip_base  # type: ignore[attr-defined]
 
 
-def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> list[int]:
+def check_field(family: Any, farskip: Any) -> None:
+    """Raises ValueError for a `farskip` field of another version, with an unknown side, or with a side that
+    changes nothing in this family."""
+    if not isinstance(farskip, dict) or farskip.get("version") != 1:
+        raise ValueError(f"config.farskip: version 1 is needed, got {farskip!r}")
+    attention, mlp = farskip["attention"], farskip["mlp"]
+    if attention not in ("partial", "full") or mlp not in ("outdated", "full"):
+        raise ValueError(f"config.farskip: unknown connectivity {farskip!r}")
+    if family.layout == "parallel" and attention == "full" and farskip["layers"]:
+        raise ValueError(
+            "attention: full changes nothing here, because attention and MLP of a layer read the same stream"
+            " already; use attention: partial"
+        )
+
+
+def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
     """Rewire `model` in place, undoing an earlier rewiring first.
 
     Args:
@@ -317,15 +332,11 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
         The indices of the rewired layers.
 
     Raises:
-        ValueError: unknown version or side, index out of range, layers that are not the family's, or a layer
-            whose `forward` is set on the instance (device_map, accelerate hooks, kernels), which would
+        ValueError: what `check_field` refuses, index out of range, layers that are not the family's, or a
+            layer whose `forward` is set on the instance (device_map, accelerate hooks, kernels), which would
             bypass the rewiring.
     """
-    if not isinstance(farskip, dict) or farskip.get("version") != 1:
-        raise ValueError(f"config.farskip: version 1 is needed, got {farskip!r}")
-    attention, mlp = farskip["attention"], farskip["mlp"]
-    if attention not in ("partial", "full") or mlp not in ("outdated", "full"):
-        raise ValueError(f"config.farskip: unknown connectivity {farskip!r}")
+    check_field(family, farskip)
     stack = decoder_layers(model, family)
     selected = set(farskip["layers"])
     if any(not isinstance(k, int) or not 0 <= k < len(stack) for k in selected):
@@ -342,7 +353,11 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
     for k in sorted(selected):
         layer: Any = stack[k]
         block = getattr(layer, family.moe)
-        carry = attention == "partial" and type(block).__name__ == family.moe_block and k + 1 in selected
+        carry = (
+            farskip["attention"] == "partial"
+            and type(block).__name__ == family.moe_block
+            and k + 1 in selected
+        )
         has_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
         block_shared = bool(carry and family.additive and has_shared)
         if block_shared:
@@ -353,7 +368,7 @@ def rewire(model: nn.Module, family: Any, farskip: dict[str, Any] | None) -> lis
         layer.__class__ = layer_class(type(layer))
         layer.farskip_plan = LayerPlan(
             family=family,
-            outdated=mlp == "outdated",
+            outdated=farskip["mlp"] == "outdated",
             carry=carry,
             block_shared=block_shared,
             layer_shared=bool(family.layer_shared and getattr(layer, family.layer_shared) is not None),

@@ -7,8 +7,7 @@ never as a wrong model. The rows are in `standard`, `adapted` and `multimodal`.
 A family is listed only when the contract tests in `tests/connectivity` pass on it against an independent
 reference. To add one: add its row here, a tiny configuration in `fcsd/testing/tiny.py`, and run those tests.
 
-Not covered: layers with hyper-connections or learned residual gates, parallel attention and MLP on one norm,
-post-norm layers, encoder-decoders.
+Not covered: the families in `REFUSED`, which the equations have no meaning for.
 """
 
 from collections.abc import Mapping
@@ -17,8 +16,18 @@ from typing import Any
 from fcsd.errors import UserError
 from fcsd.families import adapted, multimodal, standard
 from fcsd.families.family import MOE_LAYERS, Family, moe_mask, text_config
+from fcsd.families.refused import REFUSED
 
-__all__ = ["FAMILIES", "Family", "base_model_type", "family_of", "moe_mask", "text_config"]
+__all__ = [
+    "FAMILIES",
+    "REFUSED",
+    "Family",
+    "base_model_type",
+    "check_not_refused",
+    "family_of",
+    "moe_mask",
+    "text_config",
+]
 
 _ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
 
@@ -44,6 +53,15 @@ def base_model_type(model_type: str) -> str:
     return model_type.removeprefix(PREFIX)
 
 
+def check_not_refused(model_type: str) -> None:
+    """Raises UserError with the reason for a model type in `REFUSED`."""
+    if (reason := REFUSED.get(base_model_type(model_type))) is not None:
+        raise UserError(
+            f"model type '{model_type}' cannot be converted: {reason}; supported families:"
+            f" {', '.join(sorted(FAMILIES))}"
+        )
+
+
 def family_of(config: Any) -> Family:
     """The family of a checkpoint.
 
@@ -52,8 +70,9 @@ def family_of(config: Any) -> Family:
             gives the family of its base.
 
     Raises:
-        UserError: there is no `model_type`; the family is not supported; the model is dense, so that there
-            is no expert communication to move out of the way.
+        UserError: there is no `model_type`; the family is refused or not supported; the model is dense, so
+            that there is no expert communication to move out of the way; it has a part that the equations of
+            its family do not speak of.
     """
     get = (
         config.get
@@ -66,6 +85,7 @@ def family_of(config: Any) -> Family:
             "config.json: model_type is missing; a Hugging Face checkpoint names its family there"
         )
     family = FAMILIES.get(base_model_type(model_type))
+    check_not_refused(model_type)
     if family is None:
         if not any(get(name) for name in _EXPERT_COUNTS):
             raise UserError(
@@ -83,4 +103,11 @@ def family_of(config: Any) -> Family:
             f"model type '{model_type}': this model is dense, none of its {num_layers} layers"
             f" is an MoE layer (config fields: {', '.join(fields)}); FarSkip needs at least one"
         )
+    text = (get("text_config") or config) if family.multimodal else config
+    for field, value, reason in family.requires:
+        found = text.get(field, value) if isinstance(text, Mapping) else getattr(text, field, value)
+        if found != value:
+            raise UserError(
+                f"model type '{model_type}': {field}: {found} is not supported, only {value}, because {reason}"
+            )
     return family

@@ -1,5 +1,194 @@
-"""Families whose layer is not the plain pre-norm layer, and what `rewire` has to know about each."""
+"""Families whose layer is not the plain pre-norm layer: what `rewire` has to know about each is data, too.
+
+The equations of a layout and of the residual rules are in `Family`. What is particular to a family here:
+
+- glm_moe_dsa, mistral_large4: attention hands the positions that it attends to on to the next layer.
+- afmoe, kolibri1, axk1, beam, muse_spark, gemma4: a norm follows shared + routed; inkling: a convolution over
+  time does. The stream gets N(shared + routed), of which no part can be taken out, so all of it counts as
+  routed.
+- beam: sums are scaled by depth; muse_spark: a learned gate a channel weighs stream and branch; gemma4: the
+  layer's output is multiplied by a scalar. Attention reads what that leaves of the stream after attention.
+- gemma4: the router, the experts and a dense MLP each read the stream after attention; the dense MLP is the
+  part that is always active, under the same norm as the routed experts.
+- minimax: the stream itself is normed before attention and before the MLP; flex_olmo: it is read unnormed,
+  and the outputs are normed.
+- cohere2_moe: attention and MLP read one norm of the same stream, so that only attention's input changes.
+- dbrx: both norms are inside a module that also holds attention.
+- jetmoe: attention has experts too. They are part of attention; in flight is the output of the MLP's experts,
+  with their bias.
+"""
 
 from fcsd.families.family import Family
 
-ROWS: tuple[Family, ...] = ()
+ROWS: tuple[Family, ...] = (
+    Family(
+        model_type="glm_moe_dsa",
+        upstream="models/glm_moe_dsa/modeling_glm_moe_dsa.py",
+        config="GlmMoeDsaConfig",
+        causal_lm="GlmMoeDsaForCausalLM",
+        base_model="GlmMoeDsaModel",
+        decoder_layer="GlmMoeDsaDecoderLayer",
+        moe_block="GlmMoeDsaMoE",
+        block_shared="shared_experts",
+        side_output="prev_topk_indices",
+        moe_layers="mlp_layer_types",
+        reference="written",
+    ),
+    Family(
+        model_type="afmoe",
+        upstream="models/afmoe/modeling_afmoe.py",
+        config="AfmoeConfig",
+        causal_lm="AfmoeForCausalLM",
+        base_model="AfmoeModel",
+        decoder_layer="AfmoeDecoderLayer",
+        moe_block="AfmoeSparseMoeBlock",
+        mlp_norm="pre_mlp_layernorm",
+        block_shared="shared_experts",
+        additive=False,
+        moe_layers="num_dense_layers",
+        reference="written",
+    ),
+    Family(
+        model_type="kolibri1",
+        upstream="models/kolibri1/modeling_kolibri1.py",
+        config="Kolibri1Config",
+        causal_lm="Kolibri1ForCausalLM",
+        base_model="Kolibri1Model",
+        decoder_layer="Kolibri1DecoderLayer",
+        moe_block="Kolibri1SparseMoeBlock",
+        block_shared="shared_experts",
+        additive=False,
+        reference="written",
+    ),
+    Family(
+        model_type="axk1",
+        upstream="models/axk1/modeling_axk1.py",
+        config="AXK1Config",
+        causal_lm="AXK1ForCausalLM",
+        base_model="AXK1Model",
+        decoder_layer="AXK1DecoderLayer",
+        moe_block="AXK1MoE",
+        block_shared="shared_experts",
+        additive=False,
+        moe_layers="mlp_layer_types",
+        reference="written",
+    ),
+    Family(
+        model_type="inkling_text",
+        upstream="models/inkling/modeling_inkling.py",
+        config="InklingTextConfig",
+        causal_lm="InklingForCausalLM",
+        base_model="InklingTextModel",
+        decoder_layer="InklingDecoderLayer",
+        moe_block="InklingMoE",
+        block_shared="shared_experts",
+        additive=False,
+        moe_layers="mlp_layer_types",
+        reference="written",
+    ),
+    Family(
+        model_type="flex_olmo",
+        upstream="models/flex_olmo/modeling_flex_olmo.py",
+        config="FlexOlmoConfig",
+        causal_lm="FlexOlmoForCausalLM",
+        base_model="FlexOlmoModel",
+        decoder_layer="FlexOlmoDecoderLayer",
+        moe_block="FlexOlmoSparseMoeBlock",
+        layout="post_norm",
+        in_norm=None,
+        mlp_norm=None,
+        additive=False,
+        reference="written",
+    ),
+    Family(
+        model_type="cohere2_moe",
+        upstream="models/cohere2_moe/modeling_cohere2_moe.py",
+        config="Cohere2MoeConfig",
+        causal_lm="Cohere2MoeForCausalLM",
+        base_model="Cohere2MoeModel",
+        decoder_layer="Cohere2MoeDecoderLayer",
+        moe_block="Cohere2MoeSparseMoeBlock",
+        layout="parallel",
+        mlp_norm=None,
+        block_shared="shared_experts",
+        shared_average="shared_expert_combination_strategy",
+        moe_layers="mlp_layer_types",
+        reference="written",
+    ),
+    Family(
+        model_type="beam",
+        upstream="models/beam/modeling_beam.py",
+        config="BeamConfig",
+        causal_lm="BeamForCausalLM",
+        base_model="BeamModel",
+        decoder_layer="BeamDecoderLayer",
+        moe_block="BeamMoE",
+        mlp_norm="pre_feedforward_layernorm",
+        additive=False,
+        residual="depth",
+        residual_names=("attn_residual_add_idx", "mlp_residual_add_idx"),
+        moe_layers="mlp_layer_types",
+        reference="written",
+    ),
+    Family(
+        model_type="dbrx",
+        upstream="models/dbrx/modeling_dbrx.py",
+        config="DbrxConfig",
+        causal_lm="DbrxForCausalLM",
+        base_model="DbrxModel",
+        decoder_layer="DbrxBlock",
+        moe_block="DbrxFFN",
+        in_norm="norm_1",
+        mlp_norm="norm_2",
+        norms="norm_attn_norm",
+        moe="ffn",
+        reference="written",
+    ),
+    Family(
+        model_type="jetmoe",
+        upstream="models/jetmoe/modeling_jetmoe.py",
+        config="JetMoeConfig",
+        causal_lm="JetMoeForCausalLM",
+        base_model="JetMoeModel",
+        decoder_layer="JetMoeDecoderLayer",
+        moe_block="JetMoeMoE",
+        reference="written",
+    ),
+    Family(
+        model_type="minimax",
+        upstream="models/minimax/modeling_minimax.py",
+        config="MiniMaxConfig",
+        causal_lm="MiniMaxForCausalLM",
+        base_model="MiniMaxModel",
+        decoder_layer="MiniMaxDecoderLayer",
+        moe_block="MiniMaxSparseMoeBlock",
+        layout="post_norm",
+        residual="factor",
+        residual_names=("attn_alpha_factor", "mlp_alpha_factor"),
+        reference="written",
+    ),
+    Family(
+        model_type="gemma4_text",
+        upstream="models/gemma4/modeling_gemma4.py",
+        config="Gemma4TextConfig",
+        causal_lm="Gemma4ForCausalLM",
+        base_model="Gemma4TextModel",
+        decoder_layer="Gemma4TextDecoderLayer",
+        moe_block="Gemma4TextExperts",
+        mlp_norm=("pre_feedforward_layernorm", "router", "pre_feedforward_layernorm_2"),
+        moe="experts",
+        additive=False,
+        residual="factor",
+        residual_names=(None, "layer_scalar"),
+        moe_layers="enable_moe_block",
+        requires=(
+            (
+                "hidden_size_per_layer_input",
+                0,
+                "a per-layer input branch reads the output of the experts inside the layer",
+            ),
+            ("num_kv_shared_layers", 0, "layers that reuse keys and values cut the stream between layers"),
+        ),
+        reference="written",
+    ),
+)

@@ -77,6 +77,8 @@ class Family:
     """The layer returns a second value, which the model's loop hands to the next layer by this name."""
     stream_edit: str | None = None
     """Method of the model that edits the stream between layers; it is applied to what is in flight as well."""
+    requires: tuple[tuple[str, Any, str], ...] = ()
+    """(config field, the one value that is supported, why no other is)."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
     reference: Literal["written", "generic"] = "generic"
@@ -133,6 +135,10 @@ def _num_local_experts(config: Any) -> list[bool]:
     return [config.num_local_experts > 0] * config.num_hidden_layers
 
 
+def _enable_moe_block(config: Any) -> list[bool]:
+    return [bool(config.enable_moe_block)] * config.num_hidden_layers
+
+
 MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "all": (("num_hidden_layers",), _all),
     "first_k_dense_replace": (("first_k_dense_replace",), _first_k_dense),
@@ -146,6 +152,7 @@ MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "expert_layer_period": (("expert_layer_period", "expert_layer_offset"), _layers_num_experts),
     "num_dense_layers": (("num_dense_layers",), _num_dense_layers),
     "num_local_experts": (("num_local_experts",), _num_local_experts),
+    "enable_moe_block": (("enable_moe_block",), _enable_moe_block),
 }
 """Rule name -> (config fields that decide, function of the config). The rules are upstream's own
 conditions."""

@@ -306,6 +306,10 @@ def reference_forward(
         constant for autograd).
     """
     config = model.config
+    from fcsd.testing.reference_adapted import LAYERS, adapted_forward  # which takes its helpers from here
+
+    if config.model_type in LAYERS:
+        return adapted_forward(model, input_ids, layers, attention, mlp, **inputs)
     if config.model_type not in MOE:
         from fcsd.testing.surgery import surgery_forward
 

@@ -60,7 +60,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim), kernels of images with
-    1.5/sqrt(inputs), norms around 1, biases around 0."""
+    1.5/sqrt(inputs), norms and scales around 1, biases around 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(x: torch.Tensor) -> torch.Tensor:
@@ -70,13 +70,15 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         if parameter.ndim >= 2:
             inputs = parameter[0].numel() if parameter.ndim >= 4 else parameter.shape[-1]
             parameter.copy_(normal(parameter) * 1.5 / inputs**0.5)
-        elif "norm" in name:
+        elif "norm" in name or name.endswith("scale"):
             parameter.copy_(1 + 0.2 * normal(parameter))
         else:
             parameter.copy_(0.1 * normal(parameter))
     for name, buffer in model.named_buffers():
         if "correction_bias" in name or name.endswith("expert_bias"):
             buffer.copy_(0.3 * normal(buffer))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * normal(buffer))
 
 
 _CHAT_TEMPLATE = (

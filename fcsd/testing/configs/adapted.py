@@ -2,4 +2,129 @@
 
 from typing import Any
 
-TINY: dict[str, dict[str, Any]] = {}
+from fcsd.testing.configs.standard import MLA
+
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DEEPSEEK: dict[str, Any] = {
+    **MLA,
+    "q_lora_rank": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+INDEXER: dict[str, Any] = {
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # few make scores tie at 0, and a tie falls one way or the other
+    "indexer_types": ["full", "full", "shared", "full"],
+}
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+
+TINY: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {**_DEEPSEEK, **INDEXER},
+    "afmoe": {
+        **_EXPERTS,
+        "num_dense_layers": 1,
+        "num_shared_experts": 2,
+        "route_scale": 1.5,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "mup_enabled": True,
+    },
+    "kolibri1": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+    },
+    "axk1": _DEEPSEEK,
+    "inkling_text": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "route_scale": 8.0,
+        "logits_mup_width_multiplier": 2.0,
+        "head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 6,
+        "d_rel": 4,
+        "rel_extent": 8,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "cohere2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "prefix_dense_intermediate_size": 48,
+        "num_shared_experts": 2,
+        "logit_scale": 1.5,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "beam": {
+        **_EXPERTS,
+        "n_group": 2,
+        "topk_group": 1,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 4,
+        "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "jetmoe": {
+        "intermediate_size": 24,
+        "kv_channels": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "minimax": {
+        "intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "block_size": 4,
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+        "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 1.2,
+        "linear_attn_beta_factor": 0.7,
+        "mlp_alpha_factor": 1.4,
+        "mlp_beta_factor": 0.9,
+    },
+    "gemma4_text": {
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": False,
+    },
+}
