@@ -8,9 +8,11 @@ import torch
 from transformers import AutoConfig
 
 from fcsd.connectivity import register
+from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, base_model_type, family_of, moe_mask
 from fcsd.testing import tiny_config, tiny_model
+from fcsd.testing.configs import TINY
 
 NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 
@@ -20,19 +22,26 @@ def upstream(family):
     return importlib.import_module(f"transformers.{path}")
 
 
+def several(names):
+    return names if isinstance(names, tuple) else (names,) if names else ()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_exists_upstream_and_on_the_layers(name):
     family, module, model = FAMILIES[name], upstream(name), tiny_model(name)
-    classes = (family.causal_lm, family.base_model, family.decoder_layer, family.moe_block)
+    layer_classes = several(family.decoder_layer)
+    classes = (family.causal_lm, family.base_model, family.moe_block, *layer_classes)
     assert all(hasattr(module, one) for one in classes)
     assert type(model).__name__ == family.causal_lm
-    assert type(model.model).__name__ == family.base_model
+    assert any(type(part).__name__ == family.base_model for part in model.modules())
     assert type(model.config).__name__ == family.config
     mask = moe_mask(model.config, family)
-    for layer, is_moe in zip(model.model.layers, mask, strict=True):
-        assert type(layer).__name__ == family.decoder_layer
-        assert isinstance(getattr(layer, family.in_norm), torch.nn.Module)
-        assert isinstance(getattr(layer, family.mlp_norm), torch.nn.Module)
+    stack = decoder_layers(model, family)
+    assert {type(layer).__name__ for layer in stack} == set(layer_classes)
+    for layer, is_moe in zip(stack, mask, strict=True):
+        norms = getattr(layer, family.norms) if family.norms else layer
+        for norm in (*several(family.in_norm), *several(family.mlp_norm)):
+            assert isinstance(getattr(norms, norm), torch.nn.Module)
         block = getattr(layer, family.moe)
         assert (type(block).__name__ == family.moe_block) == is_moe
         if not is_moe:
@@ -59,6 +68,15 @@ def test_every_name_exists_upstream_and_on_the_layers(name):
         ("llama4_text", {"moe_layers": [0]}, [1, 0, 0, 0]),
         ("mixtral", {}, [1, 1, 1, 1]),
         ("gpt_oss", {}, [1, 1, 1, 1]),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}, [1, 0, 1, 0]),
+        ("exaone_moe", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, [0, 1, 0, 1]),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, [1, 1, 1, 0]),
+        ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0}, [1, 0, 0, 1]),
+        ("jamba", {"num_experts": 1}, [0, 0, 0, 0]),
+        ("lfm2_moe", {"num_dense_layers": 2}, [0, 0, 1, 1]),
+        ("granitemoehybrid", {}, [1, 1, 1, 1]),
+        ("granitemoehybrid", {"num_local_experts": 0}, [0, 0, 0, 0]),
     ],
 )
 def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
@@ -74,16 +92,16 @@ def test_a_family_is_found_from_a_config_object_raw_json_and_a_farskip_config(na
     assert family_of(config) is FAMILIES[name]
     assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
     register(name)
-    farskip = AutoConfig.for_model(f"farskip_{name}")
+    farskip = AutoConfig.for_model(f"farskip_{name}", **{"num_hidden_layers": 4, **TINY[name]})
     assert family_of(farskip) is FAMILIES[name]
     assert base_model_type(farskip.model_type) == name
 
 
 def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_are_told_apart():
     with pytest.raises(
-        UserError, match=r"'jamba' is not supported; supported families: .*deepseek_v2.*qwen3_moe"
+        UserError, match=r"'jamba9' is not supported; supported families: .*deepseek_v2.*qwen3_moe"
     ):
-        family_of({"model_type": "jamba", "num_experts": 16})
+        family_of({"model_type": "jamba9", "num_experts": 16})
     with pytest.raises(UserError, match="'llama' is a dense model: it has no MoE layer"):
         family_of(AutoConfig.for_model("llama"))
     with pytest.raises(UserError, match="'qwen3' is a dense model"):
@@ -95,5 +113,5 @@ def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_are_told
 
 
 def test_registering_an_unsupported_family_is_refused():
-    with pytest.raises(UserError, match="'farskip_jamba' is not supported"):
-        register("farskip_jamba")
+    with pytest.raises(UserError, match="'farskip_jamba9' is not supported"):
+        register("farskip_jamba9")
