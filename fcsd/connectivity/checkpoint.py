@@ -11,6 +11,7 @@ from fcsd.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of
+from fcsd.families.refused import REFUSED
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -113,7 +114,13 @@ def read_config(
     try:
         family = family_of(config)
     except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
+        hint = ""
+        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *REFUSED}:
+            hint = (
+                "; the checkpoint brings code of its own: trust_remote_code=True (in a recipe:"
+                " model.trust_remote_code: true) loads it as it is, it cannot be converted"
+            )
+        raise UserError(f"{folder}: {error}{hint}") from None
     return config, family, Connectivity.from_field(config["farskip"], where) if is_farskip else None
 
 

@@ -84,6 +84,7 @@ def config_and_class(
     family = checkpoint.family
     assert family is not None
     register(family.model_type)
+    _check_architectures(checkpoint)
     config = load_config(checkpoint)
     mask = moe_mask(config, family)
     if original and connectivity is not None:
@@ -104,6 +105,31 @@ def config_and_class(
             " original checkpoint"
         )
     return config, farskip_model_class(family)
+
+
+def _check_architectures(checkpoint: Checkpoint) -> None:
+    """Refuse a class in the config's `architectures` that transformers knows, but for other model types.
+
+    Names that transformers does not know are those of code in a repository; they say nothing.
+    """
+    from transformers.models.auto import modeling_auto
+
+    family = checkpoint.family
+    assert family is not None
+    types: dict[str, set[str]] = {}
+    for attribute, mapping in vars(modeling_auto).items():
+        if attribute.endswith("_MAPPING_NAMES"):
+            for model_type, classes in mapping.items():
+                for name in (classes,) if isinstance(classes, str) else classes:
+                    types.setdefault(name, set()).add(model_type)
+    for name in checkpoint.config.get("architectures") or ():
+        farskip = str(name).startswith("FarSkip")
+        known = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
+        if family.model_type not in known or farskip != (checkpoint.connectivity is not None):
+            raise UserError(
+                f"{checkpoint.folder / CONFIG}: architectures names {name}, but model_type is"
+                f" '{checkpoint.config['model_type']}'; one of them is wrong, fetch the config again"
+            )
 
 
 def load_config(checkpoint: Checkpoint) -> Any:

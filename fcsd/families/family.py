@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fcsd.errors import UserError
+
 
 @dataclass(frozen=True)
 class Family:
@@ -114,6 +116,11 @@ def _listed(config: Any) -> list[bool]:
 
 
 def _mlp_layer_types(config: Any) -> list[bool]:
+    if config.mlp_layer_types is None:  # upstream has no default for DeepSeek-OCR-2
+        raise UserError(
+            f"model type '{config.model_type}': mlp_layer_types is missing; a list says which layers are"
+            " 'dense' and which 'sparse'"
+        )
     return [kind == "sparse" for kind in config.mlp_layer_types[: config.num_hidden_layers]]
 
 

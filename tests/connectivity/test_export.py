@@ -308,10 +308,64 @@ def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_damaged_source_is_refused_and_leaves_nothing_behind(tmp_path):
-    tiny_model("mixtral").save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "model.safetensors"
+def truncate_a_shard(base):
+    file = sorted(base.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(UserError, match="damaged or incomplete"):
-        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+
+
+def remove_a_shard(base):
+    sorted(base.glob("*.safetensors"))[1].unlink()
+
+
+def reshape_a_tensor(base):
+    file = sorted(base.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    name = min(tensors)
+    save_file(tensors | {name: tensors[name].flatten()[:-1].clone()}, file, metadata={"format": "pt"})
+
+
+def empty_a_shard(base):
+    save_file({}, sorted(base.glob("*.safetensors"))[1], metadata={"format": "pt"})
+
+
+def config(**changes):
+    def change(base):
+        values = json.loads((base / "config.json").read_text()) | changes
+        (base / "config.json").write_text(json.dumps(values))
+
+    return change
+
+
+OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate_a_shard, r"-00002-of-\d+.safetensors: damaged or incomplete"),
+        (
+            remove_a_shard,
+            r"-00002-of-\d+.safetensors: no such file, but model.safetensors.index.json names it",
+        ),
+        (reshape_a_tensor, r"tensor '.*' has shape \[\d+\], but config.json says \[.*\]; weights and config"),
+        (empty_a_shard, r"tensor '.*' is not in this file, but model.safetensors.index.json says so"),
+        (
+            config(architectures=["OlmoeForCausalLM"]),
+            "architectures names OlmoeForCausalLM, but model_type is",
+        ),
+        (config(model_type="olmoe"), "architectures names MixtralForCausalLM, but model_type is 'olmoe'"),
+        (config(model_type="deepseek_v4"), "'deepseek_v4' cannot be converted: its layers mix several"),
+        (config(model_type="own", auto_map=OWN), "trust_remote_code=True .* loads it as it is, it cannot be"),
+        (config(num_hidden_layers=2), "index 3 is out of range: the model has 2 decoder layers"),
+        (config(hidden_size=48), "but config.json says"),
+        (config(farskip={"version": 1}), "contradicts the field farskip"),
+    ],
+)
+def test_a_bad_source_is_refused_and_leaves_nothing_behind(damage, message, tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    damage(tmp_path / "base")
+    with pytest.raises(UserError, match=message) as caught:
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity([3]))
+    assert str(tmp_path / "base") in str(caught.value) or "index 3" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]

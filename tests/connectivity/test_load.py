@@ -155,7 +155,7 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
     ("changes", "message"),
     [
         ({"model_type": None}, "model_type is missing"),
-        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; supported families: deepseek_v2, "),
+        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; supported families: afmoe, aria, "),
         ({"model_type": "llama", "num_experts": None, "num_local_experts": None}, "is a dense model"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "none of its 4 layers is an MoE layer"),
         ({"farskip": {"version": 1}}, "contradicts the field farskip, which is present"),
@@ -163,6 +163,14 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
         ({"hidden_size": 48}, "but config.json says"),
         ({"num_hidden_layers": 5}, "tensors are missing, the first is 'model.layers.4."),
         ({"hidden_size": "wide"}, "transformers refuses it"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures names MixtralForCausalLM, but model_type"),
+        ({"model_type": "mixtral"}, "names Qwen3MoeForCausalLM, but model_type is 'mixtral'"),
+        ({"architectures": ["FarSkipQwen3MoeForCausalLM"]}, "names FarSkipQwen3MoeForCausalLM, but"),
+        ({"model_type": "deepseek_v4"}, "cannot be converted: its layers mix several residual streams"),
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "brings code of its own: trust_remote_code=True",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(
