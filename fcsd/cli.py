@@ -128,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
             "Finished stages are not run again; a stage whose settings changed is refused with the difference shown.",
         ),
     ):
-        _recipe_arguments(command(name, _RECIPE_COMMANDS[name], text, more), with_variant=name == "distill")
+        sub = command(name, _RECIPE_COMMANDS[name], text, more)
+        _recipe_arguments(sub, with_variant=name == "distill")
+        if name in ("report", "run"):
+            sub.add_argument("--json", action="store_true", help="print the report as JSON")
 
     evaluate = command(
         "evaluate",
@@ -151,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run generated code even where this machine cannot shut it in",
     )
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
 
     layers = command(
         "layers",
@@ -327,6 +331,10 @@ def _stage(name: str) -> Callable[[argparse.Namespace], None]:
         _quiet_transformers()
         if name == "distill":
             stages.distill(recipe, arguments.variant)
+        elif name == "report":
+            stages.report(recipe, as_json=arguments.json)
+        elif name == "run":
+            stages.run(recipe, as_json=arguments.json)
         else:
             getattr(stages, name)(recipe)
 
@@ -341,6 +349,7 @@ _RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from fcsd.evaluate.stage import evaluate_checkpoint
+    from fcsd.report.table import result_table
 
     _quiet_transformers()
     evaluate_checkpoint(
@@ -354,6 +363,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
+    if arguments.json:
+        print((arguments.output / "results.json").read_text(encoding="utf-8"))
+    else:
+        print(result_table(arguments.output))
 
 
 def _layers(arguments: argparse.Namespace) -> None:

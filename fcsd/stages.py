@@ -45,8 +45,8 @@ from fcsd.recipe import Train as TrainSettings
 MAIN = "fcsd"  # name of the main distillation in results and report
 
 
-def run(recipe: Recipe) -> None:
-    """All stages in a row; what is finished is not run again.
+def run(recipe: Recipe, *, as_json: bool = False) -> None:
+    """All stages in a row; what is finished is not run again. Prints as `report` does.
 
     Raises:
         UserError: in a launch of several processes: evaluation runs in one.
@@ -64,7 +64,7 @@ def run(recipe: Recipe) -> None:
         evaluate_stage(recipe, name, path)
     if recipe.evaluation.layer_study:
         layers(recipe)
-    publish(recipe)
+    publish(recipe, as_json=as_json)
 
 
 # ---- pretrain
@@ -355,24 +355,28 @@ def layers(recipe: Recipe) -> Stage:
 # ---- report and publish
 
 
-def report(recipe: Recipe) -> Path:
-    """Write `output_dir/report` from what the stages left, and print the table of models."""
+def report(recipe: Recipe, *, as_json: bool = False) -> Path:
+    """Write `output_dir/report` from what the stages left; print the table of models, or the whole as JSON."""
     from fcsd.report.report import write_report
 
     folder = recipe.folder / "report"
-    print(write_report(recipe, list(models(recipe)), folder))
-    print(f"\nreport: {folder / 'report.md'}")
+    table = write_report(recipe, list(models(recipe)), folder)
+    if as_json:
+        print((folder / "report.json").read_text(encoding="utf-8"))
+    else:
+        print(f"{table}\n\nreport: {folder / 'report.md'}")
     return folder
 
 
-def publish(recipe: Recipe) -> Path:
+def publish(recipe: Recipe, *, as_json: bool = False) -> Path:
     """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with results; then the report."""
     from fcsd.report.card import write_publication
 
     folder = recipe.folder / "publish"
-    report(recipe)
+    report(recipe, as_json=as_json)
     write_publication(recipe, recipe.folder / "distill" / "model", recipe.folder / "report", folder)
-    print(f"checkpoint: {folder}")
+    if not as_json:
+        print(f"checkpoint: {folder}")
     return folder
 
 

@@ -86,9 +86,7 @@ def evaluate_checkpoint(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """`fcsd evaluate`: judge any checkpoint, without a recipe."""
-    from fcsd.report.table import result_table
-
+    """`fcsd evaluate`: judge any checkpoint, without a recipe; the results are in `output`."""
     alone("evaluate")
     tasks = load_suite(suite)
     folder = find_folder(path, revision)
@@ -113,7 +111,6 @@ def evaluate_checkpoint(
         )
         write_result(result, samples, output)
         stage.finish({"mean": result["mean"]})
-    print(result_table(output))
 
 
 def judged_data(
