@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fcsd.cli import _parser
-from fcsd.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,15 +43,6 @@ def test_every_link_and_make_target_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     for target in re.findall(r"(?:`|    )make ([a-z]+)", text):
         assert target in targets, target
-
-
-def test_the_readme_lists_every_family() -> None:
-    paragraph = re.search(r"^Families: (.*?)\n\n", (ROOT / "README.md").read_text(), flags=re.S | re.M)
-    assert paragraph is not None
-    listed = set(
-        re.findall(r"[a-z0-9_]+", paragraph[1].split(". ")[0].replace("llama4 (text)", "llama4_text"))
-    )
-    assert listed == set(FAMILIES)
 
 
 def test_recipes_paths_in_the_docs_exist() -> None:

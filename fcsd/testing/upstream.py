@@ -1,9 +1,9 @@
 """What the installed transformers has, so that a test notices families that are new or have changed.
 
-    python -m fcsd.testing.upstream tests/data/upstream.json
+    python -m fcsd.testing.upstream
 
-writes the snapshot that `tests/families/test_upstream.py` compares with. Write it again only after the
-contract tests have passed with that transformers.
+in the repository writes the snapshot that `tests/families/test_upstream.py` compares with, and the README's
+table of families. Write it again only after the contract tests have passed with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the connectivity.
 """
@@ -12,7 +12,6 @@ import ast
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.families import FAMILIES, Family
+from fcsd.report.table import families_table
+
+SNAPSHOT = Path("tests/data/upstream.json")
+README = Path("README.md")
+FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
 _MODELS = Path(transformers.__file__).parent / "models"
 _MOE_CLASS = re.compile(r"Experts$|MoE$|Moe$|MOE$|SparseMoe|MoeBlock|MoEBlock")
@@ -110,5 +114,13 @@ def snapshot() -> dict[str, Any]:
     }
 
 
+def with_families(readme: str) -> str:
+    """The README with what `fcsd families` prints between its markers."""
+    before, rest = readme.split(f"{FAMILIES_BEGIN}\n")
+    _, after = rest.split(f"{FAMILIES_END}\n")
+    return f"{before}{FAMILIES_BEGIN}\n{families_table()}\n{FAMILIES_END}\n{after}"
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
+    SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
+    README.write_text(with_families(README.read_text(encoding="utf-8")), encoding="utf-8")

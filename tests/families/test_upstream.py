@@ -1,0 +1,87 @@
+"""A transformers release that adds or changes a family is noticed here."""
+
+import json
+from pathlib import Path
+
+import transformers
+
+from fcsd.families import FAMILIES
+from fcsd.families.refused import REFUSED
+from fcsd.testing.upstream import (
+    README,
+    SNAPSHOT,
+    fingerprint,
+    moe_model_types,
+    snapshot,
+    with_families,
+)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WRITE = "`python -m fcsd.testing.upstream`"
+
+
+def saved():
+    return json.loads((ROOT / SNAPSHOT).read_text(encoding="utf-8"))
+
+
+def test_the_readme_has_the_table_of_families():
+    text = (ROOT / README).read_text(encoding="utf-8")
+    assert text == with_families(text), (
+        f"README.md: its table of families is not that of the registry; {WRITE}"
+    )
+    assert all(f"| {name} " in text for name in (*FAMILIES, *REFUSED))
+
+
+def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_reason():
+    undecided = [name for name in moe_model_types() if name not in FAMILIES and name not in REFUSED]
+    assert not undecided, (
+        f"transformers {transformers.__version__} has MoE model types that fcsd neither supports nor refuses:"
+        f" {', '.join(undecided)}. See docs/adding-a-family.md, or give the reason in"
+        " fcsd/families/refused.py"
+    )
+    assert not FAMILIES.keys() & REFUSED.keys()
+    assert all(len(reason) > 20 for reason in REFUSED.values())
+
+
+def test_the_moe_model_types_of_transformers_are_those_of_the_snapshot():
+    now, then = set(moe_model_types()), set(saved()["model_types"])
+    assert now == then, (
+        f"transformers {transformers.__version__} has {sorted(now - then)} that {saved()['transformers']} had"
+        f" not, and no longer {sorted(then - now)}. Decide on each, run tests/connectivity, then {WRITE}"
+    )
+
+
+def test_no_supported_family_has_changed_upstream():
+    now, then = {name: fingerprint(family) for name, family in FAMILIES.items()}, saved()["families"]
+    changed = sorted(name for name in now if now[name] != then.get(name))
+    assert not changed and now.keys() == then.keys(), (
+        f"decoder layer, MoE block or layer loop differ from transformers {saved()['transformers']} in:"
+        f" {', '.join(changed) or sorted(then.keys() - now.keys())}. Read their diff, run the contract tests"
+        f" (pytest tests/connectivity tests/families), then {WRITE}"
+    )
+
+
+def test_a_changed_layer_a_new_type_and_nothing_else_change_the_snapshot(tmp_path, monkeypatch):
+    """The same text with other comments, docstrings and annotations is the same; other code is not."""
+    family, source = FAMILIES["qwen3_moe"], Path(transformers.__file__).parent / "models/qwen3_moe"
+    folder = tmp_path / "models" / "qwen3_moe"
+    folder.mkdir(parents=True)
+    text = (source / "modeling_qwen3_moe.py").read_text(encoding="utf-8")
+    monkeypatch.setattr("fcsd.testing.upstream._MODELS", tmp_path / "models")
+
+    def hashed(changed):
+        (folder / "modeling_qwen3_moe.py").write_text(changed, encoding="utf-8")
+        return fingerprint(family)
+
+    def replaced(old, new):
+        assert old in text
+        return text.replace(old, new)
+
+    same = saved()["families"]["qwen3_moe"]
+    layer = "class Qwen3MoeDecoderLayer(GradientCheckpointingLayer):\n"
+    assert hashed(text) == same
+    assert hashed(replaced(layer, f'{layer}    """A layer."""\n    # with a comment\n')) == same
+    assert hashed(replaced("hidden_states: torch.Tensor,", "hidden_states: 'torch.Tensor | None',")) == same
+    assert hashed(replaced("residual + hidden_states", "residual - hidden_states")) != same
+    assert hashed(replaced("self.layers[", "self.layers[1:][")) != same
+    assert "qwen3_moe" in moe_model_types() and snapshot()["families"]["qwen3_moe"] != same
