@@ -66,7 +66,8 @@ def _family(model: Any) -> Family:
     if not isinstance(model, base_model_class(family)):
         raise UserError(
             f"{type(model).__name__}: only {family.causal_lm} of transformers' {family.upstream} can be"
-            " converted; convert before wrapping the model (PEFT, FSDP, DDP)"
+            " converted; convert before wrapping the model (PEFT, FSDP, DDP);"
+            " a PEFT model's `get_base_model()` can be converted, too"
         )
     return family
 

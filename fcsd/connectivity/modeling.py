@@ -31,6 +31,7 @@ _FOOTER = '''
 # ---------------------------------------------------------------------- this checkpoint's family
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,12 @@ for _own, _base in (
 ):
     if (_mapping := get_checkpoint_conversion_mapping(_base)) is not None:
         register_checkpoint_conversion_mapping(_own, _mapping, overwrite=True)
+
+# PEFT reads here that `gate_proj` and the like mean the fused experts; its table is a copy of transformers'.
+for _name in ("transformers.conversion_mapping", "peft.utils.transformers_weight_conversion"):
+    _table = getattr(sys.modules.get(_name), "_MODEL_TO_CONVERSION_PATTERN", {{}})
+    if (_pattern := {{"mixtral": "mixtral", **_table}}.get("{model_type}")) is not None:
+        _table["farskip_{model_type}"] = _pattern
 '''
 
 _MODEL = """class FarSkip{name}({name}):
