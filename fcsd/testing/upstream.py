@@ -27,7 +27,10 @@ README = Path("README.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
 _MODELS = Path(transformers.__file__).parent / "models"
-_MOE_CLASS = re.compile(r"Experts$|MoE$|Moe$|MOE$|SparseMoe|MoeBlock|MoEBlock")
+_EXPERTS = re.compile(
+    r"^class \w*(?:(?:Experts|MoE|Moe|MOE)\b|SparseMoe|MoeBlock|MoEBlock)|\bself\.experts\b", re.MULTILINE
+)
+"""A class named like an MoE block, or a module with an attribute `experts`."""
 _AUTO_MODELS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -42,24 +45,14 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _has_experts(tree: ast.Module) -> bool:
-    """A class is named like an MoE block, or a module has an attribute `experts`."""
-    return any(
-        (isinstance(node, ast.ClassDef) and _MOE_CLASS.search(node.name))
-        or (
-            isinstance(node, ast.Attribute)
-            and node.attr == "experts"
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        )
-        for node in ast.walk(tree)
-    )
-
-
 def moe_model_types() -> list[str]:
     """Model types that an Auto class loads and whose modeling file has experts, sorted; also the supported
     ones, which are loaded by name."""
-    folders = {path.parent.name for path in _MODELS.glob("*/modeling_*.py") if _has_experts(_tree(path))}
+    folders = {
+        path.parent.name
+        for path in _MODELS.glob("*/modeling_*.py")
+        if _EXPERTS.search(path.read_text(encoding="utf-8"))
+    }
     loadable = {name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)}
     found = {name for name in loadable if model_type_to_module_name(name) in folders}
     return sorted(found | FAMILIES.keys())

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import transformers
 
 from fcsd.families import FAMILIES
@@ -12,7 +13,6 @@ from fcsd.testing.upstream import (
     SNAPSHOT,
     fingerprint,
     moe_model_types,
-    snapshot,
     with_families,
 )
 
@@ -61,7 +61,7 @@ def test_no_supported_family_has_changed_upstream():
     )
 
 
-def test_a_changed_layer_a_new_type_and_nothing_else_change_the_snapshot(tmp_path, monkeypatch):
+def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_path, monkeypatch):
     """The same text with other comments, docstrings and annotations is the same; other code is not."""
     family, source = FAMILIES["qwen3_moe"], Path(transformers.__file__).parent / "models/qwen3_moe"
     folder = tmp_path / "models" / "qwen3_moe"
@@ -84,4 +84,14 @@ def test_a_changed_layer_a_new_type_and_nothing_else_change_the_snapshot(tmp_pat
     assert hashed(replaced("hidden_states: torch.Tensor,", "hidden_states: 'torch.Tensor | None',")) == same
     assert hashed(replaced("residual + hidden_states", "residual - hidden_states")) != same
     assert hashed(replaced("self.layers[", "self.layers[1:][")) != same
-    assert "qwen3_moe" in moe_model_types() and snapshot()["families"]["qwen3_moe"] != same
+
+
+@pytest.mark.parametrize(
+    "text", ["class LlamaSparseMoeBlock(nn.Module): ...", "class LlamaMLP:\n    def f(self): self.experts(x)"]
+)
+def test_a_model_type_that_gets_experts_is_found(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("fcsd.testing.upstream._MODELS", tmp_path)
+    (tmp_path / "llama").mkdir()
+    for content, found in (("class LlamaMLP:\n    pass", False), (text, True)):
+        (tmp_path / "llama" / "modeling_llama.py").write_text(content, encoding="utf-8")
+        assert ("llama" in moe_model_types()) == found
