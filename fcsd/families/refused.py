@@ -41,6 +41,10 @@ REFUSED: dict[str, str] = {
     ),
     "nllb-moe": _ENCODER_DECODER,
     "openai_privacy_filter": "it labels tokens with attention in both directions and is no language model",
+    "qwen3_omni_moe": (
+        "it is a thinker, a talker and a vocoder in one checkpoint; save its thinker, the language model, as a"
+        " checkpoint of its own (model type qwen3_omni_moe_thinker) and convert that"
+    ),
     "qwen4_exp": _HYPER,
     "qwen4_exp_text": _HYPER,
     "switch_transformers": _ENCODER_DECODER,
