@@ -284,19 +284,21 @@ def _logits(model: Any, config: Any, o: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def adapted_forward(
+def adapted_streams(
     model: Any,
     input_ids: Tensor,
     layers: Sequence[int],
     attention: str = "partial",
     mlp: str = "outdated",
     **inputs: Any,
-) -> tuple[Tensor, list[Tensor]]:
-    """As `fcsd.testing.reference_forward`, for the families in `LAYERS`."""
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """([o_0 … o_L], [o_k without what is in flight after layer k, or None where nothing is; k from 1])."""
     config = model.config
     stack = model.transformer.blocks if config.model_type == "dbrx" else model.model.layers
     o, arguments = layer_arguments(model, input_ids, stack=stack, **inputs)
-    streams, rest = [o], None
+    streams: list[Tensor] = [o]
+    rests: list[Tensor | None] = []
+    rest: Tensor | None = None
     side = {"prev_topk_indices": None} if config.model_type == "glm_moe_dsa" else {}
     kept = {"shared_kv_states": KVSharingDict()} if "shared_kv_states" in arguments[0] else {}
     for k, layer in enumerate(stack):
@@ -307,4 +309,18 @@ def adapted_forward(
         side = {name: own[name] for name in side}
         rest = rest if far else None
         streams.append(o)
-    return _logits(model, config, o), streams
+        rests.append(rest)
+    return streams, rests
+
+
+def adapted_forward(
+    model: Any,
+    input_ids: Tensor,
+    layers: Sequence[int],
+    attention: str = "partial",
+    mlp: str = "outdated",
+    **inputs: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    """As `fcsd.testing.reference_forward`, for the families in `LAYERS`."""
+    streams, _ = adapted_streams(model, input_ids, layers, attention, mlp, **inputs)
+    return _logits(model, model.config, streams[-1]), streams
