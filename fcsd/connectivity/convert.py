@@ -28,8 +28,10 @@ def convert_model(model: Any, connectivity: Connectivity) -> list[int]:
             hooks that have set `forward` on a layer (device_map, accelerate).
     """
     family = _family(model)
-    field = connectivity.field(moe_mask(model.config, family))
+    mask = moe_mask(model.config, family)
+    field = connectivity.field(mask)
     try:
+        _check_blocks(model, family, mask)
         layers = rewire.rewire(model, family, field)
     except ValueError as error:
         raise UserError(f"{type(model).__name__}: {error}") from None
@@ -63,13 +65,26 @@ def _family(model: Any) -> Family:
     if config is None:
         raise UserError(f"{type(model).__name__}: not a transformers model (it has no config)")
     family = family_of(config)
-    if not isinstance(model, base_model_class(family)):
+    names = (family.causal_lm, f"FarSkip{family.causal_lm}")
+    if not isinstance(model, base_model_class(family)) or type(model).__name__ not in names:
         raise UserError(
             f"{type(model).__name__}: only {family.causal_lm} of transformers' {family.upstream} can be"
             " converted; convert before wrapping the model (PEFT, FSDP, DDP);"
             " a PEFT model's `get_base_model()` can be converted, too"
         )
     return family
+
+
+def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
+    """Raises ValueError where something else has taken the place of an MoE block: what it computes would not
+    stay in flight."""
+    for k, (layer, moe) in enumerate(zip(rewire.decoder_layers(model, family), mask, strict=True)):
+        block: Any = getattr(layer, family.moe)
+        if moe and not rewire.is_one_of(block, family.moe_block):
+            raise ValueError(
+                f"layer {k}: `{family.moe}` is a {type(block).__name__}, not {family.moe_block}; convert the"
+                " model before it is wrapped or replaced"
+            )
 
 
 def _replace_config(model: Any, new: Any) -> None:

@@ -269,21 +269,26 @@ def __getattr__(qualname: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {qualname!r}")
 
 
+def is_one_of(module: nn.Module, names: Any) -> bool:
+    """Whether a module's class has one of these names, or was made from such a class (FSDP2, the rewiring)."""
+    names = names if isinstance(names, tuple) else (names,)
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
     """The one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
     Llama4ForCausalLM)."""
-    names = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     found = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
-        and all(type(layer).__name__ in names for layer in module)
+        and all(is_one_of(layer, family.decoder_layer) for layer in module)
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(found)} stacks of {' or '.join(names)} found, one is"
-            f" needed, as in transformers' {family.upstream}; rewire before FSDP or DeepSpeed wrap layers"
+            f"{type(model).__name__}: {len(found)} stacks of {family.decoder_layer} found, one is"
+            f" needed, as in transformers' {family.upstream}; rewire before anything wraps layers"
         )
     return found[0]
 
@@ -353,11 +358,7 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
     for k in sorted(selected):
         layer: Any = stack[k]
         block = getattr(layer, family.moe)
-        carry = (
-            farskip["attention"] == "partial"
-            and type(block).__name__ == family.moe_block
-            and k + 1 in selected
-        )
+        carry = farskip["attention"] == "partial" and is_one_of(block, family.moe_block) and k + 1 in selected
         has_shared = family.block_shared and getattr(block, family.block_shared, None) is not None
         block_shared = bool(carry and family.additive and has_shared)
         if block_shared:
