@@ -184,15 +184,13 @@ def _phimoe(layer: Any, config: Any, x: Tensor) -> Parts:
     """
     indices, weights = [], []
     for scores in x @ layer.mlp.router.weight.T:
-        left = list(range(len(scores)))
+        values = scores.detach().tolist()
+        left = list(range(len(values)))
         for _ in range(2):
-            best = max(left, key=lambda e: float(scores[e]))
-            b = float(scores[best])
-            near = [
-                e
-                for e in left
-                if (b - float(scores[e])) / max(abs(float(scores[e])), b) <= 2 * config.router_jitter_noise
-            ]
+            best = max(left, key=lambda e: values[e])
+            b = values[best]
+            limit = 2 * config.router_jitter_noise
+            near = [e for e in left if (b - values[e]) / max(abs(values[e]), b) <= limit]
             weights.append(softmax(scores[near], dim=-1)[near.index(best)])
             indices.append(best)
             left.remove(best)
