@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from fcsd.families.adapted import ROWS as ADAPTED
 from fcsd.families.family import Family
 from fcsd.families.standard import ROWS as STANDARD
 
-_WRAPPED = {row.model_type: row for row in STANDARD}
+_WRAPPED = {row.model_type: row for row in (*STANDARD, *ADAPTED)}
 
 
 def _wrapper(text: Family, *, model_type: str, config: str, model: str, base_model: str) -> Family:
@@ -106,6 +107,13 @@ WRAPPERS: tuple[Family, ...] = (
         model="Dots3NoteForConditionalGeneration",
         base_model="Dots3NoteModel",
     ),
+    _wrapper(
+        _WRAPPED["gemma4_text"],
+        model_type="gemma4",
+        config="Gemma4Config",
+        model="Gemma4ForConditionalGeneration",
+        base_model="Gemma4Model",
+    ),
     Family(
         model_type="glm4v_moe",
         upstream="models/glm4v_moe/modeling_glm4v_moe.py",
@@ -153,6 +161,20 @@ WRAPPERS: tuple[Family, ...] = (
         base_model="UnlimitedOcrModel",
         decoder_layer="UnlimitedOcrTextDecoderLayer",
         moe_block="UnlimitedOcrTextMoe",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        reference="written",
+        auto_model="AutoModelForImageTextToText",
+    ),
+    Family(
+        model_type="ernie4_5_vl_moe",
+        upstream="models/ernie4_5_vl_moe/modeling_ernie4_5_vl_moe.py",
+        config="Ernie4_5_VLMoeConfig",
+        causal_lm="Ernie4_5_VLMoeForConditionalGeneration",
+        base_model="Ernie4_5_VLMoeModel",
+        decoder_layer="Ernie4_5_VLMoeDecoderLayer",
+        moe_block="Ernie4_5_VLMoeMoeBlock",
+        moe_isinstance=True,
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
         reference="written",

@@ -24,9 +24,17 @@ def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> di
         vision = TINY[model_type]["vision_config"]
         size = vision.get("image_size") or vision["sam_config"]["image_size"]
         return {"input_ids": input_ids, "pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+    patches = torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator)
+    if model_type == "gemma4":  # a row of patches an image, with their places
+        places_of_patches = torch.cartesian_prod(torch.arange(num_image_tokens), torch.arange(4)).flip(-1)
+        return {
+            "input_ids": input_ids,
+            "pixel_values": patches.view(2, -1, patch_size),
+            "image_position_ids": places_of_patches.expand(2, -1, -1),
+        }
     inputs = {
         "input_ids": input_ids,
-        "pixel_values": torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator),
+        "pixel_values": patches,
         "image_grid_thw": torch.tensor([[1, 4, num_image_tokens]] * 2),
     }
     if model_type == "qwen3_omni_moe_thinker":  # finds images by the token before them
@@ -34,4 +42,6 @@ def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> di
             input_ids[row, k - 1] = TINY[model_type]["vision_start_token_id"]
     elif "mrope_section" in TINY[model_type]["text_config"].get("rope_parameters", {}):
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    if model_type == "ernie4_5_vl_moe":  # has experts of its own for images
+        inputs["moe_mm_token_type_ids"] = (input_ids == IMAGE).int()
     return inputs

@@ -2,7 +2,8 @@
 
 As `fcsd.testing.reference`: it reads no `Family` and no rewired class, and runs on the *regular* model, from
 which it takes the merged embeddings of text and images, weights, norms, attention modules and the keyword
-arguments of the layers. Routing, experts, dense MLPs and what DeepStack adds between layers are by hand.
+arguments of the layers. Routing, experts, dense MLPs and what DeepStack adds between layers are by hand; Gemma
+4's layer is that of `fcsd.testing.reference_adapted`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu, softmax
+
+from fcsd.testing.reference_adapted import LAYERS
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -136,7 +139,19 @@ def _step3p7(layer: Any, config: Any, x: Tensor) -> Parts:
     return routed, _mlp(layer.mlp.shared_experts, x, _limit(config.swiglu_limits_shared, k))
 
 
-MULTIMODAL_MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
+def _ernie(layer: Any, config: Any, x: Tensor, is_image: Tensor) -> Parts:
+    """Tokens of text and pieces of images have a router and experts each; the shared experts are common."""
+
+    def routed(block: Any) -> Tensor:
+        probabilities = softmax(x @ block.gate.weight.T, dim=-1)
+        by = probabilities + block.gate.moe_statics.e_score_correction_bias
+        return _routed(x, _chosen(probabilities, by, config.moe_k, True), block.experts)
+
+    both = torch.where(is_image[:, None], routed(layer.mlp.vision_moe), routed(layer.mlp.text_moe))
+    return both, _mlp(layer.mlp.shared_experts, x)
+
+
+MULTIMODAL_MOE: dict[str, Callable[..., Parts]] = {
     "llama4": _llama4,
     "aria": _aria,
     "qwen3_5_moe": _qwen3_5,
@@ -144,6 +159,7 @@ MULTIMODAL_MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "dots3_note": _sigmoid_groups,
     "glm4v_moe": _sigmoid_groups,
     "step3p7": _step3p7,
+    "ernie4_5_vl_moe": _ernie,
     "deepseek_ocr2": _ocr,
     "unlimited_ocr": _ocr,
     "qwen3_vl_moe": _softmax_normalised,
@@ -226,16 +242,31 @@ def multimodal_reference_forward(
             del stack._deepstack_process
 
     o = first[0]
+    is_image = None
+    if model_type == "ernie4_5_vl_moe":
+        types = arguments[0].get("moe_mm_token_type_ids")
+        for one in arguments:
+            one.pop("moe_mm_token_type_ids", None)
+        is_image = (
+            torch.zeros(o[..., 0].numel(), dtype=torch.bool) if types is None else types.bool().flatten()
+        )
     streams = [o]
     in_flight: Tensor | None = None
     for k, layer in enumerate(stack.layers):
         far = k in layers
         a = o - in_flight if far and attention == "partial" and in_flight is not None else o
+        if model_type == "gemma4":
+            new, rest = LAYERS["gemma4_text"](layer, config, o, a, far and mlp == "outdated", arguments[k])
+            in_flight, o = (new - rest if far and rest is not None else None), new
+            streams.append(o)
+            continue
         attended = _attention(layer, layer.input_layernorm(a), arguments[k])
         m = layer.post_attention_layernorm(o if far and mlp == "outdated" else o + attended)
         x = m.reshape(-1, m.shape[-1])
-        if any(hasattr(child, "experts") for child in layer.children()):
-            routed, shared = (part.view(o.shape) for part in MULTIMODAL_MOE[model_type](layer, config, x))
+        if any(hasattr(child, "experts") or hasattr(child, "text_moe") for child in layer.children()):
+            block = MULTIMODAL_MOE[model_type]
+            images = () if is_image is None else (is_image,)
+            routed, shared = (part.view(o.shape) for part in block(layer, config, x, *images))
             in_flight = routed if far else None
             o = o + attended + shared + routed
         else:
@@ -245,4 +276,6 @@ def multimodal_reference_forward(
         if k < len(visual):
             mask, features = visual[k]
             o = o.masked_scatter(mask[..., None], o[mask] + features)
-    return lm_head(stack.norm(o)), streams
+    cap = getattr(config, "final_logit_softcapping", None)
+    logits = lm_head(stack.norm(o))
+    return logits if cap is None else cap * torch.tanh(logits / cap), streams

@@ -5,6 +5,7 @@ The entry of a wrapper has `text_config`, to which the common sizes and override
 
 from typing import Any
 
+from fcsd.testing.configs.adapted import TINY as ADAPTED
 from fcsd.testing.configs.standard import TINY as STANDARD
 
 IMAGE = 99
@@ -221,6 +222,57 @@ TINY: dict[str, dict[str, Any]] = {
         "video_start_token_id": IMAGE + 4,
         "video_end_token_id": IMAGE + 5,
     },
+    "gemma4": {
+        "text_config": ADAPTED["gemma4_text"] | _VOCABULARY,
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 8,
+        },
+        "audio_config": None,
+        "image_token_id": IMAGE,
+        "video_token_id": IMAGE + 1,
+        "audio_token_id": IMAGE + 2,
+        "boi_token_id": IMAGE + 3,
+        "eoi_token_id": IMAGE + 4,
+        "boa_token_id": IMAGE + 5,
+        "eoa_token_index": IMAGE + 6,
+        "tie_word_embeddings": False,
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": [24, 16],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "tie_word_embeddings": False,
+        }
+        | _VOCABULARY,
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+        },
+        "image_token_id": IMAGE,
+        "video_token_id": IMAGE + 1,
+        "image_start_token_id": IMAGE + 2,
+        "image_end_token_id": IMAGE + 3,
+        "video_start_token_id": IMAGE + 4,
+        "video_end_token_id": IMAGE + 5,
+        "tie_word_embeddings": False,
+    },
     "step3p7": {
         "text_config": {
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
@@ -337,6 +389,8 @@ IMAGES: dict[str, tuple[int | None, int]] = {
     "dots3_note": (3 * 4 * 4, 4),
     "glm4v_moe": (_VIDEO_PATCH, 4),
     "step3p7": (None, 4),
+    "ernie4_5_vl_moe": (3 * 4 * 4, 4),
+    "gemma4": (3 * 4 * 4, 4),
     "deepseek_ocr2": (None, 145),
     "unlimited_ocr": (None, 7),
     "qwen3_vl_moe": (_VIDEO_PATCH, 4),
