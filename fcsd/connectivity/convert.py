@@ -62,8 +62,10 @@ def farskip_layers(model: nn.Module) -> list[int]:
 
 def _family(model: Any) -> Family:
     config = getattr(model, "config", None)
-    if config is None:
-        raise UserError(f"{type(model).__name__}: not a transformers model (it has no config)")
+    if not isinstance(config, PreTrainedConfig):
+        raise UserError(
+            f"{type(model).__name__}: not a transformers model (it has no config of transformers)"
+        )
     family = family_of(config)
     names = (family.causal_lm, f"FarSkip{family.causal_lm}")
     if not isinstance(model, base_model_class(family)) or type(model).__name__ not in names:
