@@ -231,7 +231,7 @@ def register(model_type: str | None = None) -> None:
     else:
         check_not_refused(model_type)
         raise UserError(
-            f"model type '{model_type}' is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"model type '{model_type}' is not supported; `fcsd families` lists those that are"
         )
     for family in families:
         module = modeling_module(family)

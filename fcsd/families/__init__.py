@@ -10,6 +10,7 @@ reference. To add one: add its row here, a tiny configuration in `fcsd/testing/t
 Not covered: the families in `REFUSED`, which the equations have no meaning for.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ __all__ = [
 _ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
 
 FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
+
+_SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
 
 PREFIX = "farskip_"
 """A converted checkpoint has `model_type` PREFIX + the model type of its base."""
@@ -56,10 +59,7 @@ def base_model_type(model_type: str) -> str:
 def check_not_refused(model_type: str) -> None:
     """Raises UserError with the reason for a model type in `REFUSED`."""
     if (reason := REFUSED.get(base_model_type(model_type))) is not None:
-        raise UserError(
-            f"model type '{model_type}' cannot be converted: {reason}; supported families:"
-            f" {', '.join(sorted(FAMILIES))}"
-        )
+        raise UserError(f"model type '{model_type}' cannot be converted: {reason}; {_SEE}")
 
 
 def family_of(config: Any) -> Family:
@@ -90,12 +90,11 @@ def family_of(config: Any) -> Family:
         if not any(get(name) for name in _EXPERT_COUNTS):
             raise UserError(
                 f"model type '{model_type}' is a dense model: it has no MoE layer, so FarSkip has no expert"
-                " communication to overlap; choose an MoE model of one of the families"
-                f" {', '.join(sorted(FAMILIES))}"
+                f" communication to overlap; choose an MoE model; {_SEE}"
             )
-        raise UserError(
-            f"model type '{model_type}' is not supported; supported families: {', '.join(sorted(FAMILIES))}"
-        )
+        near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
+        hint = f"; the nearest that are: {', '.join(near)}" if near else ""
+        raise UserError(f"model type '{model_type}' is not supported{hint}; {_SEE}")
     if not isinstance(config, Mapping) and not any(moe_mask(config, family)):
         fields = MOE_LAYERS[family.moe_layers][0]
         num_layers = text_config(config, family).num_hidden_layers

@@ -167,7 +167,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
 
 def _reason(error: UserError) -> str:
     """Why, without the families that could be converted instead: there are dozens."""
-    text = re.split(r"; (?:supported families|choose an MoE model)", str(error))[0]
+    text = re.split(r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error))[0]
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
 

@@ -155,7 +155,7 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
     ("changes", "message"),
     [
         ({"model_type": None}, "model_type is missing"),
-        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; supported families: afmoe, aria, "),
+        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; `fcsd families` lists the "),
         ({"model_type": "llama", "num_experts": None, "num_local_experts": None}, "is a dense model"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "none of its 4 layers is an MoE layer"),
         ({"farskip": {"version": 1}}, "contradicts the field farskip, which is present"),
