@@ -80,13 +80,14 @@ def _normalised(node: Any) -> Any:
 
 def _loops_over_layers(function: ast.AST) -> bool:
     return any(
-        isinstance(node, ast.For) and "self.layers" in ast.unparse(node.iter) for node in ast.walk(function)
+        isinstance(node, ast.For) and re.search(r"self\.(layers|blocks)\b", ast.unparse(node.iter))
+        for node in ast.walk(function)
     )
 
 
 def fingerprint(family: Family) -> str:
-    """A hash of the family's decoder layers, its MoE block and every method that loops over `self.layers`,
-    without docstrings, comments and annotations."""
+    """A hash of the family's decoder layers, its MoE block and every method of its file that loops over
+    layers, without docstrings, comments and annotations."""
     layers = family.decoder_layer if isinstance(family.decoder_layer, tuple) else (family.decoder_layer,)
     classes = [
         node for node in _tree(_MODELS.parent / family.upstream).body if isinstance(node, ast.ClassDef)

@@ -53,12 +53,13 @@ def test_the_moe_model_types_of_transformers_are_those_of_the_snapshot():
 
 def test_no_supported_family_has_changed_upstream():
     now, then = {name: fingerprint(family) for name, family in FAMILIES.items()}, saved()["families"]
-    changed = sorted(name for name in now if now[name] != then.get(name))
-    assert not changed and now.keys() == then.keys(), (
-        f"decoder layer, MoE block or layer loop differ from transformers {saved()['transformers']} in:"
-        f" {', '.join(changed) or sorted(then.keys() - now.keys())}. Read their diff, run the contract tests"
-        f" (pytest tests/connectivity tests/families), then {WRITE}"
+    changed = sorted(name for name in now.keys() & then.keys() if now[name] != then[name])
+    assert not changed, (
+        f"transformers {transformers.__version__}: the decoder layer, the MoE block or the loop over layers is"
+        f" not that of {saved()['transformers']} in {', '.join(changed)}. Read what changed, run the contract"
+        f" tests (pytest tests/connectivity tests/families), then {WRITE}"
     )
+    assert now.keys() == then.keys(), f"{sorted(now.keys() ^ then.keys())}: added or removed here; {WRITE}"
 
 
 def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_path, monkeypatch):
