@@ -30,6 +30,10 @@ def convert_checkpoint(
     The weight files are hard-linked, or copied where the file system cannot link; the config is rewritten,
     `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at the end.
 
+    The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer and
+    processor load with either; without the argument transformers asks on a terminal whether to run the code,
+    and goes on without it after 15 seconds.
+
     Args:
         connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires
             all layers where it says nothing.
