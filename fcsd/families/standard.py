@@ -142,6 +142,7 @@ ROWS = (
         moe_block="AXK2MoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
     ),
     Family(
         model_type="bailing_hybrid",
@@ -164,6 +165,7 @@ ROWS = (
         moe_block="DeepseekV32MoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
     ),
     Family(
         model_type="dots1",
@@ -175,6 +177,7 @@ ROWS = (
         moe_block="Dots1MoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
+        reference="written",
     ),
     Family(
         model_type="ernie4_5_moe",
@@ -198,6 +201,7 @@ ROWS = (
         moe_block="ExaoneMoeSparseMoEBlock",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
     ),
     Family(
         model_type="flint",
@@ -220,6 +224,7 @@ ROWS = (
         moe_block="Glm4MoeLiteMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        reference="written",
     ),
     Family(
         model_type="granitemoe_swa",
@@ -325,6 +330,7 @@ ROWS = (
         decoder_layer="MellumDecoderLayer",
         moe_block="MellumSparseMoeBlock",
         moe_layers="mlp_layer_types",
+        reference="written",
     ),
     Family(
         model_type="mimo_v2_flash",
@@ -388,5 +394,6 @@ ROWS = (
         decoder_layer="SolarOpenDecoderLayer",
         moe_block="SolarOpenMoE",
         block_shared="shared_experts",
+        reference="written",
     ),
 )

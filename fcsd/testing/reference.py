@@ -212,10 +212,17 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoeshared": _granite,
+    "axk2": _deepseek_v3,
+    "deepseek_v32": _deepseek_v3,
+    "dots1": _deepseek_v3,
     "ernie4_5_moe": _ernie,
+    "exaone_moe": _deepseek_v3,
+    "glm4_moe_lite": _deepseek_v3,
     "jamba": _jamba,
     "lfm2_moe": _lfm2,
+    "mellum": _qwen3_moe,
     "phimoe": _phimoe,
+    "solar_open": _deepseek_v3,
 }
 
 
