@@ -257,6 +257,42 @@ def _gemma4(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argum
     return (h + layer.post_feedforward_layernorm(both)) * scale, h * scale
 
 
+def _muse_spark(
+    layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, arguments: dict[str, Any]
+) -> Step:
+    """stream' = sqrt(1 - b^2) stream + b branch with a learned b a channel; the experts work in a space of their
+    own, each output normed."""
+
+    def mixed(gate: Any, stream: Tensor, branch: Tensor | float) -> Tensor:
+        beta = torch.sigmoid(gate.gate / config.residual_gate_temperature)
+        return (1 - beta**2).clamp(min=gate.eps).sqrt() * stream + beta * branch
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        x = x * (1 + weight)
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.post_norm_eps).sqrt()
+
+    attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
+    branch = attended / (attended.pow(2).mean(-1, keepdim=True) + config.post_norm_eps).sqrt()
+    h = mixed(layer.post_attention_residual_gate, o, branch)
+    old = mixed(layer.post_attention_residual_gate, o, 0.0)
+    m = layer.pre_feedforward_layernorm(old if outdated else h)
+    last, weight = layer.post_feedforward_residual_gate, layer.post_feedforward_layernorm.weight
+    if not hasattr(layer.mlp, "experts"):
+        return mixed(last, h, normed(_mlp(layer.mlp, m), weight)), None
+    x, block = m.flatten(0, 1), layer.mlp
+    scores = torch.sigmoid(config.output_multiplier * (x @ block.gate.weight.T))
+    indices = (scores + block.gate.e_score_correction_bias).topk(config.num_experts_per_tok, dim=-1).indices
+    weights = torch.stack([row[e] / row[e].sum() for row, e in zip(scores, indices, strict=True)])
+    routed = _routed(
+        block.pre_expert_norm(x @ block.pre_expert_proj.weight.T),
+        indices,
+        weights * config.routed_scaling_factor,
+        lambda e, t: normed(_fused(block.experts)(e, t), block.experts.post_expert_norm.weight),
+    )
+    out = (routed @ block.post_expert_proj.weight.T).view(o.shape)
+    return mixed(last, h, normed(out, weight)), mixed(last, h, 0.0)
+
+
 LAYERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]] = {
     "glm_moe_dsa": _glm_moe_dsa,
     "afmoe": _afmoe,
@@ -274,14 +310,19 @@ LAYERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Ste
 """Model type -> one layer: (layer, config, o_{k-1}, what attention reads, whether the MLP side is outdated,
 arguments of the loop) -> Step."""
 
+WRAPPERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Step]] = {
+    "mistral_large4": _glm_moe_dsa,
+    "muse_spark": _muse_spark,
+    "inkling_mm_model": _inkling,
+}
+"""The same for multimodal wrappers."""
 
-def _logits(model: Any, config: Any, o: Tensor) -> Tensor:
-    decoder = model.transformer if config.model_type == "dbrx" else model.model
-    norm = decoder.norm_f if config.model_type == "dbrx" else decoder.norm
-    logits = model.lm_head(norm(o) / getattr(config, "logits_mup_width_multiplier", 1.0))
-    logits = logits * getattr(config, "logit_scale", 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+def _decoder(model: Any) -> tuple[Any, Any]:
+    """(layers, final norm)."""
+    if model.config.model_type == "dbrx":
+        return model.transformer.blocks, model.transformer.norm_f
+    return model.model.layers, model.model.norm
 
 
 def adapted_streams(
@@ -293,20 +334,21 @@ def adapted_streams(
     **inputs: Any,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """([o_0 … o_L], [o_k without what is in flight after layer k, or None where nothing is; k from 1])."""
-    config = model.config
-    stack = model.transformer.blocks if config.model_type == "dbrx" else model.model.layers
+    stack, _ = _decoder(model)
+    step = LAYERS[model.config.model_type]
     o, arguments = layer_arguments(model, input_ids, stack=stack, **inputs)
     streams: list[Tensor] = [o]
     rests: list[Tensor | None] = []
     rest: Tensor | None = None
-    side = {"prev_topk_indices": None} if config.model_type == "glm_moe_dsa" else {}
-    kept = {"shared_kv_states": KVSharingDict()} if "shared_kv_states" in arguments[0] else {}
+    handed_on: dict[str, Any] = {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
+    if "shared_kv_states" in arguments[0]:
+        handed_on["shared_kv_states"] = KVSharingDict()
     for k, layer in enumerate(stack):
         far = k in layers
-        own = arguments[k] | side | kept
+        own = arguments[k] | handed_on
         a = rest if far and attention == "partial" and rest is not None else o
-        o, rest = LAYERS[config.model_type](layer, config, o, a, far and mlp == "outdated", own)
-        side = {name: own[name] for name in side}
+        o, rest = step(layer, model.config, o, a, far and mlp == "outdated", own)
+        handed_on = {name: own[name] for name in handed_on}
         rest = rest if far else None
         streams.append(o)
         rests.append(rest)
@@ -323,4 +365,8 @@ def adapted_forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """As `fcsd.testing.reference_forward`, for the families in `LAYERS`."""
     streams, _ = adapted_streams(model, input_ids, layers, attention, mlp, **inputs)
-    return _logits(model, model.config, streams[-1]), streams
+    config, (_, norm) = model.config, _decoder(model)
+    logits = model.lm_head(norm(streams[-1]) / getattr(config, "logits_mup_width_multiplier", 1.0))
+    logits = logits * getattr(config, "logit_scale", 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap), streams

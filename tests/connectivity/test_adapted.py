@@ -228,6 +228,18 @@ def test_a_mutant_that_edits_only_the_full_stream_between_layers_differs_from_th
         assert found > 0.05 if wrong else found < TOLERANCE
 
 
+def test_layers_that_share_keys_and_values_compute_the_equations():
+    """Mistral Large 4: layer 1 reads the keys and values that layer 0 computed from what it read itself."""
+    model = tiny_model("mistral_large4", kv_source_layers=[0, 0, 2, 3])
+    assert model.model.language_model.layers[1].self_attn.is_kv_shared_layer
+    for layers in (range(4), [0, 1], [1, 2]):
+        with torch.no_grad():
+            expected, _ = multimodal_reference_forward(model, layers, input_ids=X)
+        convert_model(model, Connectivity(list(layers)))
+        assert error(logits(model), expected) < TOLERANCE, layers
+        unconvert_model(model)
+
+
 def test_undoing_takes_the_edit_between_layers_back():
     model = tiny_model("qwen3_vl_moe")
     stack = model.model.language_model
