@@ -237,6 +237,7 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
+        reference="written",
     ),
     Family(
         model_type="granitemoehybrid",
@@ -250,6 +251,7 @@ ROWS = (
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
         moe_layers="num_local_experts",
+        reference="written",
     ),
     Family(
         model_type="hunyuan_v1_moe",
@@ -341,6 +343,7 @@ ROWS = (
         decoder_layer="MiMoV2FlashDecoderLayer",
         moe_block="MiMoV2FlashMoE",
         moe_layers="mlp_layer_types",
+        reference="written",
     ),
     Family(
         model_type="minimax_m2",
@@ -384,6 +387,7 @@ ROWS = (
         block_shared="shared_expert",
         block_gate="shared_expert_gate",
         moe_layers="decoder_sparse_step",
+        reference="written",
     ),
     Family(
         model_type="solar_open",

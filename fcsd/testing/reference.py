@@ -98,7 +98,8 @@ def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
         indices.append(torch.tensor(chosen))
         weights.append(w * config.routed_scaling_factor)
     routed = _routed(x, torch.stack(indices), torch.stack(weights), _fused(layer.mlp.experts))
-    return routed, _mlp(layer.mlp.shared_experts, x)
+    shared = getattr(layer.mlp, "shared_experts", None)
+    return routed, torch.zeros_like(x) if shared is None else _mlp(shared, x)
 
 
 def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
@@ -212,6 +213,8 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoeshared": _granite,
+    "granitemoe_swa": _granite,
+    "granitemoehybrid": _granite,
     "axk2": _deepseek_v3,
     "deepseek_v32": _deepseek_v3,
     "dots1": _deepseek_v3,
@@ -221,7 +224,9 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "jamba": _jamba,
     "lfm2_moe": _lfm2,
     "mellum": _qwen3_moe,
+    "mimo_v2_flash": _deepseek_v3,
     "phimoe": _phimoe,
+    "qwen3_next": _qwen2_moe,
     "solar_open": _deepseek_v3,
 }
 
@@ -232,8 +237,9 @@ def _is_moe(layer: Any) -> bool:
 
 def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Attention, or what a hybrid has in its place."""
-    if (mamba := getattr(layer, "mamba", None)) is not None:
-        return mamba(hidden_states=x, cache_params=None, attention_mask=arguments["attention_mask"])
+    recurrent = getattr(layer, "mamba", None) or getattr(layer, "linear_attn", None)
+    if recurrent is not None:
+        return recurrent(hidden_states=x, cache_params=None, attention_mask=arguments["attention_mask"])
     if (conv := getattr(layer, "conv", None)) is not None:
         return conv(hidden_states=x, past_key_values=None, attention_mask=arguments["attention_mask"])
     return layer.self_attn(hidden_states=x, **arguments)[0]
