@@ -340,7 +340,7 @@ MUTANTS = {
         ("llama4_text",),
     ),
     "a dense layer leaves its output in flight": (
-        "            and is_one_of(block, family.moe_block)\n",
+        "and is_one_of(block, family.moe_block)",
         "",
         ("deepseek_v2", "ernie4_5_moe", "lfm2_moe", "qwen3_next"),
     ),
