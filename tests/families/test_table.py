@@ -23,7 +23,7 @@ def test_json_has_every_family_and_every_refusal():
     assert rows["granitemoe_swa"]["shared_experts"] and rows["granitemoe_swa"]["dense_layers"] == []
     assert rows["llama4"]["multimodal"] and rows["llama4"]["model_class"].endswith("ConditionalGeneration")
     assert not rows["afmoe"]["additive"] and not rows["mellum"]["shared_experts"]
-    assert rows["mellum"]["reference"] == "generic"
+    assert rows["laguna"]["reference"] == "generic"
 
 
 def test_text_is_two_markdown_tables_with_a_line_each():
