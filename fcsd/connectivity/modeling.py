@@ -116,7 +116,7 @@ _NAMES = (
     "norms",
     "attention",
     "moe",
-    "moe_isinstance",
+    "moe_argument",
     "block_shared",
     "block_gate",
     "shared_in_place",

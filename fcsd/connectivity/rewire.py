@@ -58,15 +58,6 @@ class _View:
         return getattr(self._module, name)
 
 
-class _Callable(_View):
-    """A function in a module's place, which `isinstance` takes for the module."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    __class__ = property(lambda self: type(self._module))  # type: ignore[assignment]
-
-
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
     """A subclass with the same name (policies of FSDP, accelerate and DeepSpeed match on it) that pickles by
     path.
@@ -132,8 +123,11 @@ def _kept(layer: Any, rule: str, name: str | None, stream: torch.Tensor) -> torc
 class _Pass:
     """One forward pass of a rewired layer: the calls that its stand-in `self` answers."""
 
-    def __init__(self, layer: Any, o: torch.Tensor, attention_input: torch.Tensor | None) -> None:
+    def __init__(
+        self, layer: Any, o: torch.Tensor, attention_input: torch.Tensor | None, arguments: dict[str, Any]
+    ) -> None:
         self.layer = layer
+        self.arguments = arguments
         self.plan: Any = layer.farskip_plan
         self.family = self.plan.family
         self.norms = getattr(layer, self.family.norms) if self.family.norms else layer
@@ -149,22 +143,19 @@ class _Pass:
         return _kept(self.layer, self.family.residual, self.family.residual_names[side], stream)
 
     def overrides(self) -> dict[str, Any]:
-        layer, family, plan = self.layer, self.family, self.plan
-        moe: Any = self.moe
-        if family.moe_isinstance:
-            moe = _Callable(getattr(layer, family.moe), {"function": moe})
+        family, plan = self.family, self.plan
         if family.layout == "post_norm":
-            return {family.attention: self.attention, family.moe: moe}
+            return {family.attention: self.attention, family.moe: self.moe}
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "parallel":
-            return norms | {family.attention: self.attention, family.moe: moe}
+            return norms | {family.attention: self.attention, family.moe: self.moe}
         for name in family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,):
             norms[name] = functools.partial(self.mlp_norm, name)
         if family.norms:
             norms = {family.norms: functools.partial(type(self.norms).forward, _View(self.norms, norms))}
         if plan.carry and plan.layer_shared:
             norms[family.layer_shared] = self.layer_shared
-        return norms | ({family.moe: moe} if plan.block_shared else {})
+        return norms | ({family.moe: self.moe} if plan.block_shared else {})
 
     def in_norm(self, _: torch.Tensor) -> torch.Tensor:
         return self.norm(self.family.in_norm, self.a)
@@ -190,10 +181,12 @@ class _Pass:
             self.after_attention = x
             if self.plan.outdated:
                 x = self.norm(family.mlp_norm, self.kept(0, self.norm(family.in_norm, self.o)))
+        if family.moe_argument:
+            args = (self.arguments.get(family.moe_argument),)
         out = getattr(self.layer, family.moe)(x, *args, **kwargs)
         if self.plan.block_shared:
             out, self.shared_output = out
-        return out
+        return out[0] if family.moe_argument else out
 
     def layer_shared(self, x: torch.Tensor) -> torch.Tensor:
         self.shared_output = getattr(self.layer, self.family.layer_shared)(x)
@@ -235,7 +228,7 @@ def layer_class(base: type) -> type:
         plan: Any = self.farskip_plan
         if plan is None:
             return base_forward(self, o, *args, **kwargs)
-        run = _Pass(self, o, args[0])
+        run = _Pass(self, o, args[0], kwargs)
         out = base_forward(_View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out

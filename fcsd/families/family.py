@@ -53,8 +53,9 @@ class Family:
     """Attribute of the layer: attention; read only where `layout` is not pre_norm."""
     moe: str = "mlp"
     """Attribute of the layer: MoE block, or the dense MLP of a dense layer."""
-    moe_isinstance: bool = False
-    """The layer asks for the class of its MoE block."""
+    moe_argument: str | None = None
+    """Argument of the layer that its MoE block is called with, where the layer asks for the block's class; a
+    stand-in, which has another, is called like a dense MLP and has to give a tensor."""
     block_shared: str | None = None
     """Attribute of the MoE block: its shared expert, where it has one."""
     block_gate: str | None = None

@@ -236,9 +236,9 @@ WRAPPER_MUTANTS = {
         "_, kwargs[side] = kwargs[side]",
         "mistral_large4",
     ),
-    "the layer does not find its MoE block's class": (
-        "if family.moe_isinstance:",
-        "if False:",
+    "which tokens are pieces of images is forgotten": (
+        "args = (self.arguments.get(family.moe_argument),)",
+        "args = ()",
         "ernie4_5_vl_moe",
     ),
 }
