@@ -19,6 +19,13 @@ from fcsd.strict import Strict, did_you_mean, parse_yaml, read_yaml, validate
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _VARIANT_SECTIONS = ("connectivity", "data", "objective", "train", "early_stopping", "seed")
+_DIVERGENCES = ("kl", "reverse_kl", "jsd", "kl+l2")
+_OBJECTIVES_WITH = {
+    "temperature": _DIVERGENCES,
+    "jsd_beta": ("jsd",),
+    "clip": _DIVERGENCES,
+    "l2_coefficient": ("kl+l2",),
+}
 Column = Literal["messages", "prompt", "input", "response", "text"]
 
 
@@ -90,21 +97,47 @@ class Data(Strict):
 class Objective(Strict):
     """What is minimised, in nats per kept token.
 
-    kl      forward KL(teacher || student), paper Eq. 4
-    kl+l2   the same plus l2_coefficient times Eq. 5 on the outputs of all decoder layers
-    sft     cross-entropy on the data, paper Eq. 3: the baseline
-    ce      the same loss under its pre-training name
+    kl          forward KL(teacher || student), paper Eq. 4
+    reverse_kl  KL(student || teacher)
+    jsd         jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m), where the mixture m has jsd_beta
+                of the teacher
+    kl+l2       kl plus l2_coefficient times Eq. 5 on the outputs of all decoder layers
+    sft         cross-entropy on the data, paper Eq. 3: the baseline
+    ce          the same loss under its pre-training name
+
+    A key that an objective has no use for is null (`fcsd.distill.losses` has the exact definitions).
     """
 
-    name: Literal["kl", "kl+l2", "sft", "ce"] = "kl"
+    name: Literal["kl", "reverse_kl", "jsd", "kl+l2", "sft", "ce"] = "kl"
+    temperature: float | None = Field(None, gt=0, allow_inf_nan=False)  # of both softmaxes; 1.0
+    jsd_beta: float | None = Field(None, gt=0, lt=1)  # 0.5; its limits are called kl (0) and reverse_kl (1)
+    clip: float | None = Field(None, gt=0)  # nats; a token above it counts as this much, without gradient
     l2_coefficient: float | None = Field(None, gt=0)
+    vocab_size: int | None = Field(None, gt=0)  # of heads with padding: rows from here on are no tokens
     freeze_embeddings_and_head: bool = False
 
     @model_validator(mode="after")
-    def _coefficient_belongs_to_l2(self) -> "Objective":
-        if (self.name == "kl+l2") != (self.l2_coefficient is not None):
+    def _keys_belong_to_the_name(self) -> "Objective":
+        if self.name == "kl+l2" and self.l2_coefficient is None:
             raise ValueError("l2_coefficient is needed for objective 'kl+l2' and for no other")
+        for key, names in _OBJECTIVES_WITH.items():
+            if getattr(self, key) is not None and self.name not in names:
+                raise ValueError(
+                    f"{key} is needed for objective 'kl+l2' and for no other"
+                    if key == "l2_coefficient"
+                    else f"{key} has no meaning for objective {self.name!r}, only for {', '.join(names)}"
+                )
+        # Assignment would validate again, and mark the key as given by the file.
+        if self.temperature is None and self.has_teacher:
+            self.__dict__["temperature"] = 1.0
+        if self.jsd_beta is None and self.name == "jsd":
+            self.__dict__["jsd_beta"] = 0.5
         return self
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the student is compared with a teacher, and not with the data alone."""
+        return self.name in _OBJECTIVES_WITH["temperature"]
 
 
 class Train(Strict):
@@ -250,7 +283,10 @@ class Recipe(Strict):
         return self.model_dump(mode="json")
 
     def variant(self, name: str) -> "Recipe":
-        """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own."""
+        """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
+
+        A variant with another `objective.name` does not inherit the keys that belong to other objectives.
+        """
         raw = self.dump()
         raw["variants"], raw["sweep"] = {}, None
         where = f"recipe {self.name}: variants.{name}"
@@ -261,6 +297,10 @@ class Recipe(Strict):
                     f"{where}: {key}: a variant is another distillation of the same model and can change only"
                     f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
                 )
+            if key == "objective.name":
+                for other, names in _OBJECTIVES_WITH.items():
+                    if value not in names and f"objective.{other}" not in self.variants[name]:
+                        raw["objective"][other] = None
             set_dotted(raw, key, value, where)
         return validate(Recipe, raw, where)
 

@@ -262,9 +262,7 @@ def _training_run(
 
 
 def _teacher(recipe: Recipe) -> PreTrainedModel | None:
-    return (
-        original_model(recipe.model, recipe.model_path) if recipe.objective.name in ("kl", "kl+l2") else None
-    )
+    return original_model(recipe.model, recipe.model_path) if recipe.objective.has_teacher else None
 
 
 def _student(recipe: Recipe) -> tuple[PreTrainedModel, torch.dtype]:

@@ -7,7 +7,7 @@ import yaml
 
 from fcsd.errors import UserError
 from fcsd.paths import data_dir
-from fcsd.recipe import Recipe, load_recipe, to_yaml
+from fcsd.recipe import Objective, Recipe, load_recipe, to_yaml
 
 MINIMAL = {
     "name": "x",
@@ -65,8 +65,72 @@ def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
     variant = recipe.variant("sft")
     assert variant.objective.name == "sft" and variant.train.max_steps == 2500 and variant.seed == 3
     expected = recipe.dump() | {"variants": {}}
-    expected["objective"]["name"], expected["train"]["max_steps"] = "sft", 2500
+    expected["objective"] = expected["objective"] | {"name": "sft", "temperature": None}
+    expected["train"]["max_steps"] = 2500
     assert variant == Recipe.model_validate(expected)
+
+
+BASES = {
+    "kl+l2": {"l2_coefficient": 0.1},
+    "jsd": {"jsd_beta": 0.3, "temperature": 2.0, "clip": 5.0},
+    "kl": {"temperature": 2.0, "clip": 5.0},
+    "reverse_kl": {},
+    "sft": {},
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "sft", "ce"])
+def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_behind(
+    tmp_path: Path, base: str, name: str
+) -> None:
+    value = MINIMAL | {"objective": {"name": base} | BASES[base], "variants": {"v": {"objective.name": name}}}
+    variant = load_recipe(write(tmp_path, value)).variant("v")
+    alone = {key: value for key, value in BASES[base].items() if key in KEYS_OF[name]}
+    assert variant.objective == Objective.model_validate({"name": name} | alone)
+
+
+KEYS_OF: dict[str, tuple[str, ...]] = {
+    "kl": ("temperature", "clip"),
+    "reverse_kl": ("temperature", "clip"),
+    "jsd": ("temperature", "clip", "jsd_beta"),
+    "sft": (),
+    "ce": (),
+}
+
+
+def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL | {"variants": {"sft": {"objective.name": "sft"}}})
+    recipe = load_recipe(path, ["objective.name=kl+l2", "objective.l2_coefficient=0.1"])
+    assert recipe.objective.l2_coefficient == 0.1
+    assert recipe.variant("sft").objective == Objective(name="sft")
+
+
+def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
+    variants = {"v": {"objective.l2_coefficient": 0.1, "objective.name": "sft"}}
+    with pytest.raises(
+        UserError, match=r"variants\.v: objective: l2_coefficient is needed for objective 'kl\+l2'"
+    ):
+        load_recipe(write(tmp_path, MINIMAL | {"variants": variants}))
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "jsd_beta"),
+    [
+        ("kl", 1.0, None),
+        ("reverse_kl", 1.0, None),
+        ("jsd", 1.0, 0.5),
+        ("sft", None, None),
+        ("ce", None, None),
+    ],
+)
+def test_defaults_are_those_of_the_objective(
+    name: str, temperature: float | None, jsd_beta: float | None
+) -> None:
+    objective = Objective.model_validate({"name": name})
+    assert (objective.temperature, objective.jsd_beta, objective.clip) == (temperature, jsd_beta, None)
+    assert objective.has_teacher == (name not in ("sft", "ce"))
+    assert Objective.model_validate(objective.model_dump()) == objective
 
 
 WRONG = [
@@ -84,6 +148,23 @@ WRONG = [
         r"l2_coefficient is needed for objective 'kl\+l2' and for no other",
     ),
     ({"objective": {"name": "kl+l2"}}, r"l2_coefficient is needed"),
+    (
+        {"objective": {"name": "rkl"}},
+        r"objective\.name: .*'kl', 'reverse_kl', 'jsd', 'kl\+l2', 'sft' or 'ce'",
+    ),
+    (
+        {"objective": {"name": "kl", "jsd_beta": 0.5}},
+        r"jsd_beta has no meaning for objective 'kl', only for jsd",
+    ),
+    (
+        {"objective": {"name": "sft", "temperature": 2}},
+        r"temperature has no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2",
+    ),
+    ({"objective": {"name": "ce", "clip": 2}}, r"clip has no meaning for objective 'ce'"),
+    ({"objective": {"name": "jsd", "jsd_beta": 1}}, r"objective\.jsd_beta: .*less than 1, got 1"),
+    ({"objective": {"temperature": 0}}, r"objective\.temperature: .*greater than 0, got 0"),
+    ({"objective": {"clip": -1}}, r"objective\.clip: .*greater than 0, got -1"),
+    ({"objective": {"temprature": 2}}, r"objective\.temprature: unknown key; did you mean 'temperature'\?"),
     (
         {"connectivity": {"layers": "some"}},
         r"connectivity.*'some' is not a selection; allowed: all, moe, none",

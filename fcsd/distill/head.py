@@ -9,6 +9,8 @@ own forward calls it:
     loss = model(input_ids=…, position_ids=…, keep=keep, objective="kl",
                  teacher_hidden=teacher_hidden, teacher_head=teacher.lm_head)["loss"]
 
+(`output_head(teacher)` for any family.)
+
 Parameters, modules and names stay what they are; without `objective` the model is the model that it was.
 """
 
@@ -19,27 +21,69 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
-from fcsd.distill.losses import fused_linear_cross_entropy, fused_linear_kl
+from fcsd.connectivity.rewire import decoder_layers
+from fcsd.distill.data import NO_LOSS
+from fcsd.distill.losses import (
+    Divergence,
+    TokenStatistics,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+)
 from fcsd.errors import UserError
+from fcsd.families import family_of
 
 # Families that leave the position ids out when they make their masks (transformers 5.23), so that packed
 # examples would see each other. A test goes through all families.
 MASKS_IGNORE_POSITIONS = {"gpt_oss", "afmoe"}
 
+# Families in which packed examples see each other whatever the masks: a state or a convolution runs on through
+# the row, or the family's own forward makes its masks and positions. They train on padded rows.
+PACKING_LEAKS = {
+    "bailing_hybrid",
+    "ernie4_5_vl_moe",
+    "glm4v_moe",
+    "granitemoehybrid",
+    "inkling_mm_model",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "minimax",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+}
+
+# Fields of a model's configuration that its logits are multiplied (1) or divided (-1) by.
+LOGIT_SCALES = {
+    "logits_scaling": -1,
+    "logit_scale": 1,
+    "logits_mup_width_multiplier": -1,
+    "output_multiplier": 1,
+}
+
 
 @dataclass
 class LossOutput(ModelOutput):
-    """What a model with a loss head returns in training: the loss sum, or (N, D) hidden states."""
+    """What a model with a loss head returns in training: the loss sum, or (N, D) hidden states.
+
+    Beside a divergence's sum, of each of the N tokens: see `fcsd.distill.losses.TokenStatistics`.
+    """
 
     loss: Tensor | None = None
     hidden: Tensor | None = None
+    divergence: Tensor | None = None
+    teacher_entropy: Tensor | None = None
+    top1_agreement: Tensor | None = None
 
 
 @dataclass
@@ -49,20 +93,29 @@ class _Target:
     labels: Tensor | None = None
     teacher_hidden: Tensor | None = None
     teacher_head: nn.Module | None = None
+    divergence: Divergence | None = None
 
 
 def head_scaling(config: Any) -> tuple[float, float | None]:
     """(logit_scale, softcap) of a family: its logits are softcap * tanh(logit_scale * head(h) / softcap).
 
-    logit_scale: 1 / `logits_scaling` (granite families), or `logit_scale` (cohere families), else 1.
-    softcap: `final_logit_softcapping` (gemma families), else None.
+    logit_scale: 1 / `logits_scaling` (granite families), `logit_scale` (cohere families), 1 /
+    `logits_mup_width_multiplier` (inkling families, which divide the hidden states), or `output_multiplier`
+    (muse families); else 1.
+    softcap: `final_logit_softcapping` (gemma families, beam, muse families), else None.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    divisor = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = 1.0 / divisor if divisor is not None else 1.0
-    return scale * (factor if factor is not None else 1.0), softcap
+    scale = 1.0
+    for name, power in LOGIT_SCALES.items():
+        if (value := getattr(config, name, None)) is not None:
+            scale *= value**power
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def unpadded_vocab_size(config: Any) -> int | None:
+    """How many rows of the head are tokens, where a family says so (inkling families); None: all."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "unpadded_vocab_size", None)
 
 
 class LossHead(nn.Linear):
@@ -71,25 +124,36 @@ class LossHead(nn.Linear):
     _replaced: type[nn.Linear]
     logit_scale: float
     softcap: float | None
+    vocab_size: int | None
 
-    def forward(self, hidden: Tensor, target: _Target | None = None) -> Tensor:
-        """`hidden` without a target: (…, D) to logits (…, V), as before; with one: (N, D) to a scalar."""
+    def forward(self, hidden: Tensor, target: _Target | None = None) -> Any:
+        """`hidden` without a target: (…, D) to logits (…, V), as before; with one: (N, D) to a scalar.
+
+        With a teacher as the target, the tokens' statistics follow the scalar.
+        """
         if target is None:
             return super().forward(hidden)
-        own: dict[str, Any] = {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
+        own: dict[str, Any] = {
+            "bias": self.bias,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "vocab_size": self.vocab_size,
+        }
         if target.labels is not None:
             return fused_linear_cross_entropy(hidden, self.weight, target.labels, **own)
         teacher: Any = target.teacher_head
-        assert teacher is not None and target.teacher_hidden is not None
-        return fused_linear_kl(
+        assert teacher is not None and target.teacher_hidden is not None and target.divergence is not None
+        return fused_linear_divergence(
             hidden,
             self.weight,
             target.teacher_hidden,
             teacher.weight,
+            divergence=target.divergence,
             teacher_bias=teacher.bias,
             # A teacher without a loss head of its own is the original of the student: the same family.
             teacher_logit_scale=getattr(teacher, "logit_scale", self.logit_scale),
             teacher_softcap=getattr(teacher, "softcap", self.softcap),
+            statistics=True,
             **own,
         )
 
@@ -99,33 +163,55 @@ def _loss_head_class(cls: type[nn.Linear]) -> type[nn.Linear]:
     return type(cls.__name__, (LossHead, cls) if cls is not nn.Linear else (LossHead,), {"_replaced": cls})
 
 
-def attach_loss_head(model: nn.Module) -> None:
+def _head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
+    """The linear head and the module that gives its hidden states.
+
+    They are called `lm_head` and `model`; `transformer` in dbrx; in llama4 they belong to its `language_model`.
+    """
+    owner = model
+    if not hasattr(owner, "lm_head") and hasattr(model, "language_model"):
+        owner = model.language_model
+    head = getattr(owner, "lm_head", None)
+    body = getattr(owner, "model", None) or getattr(owner, "transformer", None)
+    if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
+        raise UserError(
+            f"{type(model).__name__}: not a causal language model with a `model` and a linear `lm_head`; "
+            "fcsd trains such models only"
+        )
+    return head, body
+
+
+def output_head(model: nn.Module) -> nn.Linear:
+    """The head of a causal language model, also inside DDP or a DeepSpeed engine."""
+    return _head_and_body(_unwrapped(model))[0]
+
+
+def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
     """Give `model`, a causal language model of transformers, a training forward. Do so before it is wrapped.
+
+    vocab_size: rows of the head from here on are padding and enter no loss; None: as its configuration says.
 
     The training forward takes
         input_ids, position_ids (B, T); attention_mask, None when rows are packed
         keep: which positions enter the loss, (B, T) bool, or (N,) int64 indices into the B * T positions (no
               host synchronisation on an accelerator). Position t predicts token t+1; shifting is the caller's
               work, see `fcsd.distill.data.next_token_targets`. None keeps all.
-        objective: "ce" with labels (N,); "kl" with teacher_hidden (N, D') and teacher_head, the module with
-              the teacher's gathered `weight` and `bias`; "hidden" for the (N, D) final hidden states
-              themselves
+        objective: "ce" with labels (N,); "kl", "reverse_kl" or "jsd" with teacher_hidden (N, D') and
+              teacher_head, the module with the teacher's gathered `weight` and `bias`, and optionally
+              temperature, jsd_beta, clip (`fcsd.distill.losses.Divergence`); "hidden" for the (N, D) final
+              hidden states themselves
     and returns a `LossOutput` whose `loss` is a sum over the N positions, in nats.
 
-    Raises: UserError when the model has no `lm_head` that is a Linear, or no `model` to give hidden states.
+    Raises: UserError when the model has no head that is a Linear, or no body to give hidden states.
     """
-    head: Any = getattr(model, "lm_head", None)
-    if not isinstance(head, nn.Linear) or not hasattr(model, "model"):
-        raise UserError(
-            f"{type(model).__name__}: not a causal language model with a `model` and a linear `lm_head`; "
-            "fcsd trains such models only"
-        )
+    head, _ = _head_and_body(model)
     if isinstance(head, LossHead):
         return
     logit_scale, softcap = head_scaling(model.config)
     patched: Any = head
     patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
     patched.logit_scale, patched.softcap = logit_scale, softcap
+    patched.vocab_size = unpadded_vocab_size(model.config) if vocab_size is None else vocab_size
 
     family_forward = model.forward
     model.__dict__["_forward_before_loss_head"] = model.__dict__.get("forward")
@@ -142,11 +228,11 @@ def attach_loss_head(model: nn.Module) -> None:
 
 def detach_loss_head(model: nn.Module) -> None:
     """Undo `attach_loss_head`; nothing happens to a model that has none."""
-    head = model.lm_head
+    head = output_head(model)
     if not isinstance(head, LossHead):
         return
     head.__class__ = head._replaced  # type: ignore[assignment]
-    del head.logit_scale, head.softcap
+    del head.logit_scale, head.softcap, head.vocab_size
     earlier = model.__dict__.pop("_forward_before_loss_head")
     del model.__dict__["forward"]
     if earlier is not None:
@@ -164,18 +250,22 @@ def _training_forward(
     labels: Tensor | None = None,
     teacher_hidden: Tensor | None = None,
     teacher_head: nn.Module | None = None,
+    **divergence: Any,
 ) -> LossOutput:
     hidden = _body(model, input_ids, position_ids, attention_mask, keep)
+    head, _ = _head_and_body(model)
     if objective == "hidden":
         return LossOutput(hidden=hidden)
     if objective == "ce" and labels is not None:
-        return LossOutput(loss=model.lm_head(hidden, _Target(labels=labels)))
-    if objective == "kl" and teacher_hidden is not None and teacher_head is not None:
-        target = _Target(teacher_hidden=teacher_hidden, teacher_head=teacher_head)
-        return LossOutput(loss=model.lm_head(hidden, target))
+        return LossOutput(loss=head(hidden, _Target(labels=labels)))
+    if objective in ("kl", "reverse_kl", "jsd") and teacher_hidden is not None and teacher_head is not None:
+        by = Divergence(cast(Any, objective), **divergence)
+        target = _Target(teacher_hidden=teacher_hidden, teacher_head=teacher_head, divergence=by)
+        loss, statistics = cast(tuple[Tensor, TokenStatistics], head(hidden, target))
+        return LossOutput(loss=loss, **statistics._asdict())
     raise ValueError(
-        f"objective {objective!r}: needed is 'ce' with labels, 'kl' with teacher_hidden and teacher_head, "
-        "or 'hidden'"
+        f"objective {objective!r}: needed is 'ce' with labels, 'kl', 'reverse_kl' or 'jsd' with teacher_hidden "
+        "and teacher_head, or 'hidden'"
     )
 
 
@@ -198,7 +288,7 @@ def _body(
     elif may_be_packed and config.model_type.removeprefix("farskip_") in MASKS_IGNORE_POSITIONS:
         shape = torch.empty(*input_ids.shape, 1, dtype=model.dtype, device=input_ids.device)
         masks = create_masks_for_generate(config, shape, None, None, position_ids)
-    outputs = model.model(
+    outputs = _head_and_body(model)[1](
         input_ids=input_ids, attention_mask=masks, position_ids=position_ids, use_cache=False
     )
     return kept(outputs.last_hidden_state, keep)
@@ -219,9 +309,21 @@ def final_hidden(
 
     A model with a loss head is called as a whole, so that its root's FSDP or ZeRO hooks run.
     """
-    if isinstance(getattr(_unwrapped(model), "lm_head", None), LossHead):
+    if isinstance(output_head(model), LossHead):
         return model(input_ids=input_ids, position_ids=position_ids, keep=keep, objective="hidden")["hidden"]
     return _body(model, input_ids, position_ids, None, keep)
+
+
+def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
+    """Raises UserError when rows (B, T) hold several examples, which this model would let see each other."""
+    model_type = _unwrapped(model).config.model_type.removeprefix("farskip_")
+    if model_type not in PACKING_LEAKS:
+        return
+    begins = (position_ids[:, 1:] == 0).cumsum(1)  # padding, too, begins at 0
+    if bool(((begins > 0) & (labels[:, 1:] != NO_LOSS)).any()):
+        raise UserError(
+            f"model type '{model_type}' lets packed examples see each other; set data.packing: false"
+        )
 
 
 @contextmanager
@@ -236,7 +338,8 @@ def block_outputs(model: nn.Module, enabled: bool = True) -> Iterator[list[Tenso
     if not enabled:
         yield blocks
         return
-    layers = _unwrapped(model).model.layers
+    model = _unwrapped(model)
+    layers = decoder_layers(model, family_of(model.config))
 
     def collect(_module: nn.Module, _inputs: Any, output: Any) -> None:
         blocks.append(output[0] if isinstance(output, tuple) else output)

@@ -152,7 +152,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
         freeze_embeddings_and_head(student)
     _check_reporters(run.train)
     arguments = training_arguments(run, processes().num_processes)
-    attach_loss_head(student)
+    attach_loss_head(student, run.objective.vocab_size)
     bar = None
     try:
         trainer = DistillTrainer(
@@ -332,17 +332,27 @@ class EndlessRows(IterableDataset):
 
 
 def _check_vocabulary(run: TrainingRun) -> None:
-    size = run.student.config.vocab_size
-    if run.teacher is not None and run.teacher.config.vocab_size != size:
+    size, tokens = _vocab_size(run.student), run.objective.vocab_size
+    if run.teacher is not None and tokens is None and _vocab_size(run.teacher) != size:
         raise UserError(
-            f"the vocabularies differ: {run.teacher.config.vocab_size} tokens in the teacher, {size} in the student;"
-            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher"
+            f"the vocabularies differ: {_vocab_size(run.teacher)} tokens in the teacher, {size} in the student;"
+            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher, or"
+            " set objective.vocab_size if one vocabulary is padded differently"
+        )
+    if tokens is not None and not len(run.tokenizer) <= tokens <= size:
+        raise UserError(
+            f"objective.vocab_size {tokens}: must be between the {len(run.tokenizer)} tokens of the tokenizer and the"
+            f" {size} rows of the head"
         )
     if len(run.tokenizer) > size:
         raise UserError(
             f"the tokenizer has {len(run.tokenizer)} tokens, the model's vocabulary only {size};"
             " use the tokenizer that belongs to the model"
         )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().vocab_size
 
 
 def _distributed() -> bool:

@@ -28,18 +28,31 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from fcsd.artifact import read_json, replace_folder, write_json, writing
 from fcsd.distill.data import next_token_targets
 from fcsd.distill.early_stopping import EarlyStopper
-from fcsd.distill.head import block_outputs, final_hidden, l2_sum
+from fcsd.distill.head import block_outputs, final_hidden, l2_sum, output_head, refuse_packing
+from fcsd.distill.quantiles import bin_counts, quantile
 from fcsd.errors import UserError
 from fcsd.recipe import Objective
 
 _PARTIAL = "checkpoint-being-written"
+_SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "top1_agreement")
 
 
 class DistillTrainer(Trainer):
     """Minimises an `Objective` over packed rows.
 
     The model must carry a loss head (`fcsd.distill.head.attach_loss_head`). `teacher` is frozen, in evaluation mode,
-    and needed for the objectives `kl` and `kl+l2`.
+    and needed for the objectives that compare with one.
+
+    Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
+        ce                          cross-entropy, nats, of the objectives sft and ce
+        kl | reverse_kl | jsd       the divergence, nats, before clipping
+        kl_p50, kl_p90, kl_p99      its quantiles over all tokens of these steps, within 1 % (likewise for the others)
+        top1_agreement              share of tokens whose most probable continuation is the teacher's
+        teacher_entropy             nats
+        clipped_share               of tokens, with objective.clip
+        l2                          Eq. 5, with the objective kl+l2
+        tokens_per_second           all tokens, of all ranks
+    Divergence and entropy are taken at objective.temperature.
     """
 
     # `compute_loss` divides by the number of kept tokens of the whole step, see the module's docstring.
@@ -56,7 +69,7 @@ class DistillTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(model, args, **kwargs)
-        if (objective.name in ("kl", "kl+l2")) != (teacher is not None):
+        if objective.has_teacher != (teacher is not None):
             raise ValueError(
                 f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
             )
@@ -66,6 +79,7 @@ class DistillTrainer(Trainer):
         self._save_total_limit = args.save_total_limit or 1
         args.save_total_limit = None  # rotation happens after the rename, in `_save_checkpoint`
         self._sums: dict[str, Tensor] = {}  # since the last log: this rank's part of each mean
+        self._counts: Tensor | None = None  # since the last log: this rank's tokens by their divergence
         self._clock = time.perf_counter()
         self._tokens = 0
 
@@ -97,6 +111,7 @@ class DistillTrainer(Trainer):
             raise RuntimeError("the number of kept tokens of the step is unknown")
         ids, positions = inputs["input_ids"], inputs["position_ids"]
         keep, targets = next_token_targets(inputs["labels"], positions)
+        refuse_packing(model, inputs["labels"], positions)
         name = self.objective.name
         extra: dict[str, Any] = {"labels": targets, "objective": "ce"}
         teacher_blocks: list[Tensor] = []
@@ -105,20 +120,42 @@ class DistillTrainer(Trainer):
                 teacher_hidden = final_hidden(self.teacher, ids, positions, keep)
             extra = {
                 "teacher_hidden": teacher_hidden,
-                "teacher_head": self.teacher.lm_head,
-                "objective": "kl",
+                "teacher_head": output_head(self.teacher),
+                "objective": self._divergence,
+                "temperature": self.objective.temperature,
+                "clip": self.objective.clip,
             }
+            if self.objective.jsd_beta is not None:
+                extra["jsd_beta"] = self.objective.jsd_beta
         with block_outputs(self.accelerator.unwrap_model(model), enabled=name == "kl+l2") as blocks:
             outputs = model(input_ids=ids, position_ids=positions, keep=keep, **extra)
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
         loss = outputs["loss"] * scale
-        self._add("kl" if self.teacher is not None else "ce", loss)
+        if self.teacher is None:
+            self._add("ce", loss)
+        else:
+            self._add_statistics(outputs, scale)
         if name == "kl+l2":
             l2 = l2_sum(blocks, teacher_blocks, keep) * scale
             self._add("l2", l2)
             loss = loss + self.objective.l2_coefficient * l2
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _divergence(self) -> str:
+        """The name under which the divergence is logged: kl, reverse_kl or jsd."""
+        return self.objective.name.removesuffix("+l2")
+
+    def _add_statistics(self, outputs: Any, scale: Tensor) -> None:
+        found = outputs["divergence"]
+        self._add(self._divergence, found.sum() * scale)
+        self._add("teacher_entropy", outputs["teacher_entropy"].sum() * scale)
+        self._add("top1_agreement", outputs["top1_agreement"].sum() * scale)
+        if self.objective.clip is not None:
+            self._add("clipped_share", (found > self.objective.clip).sum() * scale)
+        counts = bin_counts(found)
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
@@ -148,13 +185,31 @@ class DistillTrainer(Trainer):
             if self.args.world_size > 1:
                 means = self.accelerator.reduce(means, "mean")
             logs.update(zip(names, means.tolist(), strict=True))
+            logs.update(self._quantiles())
+            if logs.get("clipped_share", 0.0) > 1 - 1e-6:
+                median = logs[f"{self._divergence}_p50"]
+                raise UserError(
+                    f"training stopped at step {self.state.global_step}: every token's {self._divergence} is above"
+                    f" objective.clip ({self.objective.clip}; its median is {median:.3g} nats), so that nothing is"
+                    " learnt; raise objective.clip or leave it out"
+                )
             elapsed = time.perf_counter() - self._clock
             logs["tokens_per_second"] = round(self._tokens / elapsed, 1)
             self._reset_meters()
         super().log(logs, start_time)
 
+    def _quantiles(self) -> dict[str, float]:
+        if self._counts is None:
+            return {}
+        counts = self._counts
+        if self.args.world_size > 1:
+            counts = self.accelerator.reduce(counts, "sum")
+        counts = counts.cpu()
+        found = {f"{self._divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
+        return {name: value for name, value in found.items() if value is not None}
+
     def _reset_meters(self) -> None:
-        self._sums, self._tokens = {}, 0
+        self._sums, self._tokens, self._counts = {}, 0, None
         self._clock = time.perf_counter()
         self._logged_step = self.state.global_step
 
@@ -263,7 +318,7 @@ class ProgressBar(TrainerCallback):
     ) -> None:
         """Show the newest figures."""
         if self.bar is not None and logs and "tokens_per_second" in logs:
-            shown: dict[str, str] = {name: f"{logs[name]:.4f}" for name in ("kl", "ce", "l2") if name in logs}
+            shown: dict[str, str] = {name: f"{logs[name]:.4f}" for name in _SHOWN if name in logs}
             self.bar.set_postfix({**shown, "tok/s": f"{logs['tokens_per_second']:.0f}"}, refresh=False)
 
     def close(self) -> None:
