@@ -45,9 +45,15 @@ def unconvert_model(model: Any) -> None:
     original's.
 
     A model that is not converted is left as it is.
+
+    Raises:
+        UserError: hooks that have set `forward` on a rewired layer (device_map, accelerate).
     """
     family = _family(model)
-    rewire.unrewire(model)
+    try:
+        rewire.unrewire(model)
+    except ValueError as error:
+        raise UserError(f"{type(model).__name__}: {error}") from None
     base = base_model_class(family)
     if isinstance(model, farskip_model_class(family)):
         model.__class__ = base

@@ -71,6 +71,10 @@ def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
 
 
 _CLASSES: dict[tuple[type, str], type] = {}
+_OWN_FORWARD = (
+    "has its own `forward` (from device_map, accelerate hooks or kernels), which would bypass the rewiring;"
+    " convert the model before them, or load it with fcsd.connectivity.load_model"
+)
 
 
 def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
@@ -292,7 +296,14 @@ def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
 
 
 def unrewire(model: nn.Module) -> None:
-    """Give every rewired module its own class back; the model is then bit-identical to the original."""
+    """Give every rewired module its own class back; the model is then bit-identical to the original.
+
+    Raises:
+        ValueError: `forward` is set on an instance, which would go on calling the rewired class.
+    """
+    for module in model.modules():
+        if "farskip_base" in vars(type(module)) and "forward" in vars(module):
+            raise ValueError(f"a {type(module).__name__} {_OWN_FORWARD}")
     for module in model.modules():
         for name, value in tuple(vars(module).items()):
             if isinstance(value, functools.partial) and value.func is _edit_streams:
@@ -342,11 +353,7 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
     for k in sorted(selected):
         inner = (name for name in (family.moe, family.norms) if name)
         if any("forward" in vars(module) for module in (stack[k], *(getattr(stack[k], n) for n in inner))):
-            raise ValueError(
-                f"layer {k} has its own `forward` (from device_map, accelerate hooks or kernels), which would"
-                " bypass the rewiring; convert the model before them, or load it with"
-                " fcsd.connectivity.load_model"
-            )
+            raise ValueError(f"layer {k} {_OWN_FORWARD}")
     unrewire(model)
     for k in sorted(selected):
         layer: Any = stack[k]
