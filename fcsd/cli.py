@@ -103,6 +103,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     families.add_argument("--json", action="store_true", help="print JSON")
 
+    estimate = command(
+        "estimate",
+        _estimate,
+        "What a training needs before it starts: memory of a rank, operations, time, and what to change if it does"
+        " not fit.",
+        "Nothing is loaded; of a hub id only config.json is fetched.",
+    )
+    _recipe_arguments(estimate, with_variant=True)
+    estimate.add_argument("--pretrain", action="store_true", help="the recipe's pre-training instead")
+    estimate.add_argument(
+        "--gpu", default="h200", help="a100, h100, h200, b200, l40s, mi300x, … (a wrong name lists all)"
+    )
+    estimate.add_argument("--gpus", type=int, default=1, help="number of GPUs, one rank each")
+    estimate.add_argument(
+        "--sharding",
+        choices=["none", "fsdp2", "zero3"],
+        default="none",
+        help="none is what `fcsd distill` does: whole copies on every rank; the others are plans",
+    )
+    estimate.add_argument(
+        "--mfu", default="0.1-0.25", help="share of the published peak that is reached, a range or a number"
+    )
+    estimate.add_argument("--network-gb-s", type=float, default=50.0, help="between nodes, GB/s for each GPU")
+    estimate.add_argument("--json", action="store_true", help="print JSON")
+
     for name, text, more in (
         (
             "recipe",
@@ -313,6 +338,20 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def _estimate(arguments: argparse.Namespace) -> None:
+    from fcsd.estimate import Hardware, estimate, estimate_table, parse_mfu
+    from fcsd.recipe import load_recipe
+
+    if arguments.pretrain and arguments.variant is not None:
+        raise UserError("--variant and --pretrain are both given; leave one out")
+    hardware = Hardware(
+        arguments.gpu, arguments.gpus, arguments.sharding, parse_mfu(arguments.mfu), arguments.network_gb_s
+    )
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    facts = estimate(recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain)
+    print(json.dumps(facts, indent=2) if arguments.json else estimate_table(facts))
 
 
 def _recipe(arguments: argparse.Namespace) -> None:

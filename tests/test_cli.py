@@ -41,7 +41,7 @@ def test_every_command_explains_itself_and_its_arguments(
 def test_the_commands_are_these() -> None:
     assert set(commands()) == {
         "convert", "unconvert", "families", "recipe", "pretrain", "sweep", "distill", "report", "run", "evaluate",
-        "compare", "tiny-data", "layers", "plan-layers", "inspect",
+        "compare", "tiny-data", "layers", "plan-layers", "inspect", "estimate",
     }  # fmt: skip
 
 
