@@ -9,7 +9,8 @@ norms and the MoE block are closures: what the norms read is what changes, every
 code. No module is added and no parameter moves. A layer whose routed output stays in flight returns the pair
 (o_k, o_k - routed_k); the model's loop hands it on unchanged, and the next layer's `__call__` takes it apart
 into two positional tensors, so that hooks and re-entrant checkpointing see tensors. o_k - routed_k is summed
-up without routed_k, never subtracted.
+up without routed_k, never subtracted. Layers that are not the plain pre-norm layer have their equations in
+`fcsd.families.Family`.
 
 Class swap and not `layer.forward = …`: transformers wraps `cls.forward` for activation checkpointing, an
 instance attribute would bypass it silently. For the same reason rewiring comes before anything that sets
