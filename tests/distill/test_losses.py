@@ -1,5 +1,7 @@
 """The fused losses against plain autograd in float64 on full logits."""
 
+import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fcsd.distill.losses import fused_linear_cross_entropy, fused_linear_kl
+from fcsd.distill.losses import (
+    Divergence,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+    fused_linear_kl,
+)
 from fcsd.errors import UserError
 
 N, D, D_TEACHER, V = 37, 12, 20, 53
@@ -290,23 +297,330 @@ def test_a_retained_graph_cannot_be_scaled_twice():
         loss.backward()
 
 
-def test_peak_memory_stays_far_below_tokens_times_vocabulary():
+# ---- the other divergences, temperature, clipping, padding, statistics
+
+
+def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip=None):
+    """Per token, from full logits: sums over the vocabulary as they stand in the papers."""
+    p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
+
+    def kl(p, q):
+        return (p * (p.log() - q.log())).sum(-1)
+
+    m = (1 - beta) * p_s + beta * p_t
+    per_token = {
+        "kl": lambda: kl(p_t, p_s),
+        "reverse_kl": lambda: kl(p_s, p_t),
+        "jsd": lambda: beta * kl(p_t, m) + (1 - beta) * kl(p_s, m),
+    }[name]()
+    return per_token if clip is None else per_token.clamp(max=clip)
+
+
+DIVERGENCES = {
+    "kl at 2": {"name": "kl", "temperature": 2.0},
+    "kl clipped": {"name": "kl", "clip": 20.0},
+    "reverse_kl": {"name": "reverse_kl"},
+    "reverse_kl at 0.5, clipped": {"name": "reverse_kl", "temperature": 0.5, "clip": 25.0},
+    "jsd": {"name": "jsd"},
+    "jsd 0.1 at 3": {"name": "jsd", "jsd_beta": 0.1, "temperature": 3.0},
+    "jsd 0.9 clipped": {"name": "jsd", "jsd_beta": 0.9, "clip": 0.3},
+}
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_divergences_and_their_gradients_equal_float64_autograd(divergence, option, chunk_tokens, statistics):
+    by, o = Divergence(**DIVERGENCES[divergence]), OPTIONS[option]
+    h, w, th, tw, b, tb = inputs()
+    bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
+    leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
+    scales = {"logit_scale": o.get("scale", 1.0), "teacher_logit_scale": o.get("teacher_scale", 1.0)}
+    caps = {"softcap": o.get("softcap"), "teacher_softcap": o.get("teacher_softcap")}
+    per_token = reference_divergence(
+        reference_logits(h, w, bias, scales["logit_scale"], caps["softcap"]),
+        reference_logits(th, tw, teacher_bias, scales["teacher_logit_scale"], caps["teacher_softcap"]),
+        by.name,
+        by.temperature,
+        by.jsd_beta,
+        by.clip,
+    )
+    expected = per_token.sum()
+    expected_grads = torch.autograd.grad(expected * 0.25, leaves)
+    actual, _ = fused_linear_divergence(
+        h,
+        w,
+        th,
+        tw,
+        divergence=by,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        chunk_bytes=chunk_tokens * one_token_bytes(5),
+        statistics=statistics,
+        **scales,
+        **caps,
+    )
+    grads = torch.autograd.grad(actual * 0.25, leaves)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, reference.to(grad.dtype), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergence):
+    by = Divergence(**DIVERGENCES[divergence])
+    h, w, th, tw, b, tb = inputs(torch.float64)
+    leaves = [x.requires_grad_() for x in (h, w, b)]
+    expected = reference_divergence(
+        reference_logits(h, w, b, 0.5, 2.0),
+        reference_logits(th, tw, tb, 0.7, 3.0),
+        by.name,
+        by.temperature,
+        by.jsd_beta,
+        by.clip,
+    ).sum()
+    options = {"bias": b, "teacher_bias": tb, "logit_scale": 0.5, "softcap": 2.0}
+    teacher_options = {"teacher_logit_scale": 0.7, "teacher_softcap": 3.0}
+    actual, _ = fused_linear_divergence(h, w, th, tw, divergence=by, **options, **teacher_options)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    pairs = zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for grad, reference in pairs:
+        torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("name", "beta"), [("kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.2)])
+def test_divergences_are_those_of_trl(name, beta, temperature):
+    from trl.experimental.gkd import GKDTrainer
+
+    h, w, th, tw, *_ = inputs()
+    expected = GKDTrainer.generalized_jsd_loss(
+        reference_logits(h, w)[None],
+        reference_logits(th, tw)[None],
+        beta=beta,
+        temperature=temperature,
+        reduction="sum",
+    )
+    by = Divergence(name, temperature, **({"jsd_beta": beta} if name == "jsd" else {}))
+    actual, _ = fused_linear_divergence(h, w, th, tw, divergence=by)
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
+    h, w, th, tw, *_ = inputs()
+    per_token = reference_divergence(reference_logits(h, w), reference_logits(th, tw), name)
+    clip = per_token.sort().values[N // 2 : N // 2 + 2].mean().item()
+    above = per_token > clip
+    assert 0 < above.sum() < N
+    h.requires_grad_()
+    loss, statistics = fused_linear_divergence(
+        h, w, th, tw, divergence=Divergence(name, clip=clip), statistics=True
+    )
+    loss.backward()
+    unclipped = h.detach().clone().requires_grad_()
+    fused_linear_divergence(unclipped, w, th, tw, divergence=Divergence(name))[0].backward()
+    assert (h.grad[above] == 0).all()
+    torch.testing.assert_close(h.grad[~above], unclipped.grad[~above])
+    expected = per_token[~above].sum() + clip * above.sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(statistics.divergence.double(), per_token, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tokens):
+    by = Divergence(**DIVERGENCES[divergence])
+    h, w, th, tw, b, tb = inputs()
+    th, tw, tb = th[:, :D], w.clone(), tb * 0.5  # near enough for the student to agree on some tokens
+    student, teacher = reference_logits(h + th, w, b), reference_logits(th, tw, tb)
+    _, found = fused_linear_divergence(
+        (h + th).requires_grad_(),
+        w,
+        th,
+        tw,
+        divergence=by,
+        bias=b,
+        teacher_bias=tb,
+        statistics=True,
+        chunk_bytes=chunk_tokens * one_token_bytes(4),
+    )
+    p = (teacher / by.temperature).softmax(-1)
+    agreement = student.argmax(-1) == teacher.argmax(-1)
+    assert 0 < agreement.sum() < N
+    assert torch.equal(found.top1_agreement, agreement)
+    torch.testing.assert_close(found.teacher_entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5, atol=1e-6)
+    expected = reference_divergence(student, teacher, by.name, by.temperature, by.jsd_beta)
+    torch.testing.assert_close(found.divergence.double(), expected, rtol=1e-5, atol=1e-6)
+    assert not any(rows.requires_grad for rows in found)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(("rows", "teacher_rows"), [(V, V - 5), (V - 5, V), (V, V)])
+def test_padded_rows_of_either_head_are_no_part_of_the_distributions(rows, teacher_rows, name, frozen):
+    h, w, th, tw, b, tb = inputs()
+    size = V - 9
+    w, b = w[:rows].clone().requires_grad_(not frozen), b[:rows].clone().requires_grad_(not frozen)
+    tw, tb = tw[:teacher_rows] * 1.0, tb[:teacher_rows] * 1.0
+    tw[size:] *= 100  # loud, were they not left out
+    leaves = [h.requires_grad_()] + ([] if frozen else [w, b])
+    expected = reference_divergence(
+        reference_logits(h, w[:size], b[:size]), reference_logits(th, tw[:size], tb[:size]), name
+    ).sum()
+    expected_grads = torch.autograd.grad(expected, leaves)
+    actual, statistics = fused_linear_divergence(
+        h,
+        w,
+        th,
+        tw,
+        divergence=Divergence(name),
+        bias=b,
+        teacher_bias=tb,
+        vocab_size=size,
+        statistics=True,
+        chunk_bytes=7 * one_token_bytes(),
+    )
+    grads = torch.autograd.grad(actual, leaves)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, reference.to(grad.dtype), rtol=1e-4, atol=1e-4)
+    assert frozen or (not grads[1][size:].any() and not grads[2][size:].any())
+    assert statistics.divergence.shape == (N,)
+
+
+def test_padded_rows_have_no_part_in_the_cross_entropy():
+    h, w, *_ = inputs()
+    labels = torch.arange(N) % (V - 9)
+    expected = F.cross_entropy(reference_logits(h, w[: V - 9]), labels, reduction="sum")
+    actual = fused_linear_cross_entropy(h, w, labels, vocab_size=V - 9)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_the_teacher(name):
+    h, w, th = close_student(0.02)
+    s = reference_logits(h, w).requires_grad_()
+    total = reference_divergence(s, reference_logits(th, w), name).sum()
+    assert 2e-5 < total / len(h) < 1e-2
+    exact = torch.autograd.grad(total, s)[0] @ w.double()
+    h = h.float().requires_grad_()  # the gradient itself is then not rounded to bfloat16
+    loss, statistics = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=True)
+    loss.backward()
+    assert (h.grad.double() - exact).norm() / exact.norm() < 5e-3
+    torch.testing.assert_close(loss.double(), total.detach(), rtol=1e-3, atol=0)
+    assert (statistics.divergence > 0).all()
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("statistics", [False, True])
+def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, statistics):
+    h, w, th = close_student(1e-3, torch.float32)
+    expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
+    assert expected / len(h) < 1e-5
+    found, _ = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=statistics)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_gives(name):
+    h, w, th, tw, *_ = inputs()
+    h, th = (h * 200).requires_grad_(), th * 200
+    logits = [reference_logits(h, w).log_softmax(-1), reference_logits(th, tw).log_softmax(-1)]
+    s, t = logits
+    if name == "kl":
+        expected = (t.exp() * (t - s)).sum()
+    elif name == "reverse_kl":
+        expected = (s.exp() * (s - t)).sum()
+    else:
+        m = torch.logaddexp(s, t) - math.log(2)
+        expected = 0.5 * (t.exp() * (t - m)).sum() + 0.5 * (s.exp() * (s - m)).sum()
+    expected_grad = torch.autograd.grad(expected, h)[0]
+    loss, _ = fused_linear_divergence(h, w, th, tw, divergence=Divergence(name), statistics=True)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-4, atol=0)
+    assert (h.grad - expected_grad).norm() / expected_grad.norm() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_equal_students_have_no_divergence_and_no_gradient(name):
+    h, w, *_ = inputs()
+    h = h.requires_grad_()
+    loss, statistics = fused_linear_divergence(h, w, h, w, divergence=Divergence(name), statistics=True)
+    loss.backward()
+    assert abs(loss.item()) < 1e-6 and h.grad.abs().max() < 1e-6
+    assert statistics.top1_agreement.all()
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_no_tokens_give_zero_and_empty_statistics(name):
+    h, w, th, tw, b, _ = inputs(n=0)
+    leaves = [x.requires_grad_() for x in (h, w, b)]
+    loss, statistics = fused_linear_divergence(
+        h, w, th, tw, bias=b, divergence=Divergence(name, clip=1.0), statistics=True
+    )
+    assert loss.item() == 0.0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, leaves))
+    assert [rows.shape for rows in statistics] == [(0,)] * 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
+    h, w, th, tw, *_ = inputs()
+    h[3, 2] = bad
+    loss, _ = fused_linear_divergence(h.requires_grad_(), w, th, tw, divergence=Divergence(name, clip=1.0))
+    loss.backward()
+    assert not torch.isfinite(h.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "tvd"}, "divergence 'tvd': allowed are kl, reverse_kl and jsd"),
+        ({"temperature": 0.0}, "temperature 0.0: must be a positive number"),
+        ({"temperature": math.inf}, "temperature inf"),
+        (
+            {"name": "jsd", "jsd_beta": 1.0},
+            "jsd_beta 1.0: must lie between 0 and 1; the limits are called kl",
+        ),
+        ({"clip": 0.0}, "clip 0.0: must be a positive number of nats"),
+        ({"clip": math.nan}, "clip nan"),
+    ],
+)
+def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Divergence(**fields)
+
+
+def test_a_vocabulary_larger_than_a_head_is_refused():
+    h, w, th, tw, *_ = inputs()
+    with pytest.raises(UserError, match=r"teacher: a vocabulary of 53 for a head of 50 rows"):
+        fused_linear_kl(h, w, th, tw[:50], vocab_size=V)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
     """Peak resident memory of a child: one (N, V) float32 matrix is 1000 MiB."""
     program = """
-        import resource, torch
-        from fcsd.distill.losses import fused_linear_kl
+        import resource, sys, torch
+        from fcsd.distill.losses import Divergence, fused_linear_divergence
+        by = Divergence(sys.argv[1], clip=1.0)
         torch.set_num_threads(1)
         n, d, v = 8192, 16, 32000
         h, th = torch.randn(n, d).requires_grad_(), torch.randn(n, d)
         w, tw = torch.randn(v, d).requires_grad_(), torch.randn(v, d)
-        fused_linear_kl(h[:8], w, th[:8], tw).backward()
+        fused_linear_divergence(h[:8], w, th[:8], tw, divergence=by)[0].backward()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        fused_linear_kl(h, w, th, tw, chunk_bytes=48 << 20).backward()
+        options = dict(divergence=by, statistics=True, chunk_bytes=48 << 20)
+        fused_linear_divergence(h, w, th, tw, **options)[0].backward()
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [sys.executable, "-c", textwrap.dedent(program), name],
         env=environment,
         capture_output=True,
         text=True,
