@@ -1,6 +1,7 @@
 """The loss head against the unpatched model: same logits without an objective, the textbook loss with one."""
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from fcsd.distill.data import Collator, next_token_targets, pack
 from fcsd.distill.head import (
+    LOGIT_SCALES,
+    PACKING_LEAKS,
     LossHead,
     attach_loss_head,
     block_outputs,
@@ -18,6 +21,8 @@ from fcsd.distill.head import (
     final_hidden,
     head_scaling,
     l2_sum,
+    output_head,
+    refuse_packing,
 )
 from fcsd.errors import UserError
 from fcsd.testing import TINY, run_ranks, tiny_model
@@ -294,21 +299,80 @@ def test_an_objective_without_its_arguments_is_an_error():
         model(input_ids=ids, position_ids=positions, keep=keep, objective="kl")
 
 
+def text_ids(model, shape, seed):
+    """Token ids below those that stand for images."""
+    size = min(model.config.get_text_config().vocab_size, 90)
+    return torch.randint(10, size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "ce"])
+@pytest.mark.parametrize("family", TINY)
+def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
+    """Teacher: the same model on other tokens. Soft caps and padding are made to bite where a family has them."""
+    model = own_logits_model(family)
+    ids, others = text_ids(model, (B, T), 0), text_ids(model, (B, T), 1)
+    positions, keep = torch.arange(T).expand(B, T), make_batch()[2]
+    with torch.no_grad():
+        logits, teacher_logits = (model(x).logits[keep].double() for x in (ids, others))
+        labels = torch.arange(len(logits)) % logits.shape[-1]
+        arguments = {"input_ids": ids, "position_ids": positions, "keep": keep, "objective": name}
+        attach_loss_head(model)
+        if name == "ce":
+            expected = F.cross_entropy(logits, labels, reduction="sum")
+            found = model(**arguments, labels=labels)
+        else:
+            s, t = (logits / 2).log_softmax(-1), (teacher_logits / 2).log_softmax(-1)
+            m = ((s.exp() + t.exp()) / 2).log()
+            pairs = {"kl": [(s, t)], "reverse_kl": [(t, s)], "jsd": [(m, s), (m, t)]}[name]
+            expected = sum(F.kl_div(a, b, log_target=True, reduction="sum") for a, b in pairs) / len(pairs)
+            hidden = final_hidden(model, others, positions, keep)
+            arguments |= {"teacher_hidden": hidden, "teacher_head": output_head(model)}
+            found = model(**arguments, temperature=2.0)
+            agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
+            assert torch.equal(found["top1_agreement"], agreement)
+            torch.testing.assert_close(
+                found["teacher_entropy"].double(), -(t.exp() * t).sum(-1), rtol=1e-5, atol=0
+            )
+        detach_loss_head(model)
+    torch.testing.assert_close(found["loss"].double(), expected, rtol=1e-5, atol=0)
+
+
+@functools.cache
+def own_logits_model(family):
+    model = tiny_model(family)
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        config.final_logit_softcapping = 3.0
+    if hasattr(config, "unpadded_vocab_size"):
+        config.unpadded_vocab_size = config.vocab_size - 5
+    return model
+
+
+def test_every_kind_of_logit_post_processing_is_among_the_families():
+    kinds = set()
+    for family in TINY:
+        config = own_logits_model(family).config.get_text_config()
+        kinds |= {name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1.0)}
+        kinds |= {
+            name for name in ("final_logit_softcapping", "unpadded_vocab_size") if hasattr(config, name)
+        }
+    assert kinds == {*LOGIT_SCALES, "final_logit_softcapping", "unpadded_vocab_size"}
+
+
+# Attention sinks, which sdpa has not.
+SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 ATTENTION = [
     (family, attention)
     for family in TINY
     for attention in ("sdpa", "eager")
-    if (family, attention) != ("gpt_oss", "sdpa")  # its attention sinks are not in sdpa
+    if family not in PACKING_LEAKS and not (family in SINKS and attention == "sdpa")
 ]
 
 
-@pytest.mark.parametrize(("family", "attention"), ATTENTION)
-def test_packed_examples_of_every_family_have_the_loss_that_each_has_alone(family, attention):
-    """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
-    model = tiny_model(family, attn_implementation=attention)
-    vocab_size = model.config.vocab_size
-    g = torch.Generator().manual_seed(0)
-    examples = [torch.randint(1, vocab_size, (n,), generator=g).tolist() for n in (5, 19, 2, 7, 12, 3, 6)]
+def packed_and_alone(model):
+    """The losses of examples packed into rows of 24, and of each on its own; the packed batch."""
+    ids = text_ids(model, (54,), 0).tolist()
+    examples = [ids[sum(LENGTHS[:k]) : sum(LENGTHS[: k + 1])] for k in range(len(LENGTHS))]
     rows = pack([{"input_ids": e, "loss_mask": [True] * len(e)} for e in examples], 24, pad_token_id=0)
     batch = Collator()(list(rows))
     keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
@@ -322,7 +386,55 @@ def test_packed_examples_of_every_family_have_the_loss_that_each_has_alone(famil
         attach_loss_head(model)
         arguments = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "keep": keep}
         packed = model(**arguments, labels=targets, objective="ce")["loss"]
-    torch.testing.assert_close(packed.double(), alone, rtol=2e-6, atol=0)
+    return packed.double(), alone, batch
+
+
+LENGTHS = (5, 19, 2, 7, 12, 3, 6)
+
+
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(family, attention):
+    """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
+    model = tiny_model(family, attn_implementation=attention)
+    packed, alone, batch = packed_and_alone(model)
+    torch.testing.assert_close(packed, alone, rtol=2e-6, atol=0)
+    refuse_packing(model, batch["labels"], batch["position_ids"])
+
+
+@pytest.mark.parametrize("family", sorted(PACKING_LEAKS))
+def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_each_other(family):
+    model = tiny_model(family)
+    packed, alone, batch = packed_and_alone(model)
+    assert abs(packed - alone) > 1e-4 * alone, "packs well now: take it off the list"
+    with pytest.raises(UserError, match=f"model type '{family}' lets packed examples .* data.packing: false"):
+        refuse_packing(model, batch["labels"], batch["position_ids"])
+    rows = pack([{"input_ids": [11, 12, 13], "loss_mask": [True] * 3}], 24, pad_token_id=0)
+    single = Collator()(list(rows))
+    refuse_packing(model, single["labels"], single["position_ids"])
+
+
+def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
+    student, teacher = make_model(seed=0), make_model(seed=1)
+    ids, positions, keep, _ = make_batch()
+    logits = [model(ids).logits[keep][:, :50].double() / 1.5 for model in (student, teacher)]
+    p_s, p_t = (x.softmax(-1) for x in logits)
+    m = 0.8 * p_s + 0.2 * p_t
+    per_token = 0.2 * (p_t * (p_t / m).log()).sum(-1) + 0.8 * (p_s * (p_s / m).log()).sum(-1)
+    clip = per_token.sort().values[3:5].mean().item()
+    attach_loss_head(student, vocab_size=50)
+    found = student(
+        input_ids=ids,
+        position_ids=positions,
+        keep=keep,
+        objective="jsd",
+        temperature=1.5,
+        jsd_beta=0.2,
+        clip=clip,
+        teacher_hidden=final_hidden(teacher, ids, positions, keep),
+        teacher_head=teacher.lm_head,
+    )
+    torch.testing.assert_close(found["divergence"].double(), per_token, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["loss"].double(), per_token.clamp(max=clip).sum(), rtol=1e-5, atol=0)
 
 
 # ---- block outputs

@@ -541,7 +541,7 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
     loss, _ = fused_linear_divergence(h, w, th, tw, divergence=Divergence(name), statistics=True)
     loss.backward()
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-4, atol=0)
-    assert (h.grad - expected_grad).norm() / expected_grad.norm() < 1e-3
+    assert (h.grad - expected_grad).norm() < 1e-3 * (1 + expected_grad.norm())
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
