@@ -31,7 +31,7 @@ from fcsd.estimate.plan import SHARDINGS, SUPPORTED
 from fcsd.estimate.trace import PERSISTENT, Setting, Trace, trace_step
 from fcsd.families import FAMILIES
 from fcsd.recipe import Objective, Train, load_recipe
-from fcsd.testing import tiny_tokenizer
+from fcsd.testing import TINY, tiny_config, tiny_model, tiny_tokenizer
 from tests.real_configs import real_folder
 from tests.support import ROOT
 
@@ -59,6 +59,7 @@ MEASURED = {
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
     "kl, frozen ends": replace(PLAIN, freeze_embeddings_and_head=True),
     "sft": replace(PLAIN, objective="sft", num_rows=6),
+    "jsd, checkpointing": replace(PLAIN, objective="jsd", checkpointing=True),
     "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True, accumulates=False),
 }
 
@@ -73,7 +74,7 @@ def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:
         lambda: small_model(**overrides),
         lambda model: convert_model(model, Connectivity(layers)) if layers != "none" else None,
         lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
-        setting,
+        replace(setting, divergence=(("jsd_beta", 0.5),)) if setting.objective == "jsd" else setting,
     )
 
 
@@ -102,12 +103,13 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
             folder=folder,
             description="measured",
             student=student,
-            teacher=small_model(**overrides) if setting.objective.startswith("kl") else None,
+            teacher=small_model(**overrides) if setting.has_teacher else None,
             tokenizer=tiny_tokenizer(512),
             rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
             max_length=setting.num_tokens,
             objective=Objective(
                 name=setting.objective,  # type: ignore[arg-type]
+                jsd_beta=0.5 if setting.objective == "jsd" else None,
                 l2_coefficient=1.0 if setting.objective == "kl+l2" else None,
                 freeze_embeddings_and_head=setting.freeze_embeddings_and_head,
             ),
@@ -468,9 +470,37 @@ def test_a_range_or_a_number_is_a_utilisation(text: str, value: tuple[float, flo
     assert parse_mfu(text) == value
 
 
-def test_settings_that_need_data_name_the_model(recipe: Callable[..., Path], tmp_path: Path) -> None:
-    from fcsd.testing import tiny_config
+NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}  # their experts loop over those that the data chose
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(TINY))
+def test_the_step_of_every_family_is_followed_without_data(model_type: str, tmp_path: Path) -> None:
+    tiny_config(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "r", "output_dir": str(tmp_path), "model": {"path": str(tmp_path / "model")},
+                "data": {"train": [{"path": "nowhere.jsonl"}], "max_length": 32},
+                "train": {"batch_size_tokens": 64, "per_device_train_batch_size": 2},
+            }
+        )
+    )  # fmt: skip
+    if model_type in NEEDS_DATA:
+        with pytest.raises(UserError, match=f"training step of {model_type} cannot be followed without data"):
+            estimate(load_recipe(path))
+        return
+    facts = estimate(load_recipe(path))
+    number = sum(
+        parameter.numel() for parameter in tiny_model(model_type, tie_word_embeddings=False).parameters()
+    )
+    assert facts["parameters"]["total"] == number and facts["memory"]["fits"]
+    per_token = facts["flops"]["per_token"]
+    assert per_token["teacher forward"] == per_token["student forward"] > 0
+
+
+def test_settings_that_need_data_name_the_model(recipe: Callable[..., Path], tmp_path: Path) -> None:
     path = recipe()
     tiny_config("dbrx").save_pretrained(tmp_path / "Qwen3-30B-A3B")
     with pytest.raises(UserError, match="training step of dbrx cannot be followed without data"):

@@ -1,6 +1,7 @@
 """What a run of a recipe needs: memory of a rank, operations, time, and what to change where it does not fit."""
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -243,7 +244,10 @@ def _built(run: _Run) -> tuple[Family, Callable[[], Any]]:
     left = {*INSTELLA_KEYS, "farskip", "auto_map", "experts_implementation", "quantization_config"}
     family = family_of(run.config)
     cls = base_model_class(family)
-    values = {key: value for key, value in run.config.items() if key not in left}
+    values = json.loads(
+        json.dumps({key: value for key, value in run.config.items() if key not in left}),
+        object_hook=_special_float,
+    )
     try:
         config = cls.config_class.from_dict(values | {"model_type": family.model_type})
         family_of(config)
@@ -255,6 +259,11 @@ def _built(run: _Run) -> tuple[Family, Callable[[], Any]]:
     if not getattr(cls, "_supports_sdpa", True):
         attention = "eager"
     return family, lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _tracer(run: _Run) -> Callable[[Setting], Trace]:
@@ -306,6 +315,12 @@ def _setting(run: _Run, layout: Layout, micro_batches: int) -> Setting:
         freeze_embeddings_and_head=run.objective.freeze_embeddings_and_head,
         accumulates=micro_batches > 1,
         on_gpu=True,
+        divergence=tuple(
+            (name, value)
+            for name in ("temperature", "jsd_beta", "clip")
+            if (value := getattr(run.objective, name)) is not None
+        ),
+        vocab_size=run.objective.vocab_size,
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fcsd.distill import losses
-from fcsd.distill.head import attach_loss_head, block_outputs, final_hidden, l2_sum
+from fcsd.distill.head import attach_loss_head, block_outputs, final_hidden, l2_sum, output_head
 from fcsd.distill.run import freeze_embeddings_and_head
 
 PERSISTENT = ("student", "teacher", "gradients", "optimizer")
@@ -31,6 +31,7 @@ PERSISTENT = ("student", "teacher", "gradients", "optimizer")
 class Setting:
     """What the memory and the products of a micro-batch depend on.
 
+    objective: a name of `fcsd.recipe.Objective`; divergence: its temperature, jsd_beta and clip, where it has them.
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
     on_gpu: chunk sizes and product dtypes of the loss as on CUDA; else as on a CPU.
     accumulates: the step has several micro-batches, so that gradients are there when one begins.
@@ -47,6 +48,13 @@ class Setting:
     freeze_embeddings_and_head: bool
     accumulates: bool
     on_gpu: bool
+    divergence: tuple[tuple[str, float], ...] = ()
+    vocab_size: int | None = None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the student is compared with a teacher."""
+        return self.objective not in ("sft", "ce")
 
 
 @dataclass
@@ -196,7 +204,7 @@ def trace_step(
     tracker = Tracker()
     with torch.device("meta"):
         student: Any = build()
-        teacher: Any = build() if setting.objective in ("kl", "kl+l2") else None
+        teacher: Any = build() if setting.has_teacher else None
     rewire(student)
     nn.Module.to(student, torch.bfloat16 if setting.sharded and setting.autocast else setting.student_dtype)
     if setting.freeze_embeddings_and_head:
@@ -205,7 +213,7 @@ def trace_step(
     student.config.use_cache = False
     if setting.checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
-    attach_loss_head(student)
+    attach_loss_head(student, setting.vocab_size)
     if teacher is not None:
         nn.Module.to(teacher, setting.teacher_dtype).eval().requires_grad_(False)
         teacher.config.use_cache = False
@@ -239,10 +247,10 @@ def trace_step(
             largest_layer=max(sizes),
             outside_layers=total - sum(sizes),
             embeddings_and_head=sum(ends.values()),
-            head=student.lm_head.weight.numel(),
+            head=output_head(student).weight.numel(),
             num_layers=len(sizes),
             num_pairs=sum(plan is not None and plan.carry for plan in plans),
-            hidden_size=student.lm_head.weight.shape[1],
+            hidden_size=output_head(student).weight.shape[1],
         )
         del moments
     return trace
@@ -270,7 +278,9 @@ def _micro_batch(student: Any, teacher: Any, tracker: Tracker, setting: Setting)
             block_outputs(teacher, with_l2) as teacher_blocks,
         ):
             hidden = final_hidden(teacher, ids, positions, keep)
-        extra = {"teacher_hidden": hidden, "teacher_head": teacher.lm_head, "objective": "kl"}
+        name = setting.objective.removesuffix("+l2")
+        extra = {"teacher_hidden": hidden, "teacher_head": output_head(teacher), "objective": name}
+        extra |= setting.divergence
     with tracker.making("activations"), autocast, block_outputs(student, with_l2) as blocks:
         loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
     if with_l2:
@@ -305,8 +315,9 @@ def _report_loss_as_loss(student: Any, tracker: Tracker) -> None:
     def leave(*_: Any) -> None:
         tracker.kind = before.pop()
 
-    student.lm_head.register_forward_pre_hook(enter)
-    student.lm_head.register_forward_hook(leave)
+    head = output_head(student)
+    head.register_forward_pre_hook(enter)
+    head.register_forward_hook(leave)
 
 
 @contextlib.contextmanager
