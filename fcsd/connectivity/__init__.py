@@ -7,8 +7,8 @@
 `convert` works on models in memory, `load` and `export` on folders. Names that need torch are imported when
 first asked for.
 
-Not covered: families whose MoE output is not additive, pipeline parallelism with a stage boundary between two
-rewired layers (a stage sends one tensor, a rewired layer two).
+Not covered: transformers' pipelines with a stage boundary between two rewired layers (a stage hands on one
+tensor, a rewired layer two; `pipeline_cuts` names the other boundaries).
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.connectivity.spec import Connectivity, Selection, parse_selection, resolve_layers
 
 if TYPE_CHECKING:
-    from fcsd.connectivity.convert import convert_model, farskip_layers, unconvert_model
+    from fcsd.connectivity.convert import convert_model, farskip_layers, pipeline_cuts, unconvert_model
     from fcsd.connectivity.export import convert_checkpoint, unconvert_checkpoint
     from fcsd.connectivity.load import load_model
     from fcsd.connectivity.modeling import register
@@ -30,6 +30,7 @@ __all__ = [
     "farskip_layers",
     "load_model",
     "parse_selection",
+    "pipeline_cuts",
     "register",
     "resolve_layers",
     "unconvert_checkpoint",
@@ -40,6 +41,7 @@ _LAZY = {
     "convert_model": "convert",
     "unconvert_model": "convert",
     "farskip_layers": "convert",
+    "pipeline_cuts": "convert",
     "load_model": "load",
     "convert_checkpoint": "export",
     "unconvert_checkpoint": "export",

@@ -66,6 +66,14 @@ def farskip_layers(model: nn.Module) -> list[int]:
     return list(rewire.rewired_layers(rewire.decoder_layers(model, family_of(model.config))))
 
 
+def pipeline_cuts(model: nn.Module) -> list[int]:
+    """The layers before which nothing is in flight, so that a pipeline may be cut there and hand on one tensor.
+
+    Before any other layer the stream is the pair (o, o - routed): two tensors of the same shape.
+    """
+    return rewire.pipeline_cuts(rewire.decoder_layers(model, family_of(model.config)))
+
+
 def _family(model: Any) -> Family:
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):

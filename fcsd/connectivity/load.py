@@ -10,6 +10,7 @@ from fcsd.connectivity.modeling import (
     base_model_class,
     farskip_config_class,
     farskip_model_class,
+    modeling_module,
     register,
     with_farskip,
     without_farskip,
@@ -53,8 +54,8 @@ def load_model(
     Raises:
         UserError: folder, config or weights missing, damaged, truncated or of other shapes than the config
             says; family not supported or dense; a connectivity that the model cannot have, or that differs
-            from the checkpoint's; tensors missing or unexpected. Weights are never left at random values,
-            pickles are never read.
+            from the checkpoint's; a pipeline with a stage that begins where an output is in flight; tensors
+            missing or unexpected. Weights are never left at random values, pickles are never read.
     """
     folder = find_folder(path, revision)
     checkpoint = read_checkpoint(folder, any_family=trust_remote_code and connectivity is None)
@@ -70,7 +71,10 @@ def load_model(
     else:
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
-        loaded = cls.from_pretrained(folder, config=config, **options)
+        try:
+            loaded = cls.from_pretrained(folder, config=config, **options)
+        except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
+            raise UserError(f"{folder}: {error}") from None
     model, info = loaded
     if problem := _loading_problem(info):
         raise UserError(f"{folder}: {problem}")

@@ -97,6 +97,12 @@ _MODEL = """class FarSkip{name}({name}):
         super().__init__(config, *args, **kwargs)
         rewire(self, FAMILY, self.config.farskip)
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        if distributed_config is not None and distributed_config.pp_size > 1:
+            check_stages(decoder_layers(model, FAMILY), distributed_config.pp_size)
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
     # transformers reads the source of a class's module to decide these two.
     @classmethod
     def _can_set_attn_implementation(cls):
@@ -230,9 +236,7 @@ def register(model_type: str | None = None) -> None:
         families = [FAMILIES[base]]
     else:
         check_not_refused(model_type)
-        raise UserError(
-            f"model type '{model_type}' is not supported; `fcsd families` lists those that are"
-        )
+        raise UserError(f"model type '{model_type}' is not supported; `fcsd families` lists those that are")
     for family in families:
         module = modeling_module(family)
         config = farskip_config_class(family)

@@ -296,6 +296,29 @@ def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
     return (k for k, layer in enumerate(stack) if getattr(layer, "farskip_plan", None) is not None)
 
 
+def pipeline_cuts(stack: nn.ModuleList) -> list[int]:
+    """The layers before which nothing is in flight: a pipeline whose stages hand on one tensor may be cut
+    there."""
+    plans: list[Any] = [getattr(layer, "farskip_plan", None) for layer in stack]
+    return [k for k in range(1, len(stack)) if not (plans[k - 1] and plans[k - 1].carry)]
+
+
+class StageError(ValueError):
+    """A stage of a pipeline begins where a routed output is in flight."""
+
+
+def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
+    """Raises StageError if transformers' equal cut into stages separates a pair of tensors."""
+    cuts = pipeline_cuts(stack)
+    for k in range(len(stack) // num_stages, len(stack), len(stack) // num_stages)[: num_stages - 1]:
+        if k not in cuts:
+            raise StageError(
+                f"pipeline of {num_stages} stages: one begins at layer {k}, where the routed output of layer"
+                f" {k - 1} is in flight, but one tensor is handed on; leave layer {k} regular, or cut only"
+                f" before layers {cuts}"
+            )
+
+
 def unrewire(model: nn.Module) -> None:
     """Give every rewired module its own class back; the model is then bit-identical to the original.
 
