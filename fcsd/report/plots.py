@@ -16,12 +16,16 @@ _SIZE = (6.4, 3.8)
 
 
 def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
-    """Training loss by step for every run; KL and cross-entropy in panels of their own."""
+    """Training loss by step for every run; each divergence and cross-entropy in panels of their own."""
+    titles = {
+        "kl": "KL to the teacher (nats per token)",
+        "reverse_kl": "reverse KL (nats per token)",
+        "jsd": "JSD (nats per token)",
+        "ce": "cross-entropy (nats per token)",
+    }
     panels = {
-        "KL to the teacher (nats per token)": {
-            name: _series(points, "kl") for name, points in histories.items()
-        },
-        "cross-entropy (nats per token)": {name: _series(points, "ce") for name, points in histories.items()},
+        title: {name: _series(points, key) for name, points in histories.items()}
+        for key, title in titles.items()
     }
     panels = {title: {n: s for n, s in series.items() if s[0]} for title, series in panels.items()}
     panels = {title: series for title, series in panels.items() if series}

@@ -343,6 +343,8 @@ def own_logits_model(family):
     config = model.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None) is not None:
         config.final_logit_softcapping = 3.0
+        if hasattr(model, "final_logit_softcapping"):  # mistral_large4 keeps a copy
+            model.final_logit_softcapping = 3.0
     if hasattr(config, "unpadded_vocab_size"):
         config.unpadded_vocab_size = config.vocab_size - 5
     return model

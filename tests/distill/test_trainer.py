@@ -81,7 +81,7 @@ def make(
         folder=folder,
         description="test",
         student=student,
-        teacher=copy.deepcopy(teacher) if chosen.name.startswith("kl") else None,
+        teacher=copy.deepcopy(teacher) if chosen.has_teacher else None,
         tokenizer=tiny_tokenizer(VOCABULARY),
         rows=Rows() if rows is None else rows,
         max_length=LENGTH,
@@ -382,6 +382,98 @@ def test_the_last_step_is_logged_whatever_logging_steps_is(tmp_path: Path, teach
     assert [point["step"] for point in two] == [2, 3]
     assert two[0]["kl"] == pytest.approx((each[0]["kl"] + each[1]["kl"]) / 2, rel=1e-6)
     assert two[1]["kl"] == pytest.approx(each[2]["kl"], rel=1e-6)
+
+
+def token_figures(student: Any, teacher: Any, rows: Any, objective: Objective) -> dict[str, torch.Tensor]:
+    """Of every kept token, from full float64 logits of each example on its own."""
+    found: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
+    t = objective.temperature or 1.0
+    for ids, labels in examples(rows):
+        keep = labels[0, 1:] != -100
+        s, q = (
+            (model(ids, use_cache=False).logits[0, :-1][keep].detach() / t).softmax(-1)
+            for model in (student, teacher)
+        )
+        beta = objective.jsd_beta or 0.5
+        m = (1 - beta) * s + beta * q
+        per_token = {
+            "kl": q * (q / s).log(),
+            "reverse_kl": s * (s / q).log(),
+            "jsd": beta * q * (q / m).log() + (1 - beta) * s * (s / m).log(),
+        }
+        found["divergence"].append(per_token[objective.name].sum(-1))
+        found["entropy"].append(-(q * q.log()).sum(-1))
+        found["agreement"].append((s.argmax(-1) == q.argmax(-1)).double())
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("rows_a_forward", [4, 1])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "kl"},
+        {"name": "kl", "temperature": 2.0, "clip": 0.3},
+        {"name": "reverse_kl", "clip": 1.0},
+        {"name": "jsd", "jsd_beta": 0.3, "temperature": 1.5},
+    ],
+)
+def test_the_logged_figures_are_those_of_full_logits(
+    tmp_path: Path, teacher: Any, settings: dict[str, Any], rows_a_forward: int
+) -> None:
+    rows = Rows(4)
+    run = make(
+        tmp_path, teacher, settings, rows=rows, max_steps=1, per_device_train_batch_size=rows_a_forward
+    )
+    objective = run.objective
+    expected = token_figures(
+        copy.deepcopy(run.student).double(), copy.deepcopy(teacher).double(), rows.rows, objective
+    )
+    train(run)
+    first = read_history(tmp_path)[0]
+    name, each = objective.name, expected["divergence"]
+    assert first[name] == pytest.approx(float(each.mean()), rel=2e-5)
+    assert first["loss"] == pytest.approx(float(each.clamp(max=objective.clip or math.inf).mean()), rel=2e-5)
+    assert first["top1_agreement"] == pytest.approx(float(expected["agreement"].mean()), rel=1e-6)
+    assert 0 < first["top1_agreement"] < 1
+    assert first["teacher_entropy"] == pytest.approx(float(expected["entropy"].mean()), rel=2e-5)
+    for q in (50, 90, 99):
+        exact = each.sort().values[max(1, math.ceil(q / 100 * len(each))) - 1]
+        assert first[f"{name}_p{q}"] == pytest.approx(float(exact), rel=0.01)
+    if objective.clip is None:
+        assert "clipped_share" not in first
+    else:
+        share = float((each > objective.clip).double().mean())
+        assert 0 < share < 1 and first["clipped_share"] == pytest.approx(share, rel=1e-6)
+
+
+def test_a_clip_that_every_token_exceeds_ends_the_run_with_the_median(tmp_path: Path, teacher: Any) -> None:
+    run = make(tmp_path, teacher, {"name": "kl", "clip": 1e-6})
+    with pytest.raises(UserError, match=r"every token's kl is above objective.clip \(1e-06; its median is"):
+        train(run)
+
+
+def test_the_figures_of_a_baseline_have_no_teacher_in_them(tmp_path: Path, teacher: Any) -> None:
+    train(make(tmp_path, teacher, {"name": "sft"}))
+    first = read_history(tmp_path)[0]
+    assert "ce" in first
+    assert not {"kl", "top1_agreement", "teacher_entropy", "clipped_share", "kl_p50"} & first.keys()
+
+
+def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_the_objective_gives(
+    tmp_path: Path, teacher: Any
+) -> None:
+    run = make(tmp_path / "padded", teacher, {"name": "kl", "vocab_size": VOCABULARY})
+    padded = copy.deepcopy(teacher).requires_grad_(False)
+    padded.resize_token_embeddings(128, mean_resizing=False)
+    torch.nn.init.normal_(padded.lm_head.weight[VOCABULARY:])
+    train(replace(run, teacher=padded))
+    train(make(tmp_path / "plain", teacher))
+    one, other = (read_history(tmp_path / name) for name in ("padded", "plain"))
+    assert [p["kl"] for p in one] == pytest.approx([p["kl"] for p in other], rel=1e-5)
+    with pytest.raises(
+        UserError, match=r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
+    ):
+        train(make(tmp_path / "small", teacher, {"name": "kl", "vocab_size": 50}))
 
 
 def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> None:
