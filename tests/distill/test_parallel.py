@@ -40,6 +40,10 @@ def compare(bench: Bench, one: str, two: str) -> None:
             [b[k] for k in ("step", "loss", "kl", "learning_rate")], rel=1e-3
         )
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+        assert a["teacher_entropy"] == pytest.approx(b["teacher_entropy"], rel=1e-3)
+        assert a["top1_agreement"] == pytest.approx(b["top1_agreement"], abs=0.02)
+        for name in ("kl_p50", "kl_p90", "kl_p99"):
+            assert a[name] == pytest.approx(b[name], rel=0.03)
     left, right = (
         load_file(bench.folder / name / "distill" / "model" / "model.safetensors") for name in (one, two)
     )
