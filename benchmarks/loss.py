@@ -6,9 +6,10 @@ What is measured: forward KL(teacher || student) from (N, D) hidden states and (
 and backward, with gradients for the student's hidden states and head.
 
     naive      full logits of both models, log_softmax, kl_div
-    trl        TRL's chunked divergence with its own tile sizes, and with tiles of 256 tokens x 8192 of the
-    vocabulary liger      Liger's fused linear JSD loss at beta = 0, not compiled, with its own chunk and with
-    256 tokens fcsd       `fused_linear_kl` with its own chunk, and with 256 tokens
+    trl        TRL's chunked divergence with its own tile sizes, and with tiles of 256 tokens x 8192 entries
+    liger      Liger's fused linear JSD loss at beta = 0, not compiled, with its own chunk, and with 256 tokens
+    fcsd       `fused_linear_divergence` with its own chunk, and with 256 tokens; `stats`: with the tokens'
+               statistics, as in training
 
 Each runs in a process of its own; all of them stay alive and take turns, so that a busy machine is busy for
 all. A ratio is the median over rounds of (time here / time of naive in the same round). On a CPU time is
@@ -69,11 +70,12 @@ def liger(h: Any, w: Any, th: Any, tw: Any, *, tokens: int = 1024) -> Any:
     return loss(h, w, th, tw, torch.zeros(len(h), dtype=torch.long, device=h.device)) * len(h)
 
 
-def fcsd(h: Any, w: Any, th: Any, tw: Any, *, tokens: int | None = None) -> Any:
-    from fcsd.distill.losses import fused_linear_kl
+def fcsd(h: Any, w: Any, th: Any, tw: Any, *, tokens: int | None = None, statistics: int = 0) -> Any:
+    from fcsd.distill.losses import Divergence, fused_linear_divergence
 
     chunk_bytes = None if tokens is None else tokens * len(w) * 3 * 4  # three float32 tiles
-    return fused_linear_kl(h, w, th, tw, chunk_bytes=chunk_bytes)
+    options = {"divergence": Divergence("kl"), "statistics": bool(statistics), "chunk_bytes": chunk_bytes}
+    return fused_linear_divergence(h, w, th, tw, **options)[0]
 
 
 VARIANTS: dict[str, tuple[str, Callable[..., Any], dict[str, int]]] = {
@@ -84,6 +86,7 @@ VARIANTS: dict[str, tuple[str, Callable[..., Any], dict[str, int]]] = {
     "liger 256": ("liger_kernel", liger, {"tokens": 256}),
     "fcsd": ("torch", fcsd, {}),
     "fcsd 256": ("torch", fcsd, {"tokens": 256}),
+    "fcsd stats": ("torch", fcsd, {"statistics": 1}),
 }
 
 
