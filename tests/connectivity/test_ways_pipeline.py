@@ -138,3 +138,16 @@ def test_a_stage_cut_by_hand_hands_on_the_pair():
         for error, worst, _, _ in (first[family], second[family]):
             assert error < 5e-5 and worst < 1e-5, (family, error, worst)
         assert first[family][2] | second[family][2] == first[family][3], family
+
+
+@pytest.mark.parametrize("rewired", [False, True])
+def test_the_tracing_front_end_of_torch_fails_on_the_original_too(rewired):
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    model = tiny_model("qwen3_moe")
+    if rewired:
+        convert_model(model, Connectivity("all"))
+    inputs = {"input_ids": X, "use_cache": False}
+    pipe = pipeline(model, (), inputs, split_spec={"model.layers.2": SplitPoint.BEGINNING})
+    with pytest.raises(RuntimeError, match="Expected positional argument for parameter unsqueeze"):
+        pipe(**inputs)
