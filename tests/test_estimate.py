@@ -60,7 +60,7 @@ MEASURED = {
     "kl, frozen ends": replace(PLAIN, freeze_embeddings_and_head=True),
     "sft": replace(PLAIN, objective="sft", num_rows=6),
     "jsd, checkpointing": replace(PLAIN, objective="jsd", checkpointing=True),
-    "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True, accumulates=False),
+    "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True),
 }
 
 
