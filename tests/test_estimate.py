@@ -180,6 +180,7 @@ def measured() -> dict[str, int]:
     return dict(json.loads(lines[0].removeprefix("RESULT ")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) -> None:
     trace = traced(MEASURED[name])
@@ -305,6 +306,7 @@ def few_layers(recipe: Path, number: int = 4) -> Path:
     return recipe
 
 
+@pytest.mark.slow
 def test_qwen3_30b_needs_what_the_research_notes_say(recipe: Callable[..., Path]) -> None:
     path = recipe(train={"bf16": True, "gradient_checkpointing": True})
     facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
@@ -362,6 +364,18 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Call
     assert one["flops"]["float32_share"] == pytest.approx(1 - bf16 / sum(per_token.values()))
     assert one["time"]["tokens_per_second"] == pytest.approx([131072 / high, 131072 / low])
     assert one["totals"][0]["hours"] == pytest.approx([2000 * low / 3600, 2000 * high / 3600])
+
+
+def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Path]) -> None:
+    path = recipe("Llama-4-Scout-17B-16E")
+    file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    config["text_config"].pop("moe_layers", None)
+    file.write_text(json.dumps(config))
+    assert any("that did not choose them" in text for text in estimate(load_recipe(path))["assumptions"])
+    chosen = estimate(load_recipe(few_layers(recipe(), 2)))
+    assert not any("that did not choose them" in text for text in chosen["assumptions"])
 
 
 def test_half_the_utilisation_takes_twice_the_time(recipe: Callable[..., Path]) -> None:

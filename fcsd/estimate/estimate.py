@@ -20,6 +20,7 @@ from fcsd.estimate.gpus import GPUS, Gpu
 from fcsd.estimate.plan import SHARDINGS, SUPPORTED, Layout, Sharding, memory_parts, step_time
 from fcsd.estimate.trace import Setting, Trace, trace_step
 from fcsd.families import Family, family_of
+from fcsd.inspect import inspect_model
 from fcsd.inspect.checkpoint import find_source
 from fcsd.loading import dtype_of
 from fcsd.recipe import Objective, Recipe, Train
@@ -30,6 +31,8 @@ MFU = (0.10, 0.25)
 TFLOP/s a GPU (0.21), of DeepSeek-V3 high tens of percent (Megatron-Bridge, MoE hardware configurations, 2026);
 a Trainer without expert parallelism reaches less."""
 NETWORK_GB_S = 50.0
+ALL_EXPERTS = 1.5
+"""Times the active parameters above which a forward pass runs experts that were not chosen."""
 MORE_GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -57,6 +60,7 @@ class _Run:
     max_length: int
     teacher_dtype: torch.dtype
     attention: str | None
+    num_active: int | None
 
 
 def estimate(
@@ -99,7 +103,11 @@ def estimate(
         "run": run.name,
         "model": run.where,
         "model_type": run.config["model_type"],
-        "parameters": {"total": trace.num_parameters, "trained": trace.num_trainable},
+        "parameters": {
+            "total": trace.num_parameters,
+            "active": run.num_active,
+            "trained": trace.num_trainable,
+        },
         "hardware": asdict(gpu)
         | {
             "num_gpus": hardware.num_gpus,
@@ -146,7 +154,7 @@ def estimate(
             "tokens_per_second": [step_tokens / seconds.worst, step_tokens / seconds.best],
         },
         "totals": list(_totals(recipe, run, (seconds.best, seconds.worst), step_tokens, pretrain, variant)),
-        "assumptions": list(_assumptions(run, setting, hardware)),
+        "assumptions": list(_assumptions(run, setting, hardware, trace)),
     }
 
 
@@ -180,9 +188,11 @@ def _distillation(recipe: Recipe, variant: str | None) -> _Run:
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
         config, where = source.config, source.where
+        parameters = inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
+        num_active = parameters.get("active")
         dtype = _checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype
     else:
-        config, where = _pretrain_config(recipe), "pretrain.config"
+        config, where, num_active = _pretrain_config(recipe), "pretrain.config", None
         assert recipe.pretrain is not None
         dtype = recipe.pretrain.train.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
     return _Run(
@@ -195,6 +205,7 @@ def _distillation(recipe: Recipe, variant: str | None) -> _Run:
         max_length=recipe.data.max_length,
         teacher_dtype=dtype_of(dtype),
         attention=recipe.model.attn_implementation,
+        num_active=num_active,
     )
 
 
@@ -212,6 +223,7 @@ def _pretraining(recipe: Recipe) -> _Run:
         max_length=plan.data.max_length,
         teacher_dtype=torch.float32,
         attention=None,
+        num_active=None,
     )
 
 
@@ -410,7 +422,7 @@ def _totals(
     yield row("sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens)
 
 
-def _assumptions(run: _Run, setting: Setting, hardware: Hardware) -> Iterator[str]:
+def _assumptions(run: _Run, setting: Setting, hardware: Hardware, trace: Trace) -> Iterator[str]:
     from fcsd.estimate.plan import CONTEXT_BYTES, FRAGMENTATION
 
     lowest, highest = hardware.mfu
@@ -432,6 +444,13 @@ def _assumptions(run: _Run, setting: Setting, hardware: Hardware) -> Iterator[st
         yield (
             "bf16 is autocast, which leaves transformers' grouped products of the experts in the dtype of their"
             " weights, float32: slow on every GPU"
+        )
+    products = sum(trace.flops["activations"].values()) - trace.attention_flops
+    each = products / (setting.num_rows * setting.num_tokens)
+    if run.num_active is not None and each > 2 * ALL_EXPERTS * run.num_active:
+        yield (
+            f"transformers' code of this family runs far more than the {run.num_active:,} parameters that a token"
+            f" uses, {each / 2 / run.num_active:.1f} times as many: it runs experts on tokens that did not choose them"
         )
     if hardware.sharding not in SUPPORTED:
         yield (

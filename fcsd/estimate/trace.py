@@ -63,12 +63,14 @@ class Trace:
 
     peak: kind -> bytes at the moment at which most live; transient: the same at the moment at which most live beside
     `PERSISTENT`, without those. flops: phase -> dtype -> operations of one micro-batch. num_pairs: layers that are
-    given the pair (o, o - routed), whose checkpointed input is twice as large. Other numbers are of parameters.
+    given the pair (o, o - routed), whose checkpointed input is twice as large. attention_flops: of the fused
+    attention in the student's forward pass, part of `flops`. Other numbers are of parameters.
     """
 
     peak: dict[str, int]
     transient: dict[str, int]
     flops: dict[str, dict[str, int]]
+    attention_flops: int
     num_trainable: int
     num_parameters: int
     largest_layer: int
@@ -103,6 +105,7 @@ class Tracker(TorchDispatchMode):
         self.peak: dict[str, int] = {}
         self.transient: dict[str, int] = {}
         self.flops: dict[str, Counter[str]] = {}
+        self.attention_flops: Counter[str] = Counter()
         self._peak = self._transient = 0
 
     @contextlib.contextmanager
@@ -134,7 +137,10 @@ class Tracker(TorchDispatchMode):
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.add_flops(dtype, int(count(*args, **(kwargs or {}), out_val=out)))
+            number = int(count(*args, **(kwargs or {}), out_val=out))
+            self.add_flops(dtype, number)
+            if count is _attention:
+                self.attention_flops[self.kind] += number
         return out
 
     def _track(self, storage: Any) -> None:
@@ -242,6 +248,7 @@ def trace_step(
             peak={kind: n for kind, n in tracker.peak.items() if n},
             transient={kind: n for kind, n in tracker.transient.items() if n},
             flops={kind: dict(counts) for kind, counts in tracker.flops.items()},
+            attention_flops=tracker.attention_flops["activations"],
             num_trainable=sum(p.numel() for p in trainable),
             num_parameters=total,
             largest_layer=max(sizes),
