@@ -310,8 +310,9 @@ class StageError(ValueError):
 def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
     """Raises StageError if transformers' equal cut into stages separates a pair of tensors."""
     cuts = pipeline_cuts(stack)
-    for k in range(len(stack) // num_stages, len(stack), len(stack) // num_stages)[: num_stages - 1]:
-        if k not in cuts:
+    size = len(stack) // num_stages
+    for k in (stage * size for stage in range(1, num_stages)):
+        if k and k not in cuts:
             raise StageError(
                 f"pipeline of {num_stages} stages: one begins at layer {k}, where the routed output of layer"
                 f" {k - 1} is in flight, but one tensor is handed on; leave layer {k} regular, or cut only"

@@ -121,6 +121,11 @@ def plans(rank, folder, families, ways):
             logits = full(model(rows, use_cache=False).logits)
             error = float((logits - one(rows, use_cache=False).logits).abs().max())
         assert farskip_layers(model) == ([0, 1, 2, 3] if rewired else [])
+        if way != "ep all_to_all":
+            settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            mask = torch.ones_like(X)
+            made = [m.generate(X, attention_mask=mask, **settings) for m in (model, one)]
+            assert torch.equal(*made)
         sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
         return error, worst(step(model, rows)[1], step(one, X)[1]), sharded
 

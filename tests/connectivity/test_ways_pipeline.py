@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model, pipeline_cuts
+from fcsd.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    load_model,
+    pipeline_cuts,
+    rewire,
+)
 from fcsd.errors import UserError
 from fcsd.testing import run_ranks, tiny_model
 
@@ -36,6 +43,24 @@ def test_a_pipeline_may_be_cut_where_a_layer_hands_on_one_tensor(family, connect
         )
     model(X, use_cache=False)
     assert single == [*cuts, 4]
+
+
+@pytest.mark.parametrize("num_layers", [4, 7])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
+def test_the_cuts_that_are_checked_are_those_of_transformers(num_layers, num_stages):
+    from transformers.distributed.pipeline_parallel import PipelineStage
+
+    stage = object.__new__(PipelineStage)
+    stage.pp_size = num_stages
+    starts = {stage.layer_range_for_rank(rank, num_layers)[0] for rank in range(1, num_stages)} - {0}
+    model = tiny_model("qwen3_moe", num_hidden_layers=num_layers)
+    for k in range(1, num_layers):
+        convert_model(model, Connectivity([k - 1, k]))  # something is in flight before layer k only
+        if k in starts:
+            with pytest.raises(rewire.StageError, match=f"one begins at layer {k},"):
+                rewire.check_stages(model.model.layers, num_stages)
+        else:
+            rewire.check_stages(model.model.layers, num_stages)
 
 
 def transformers_pipeline(rank, folder, families):
