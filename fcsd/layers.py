@@ -25,6 +25,7 @@ from fcsd.artifact import Stage, read_json, weights_fingerprint, write_json
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import find_folder, read_checkpoint
 from fcsd.connectivity.load import load_config
+from fcsd.distill.head import PACKING_LEAKS
 from fcsd.errors import UserError
 from fcsd.evaluate.divergence import kl_by_row, original_hidden, ratio
 from fcsd.evaluate.runner import judging
@@ -282,6 +283,12 @@ def measuring(study: Study) -> Iterator[Measure]:
     """Load the model and the data; gives the function that rewires the model in place and measures it."""
     suite = suite_of(study)
     tokenizer = load_tokenizer(study.model.path, study.model)
+    model = original_model(study.model, study.model.path)
+    if study.text is not None and not hasattr(model, "lm_head"):
+        raise UserError(
+            f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
+            " its own; study the text model of this family"
+        )
     rows = None
     if study.text is not None:
         rows = heldout_rows(
@@ -289,7 +296,7 @@ def measuring(study: Study) -> Iterator[Measure]:
             tokenizer,
             num_examples=study.text_examples,
             max_length=study.max_length,
-            packing=study.packing,
+            packing=study.packing and model.config.model_type not in PACKING_LEAKS,
             loss_on=study.loss_on,
         )
     with contextlib.ExitStack() as stack:
@@ -305,12 +312,6 @@ def measuring(study: Study) -> Iterator[Measure]:
                     allow_weak_sandbox=study.allow_weak_sandbox,
                     progress=False,
                 )
-            )
-        model = original_model(study.model, study.model.path)
-        if rows is not None and not hasattr(model, "lm_head"):
-            raise UserError(
-                f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
-                " its own; study the text model of this family"
             )
         hidden = original_hidden(model, rows, progress=True) if rows is not None else []
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fcsd.distill.data import Collator, next_token_targets
-from fcsd.distill.head import final_hidden, head_scaling
+from fcsd.distill.head import final_hidden, head_scaling, output_head, refuse_packing, unpadded_vocab_size
 from fcsd.distill.losses import fused_linear_kl
 
 
@@ -23,8 +23,10 @@ def mean_kl(
 
     Returns:
         `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
-        `num_tokens`. `stderr` is None for a single row, `kl` too
-        when no row keeps a token.
+        `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
+
+    Raises:
+        UserError: packed rows for a family that would let the examples in them see each other.
     """
     sums: list[float] = []
     counts: list[int] = []
@@ -81,6 +83,7 @@ def _hidden(model: PreTrainedModel, row: Any) -> Tensor:
     """(N, D) hidden states of the row's kept tokens."""
     batch = Collator()([row])
     ids, positions = (batch[name].to(model.device) for name in ("input_ids", "position_ids"))
+    refuse_packing(model, batch["labels"], batch["position_ids"])
     keep, _ = next_token_targets(batch["labels"].to(model.device), positions)
     return final_hidden(model, ids, positions, keep)
 
@@ -89,17 +92,19 @@ def _sum(original: PreTrainedModel, teacher_hidden: Tensor, model: PreTrainedMod
     """Forward KL summed over tokens."""
     teacher_scale, teacher_softcap = head_scaling(original.config)
     scale, softcap = head_scaling(model.config)
+    head, teacher_head = output_head(model), output_head(original)
     total = fused_linear_kl(
         hidden,
-        model.lm_head.weight,
+        head.weight,
         teacher_hidden,
-        original.lm_head.weight,
-        bias=model.lm_head.bias,
-        teacher_bias=original.lm_head.bias,
+        teacher_head.weight,
+        bias=head.bias,
+        teacher_bias=teacher_head.bias,
         logit_scale=scale,
         teacher_logit_scale=teacher_scale,
         softcap=softcap,
         teacher_softcap=teacher_softcap,
+        vocab_size=unpadded_vocab_size(model.config),
     )
     return float(total)
 
