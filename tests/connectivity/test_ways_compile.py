@@ -71,3 +71,23 @@ def test_an_exported_program_takes_rows_of_other_lengths(family, tmp_path):
     torch.export.save(exported(model, length), tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     assert (loaded(x, use_cache=False).logits - logits(model, x)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "region"), [("qwen2_moe", "model"), ("deepseek_v2", "layers")])
+def test_compiled_code_notices_that_the_connectivity_changes(family, region):
+    model = tiny_model(family, num_hidden_layers=3)
+    if region == "model":
+        called = torch.compile(model, backend="eager")
+    else:
+        called = model
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    seen = [logits(called)]
+    for connectivity in (Connectivity("all"), Connectivity([0]), Connectivity("none")):
+        convert_model(model, connectivity)
+        plain = tiny_model(family, num_hidden_layers=3)
+        convert_model(plain, connectivity)
+        seen.append(logits(called))
+        assert (seen[-1] - logits(plain)).abs().max() < TOLERANCE, connectivity
+        assert (seen[-1] - seen[-2]).abs().max() > 0.5
+    assert torch.equal(seen[-1], seen[0])
