@@ -315,8 +315,8 @@ def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
         if k and k not in cuts:
             raise StageError(
                 f"pipeline of {num_stages} stages: one begins at layer {k}, where the routed output of layer"
-                f" {k - 1} is in flight, but one tensor is handed on; leave layer {k} regular, or cut only"
-                f" before layers {cuts}"
+                f" {k - 1} is in flight, but one tensor is handed on; leave layer {k} regular"
+                + (f", or cut only before layers {cuts}" if cuts else "")
             )
 
 
