@@ -31,7 +31,7 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     """A configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
     config."""
     if model_type not in TINY:
-        raise UserError(f"no tiny model of type '{model_type}'; there are: {', '.join(sorted(TINY))}")
+        raise UserError(f"no tiny model of type '{model_type}'; fcsd.testing.TINY has those that there are")
     fields = dict(TINY[model_type])
     if "text_config" not in fields:
         return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
