@@ -57,7 +57,8 @@ def count_parameters(
         for name in (family.block_shared, family.block_gate):
             add_all("shared_experts", getattr(block, name, None) if name else None)
         for name, parameter in block.named_parameters():
-            routed = "experts" in name.split(".") or parameter.ndim == 3
+            of_all = parameter.ndim == 1 and "norm" in name  # one norm for the output of all experts
+            routed = not of_all and ("experts" in name.split(".") or parameter.ndim == 3)
             add("routed_experts" if routed else "router", parameter, routed=routed)
 
     add_all("embeddings", model.get_input_embeddings())
