@@ -17,7 +17,9 @@ def test_every_parameter_and_router_bias_is_random_and_the_seed_decides(family):
         assert torch.equal(a, b), name
         assert not torch.equal(a, c), name
         assert a.numel() == 1 or a.std() > 0.01, name
-    biases = [buffer for name, buffer in one.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
+    biases = [
+        buffer for name, buffer in one.named_buffers() if name.endswith(("correction_bias", "expert_bias"))
+    ]
     assert all(buffer.std() > 0.05 for buffer in biases)
     assert biases or family not in ("deepseek_v3", "glm4_moe", "lfm2_moe")
 
