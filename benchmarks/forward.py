@@ -151,7 +151,13 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         prog="benchmarks/forward.py",
     )
-    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=["qwen3_moe", "deepseek_v2"])
+    parser.add_argument(
+        "--family",
+        metavar="FAMILY",
+        nargs="+",
+        choices=sorted(FAMILIES),
+        default=["qwen3_moe", "deepseek_v2"],
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=512, help="hidden size, a multiple of 32")
     parser.add_argument("--batch", type=int, default=1)

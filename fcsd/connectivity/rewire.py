@@ -56,7 +56,8 @@ class _View:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        child = self._module._modules.get(name)  # twice as fast as getattr, which looks here last
+        return getattr(self._module, name) if child is None else child
 
 
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
@@ -168,7 +169,10 @@ class _Pass:
     def mlp_norm(self, name: str, h: torch.Tensor) -> Any:
         if self.after_attention is None:
             self.after_attention = h  # the residual connection after attention is already in it
-        return self.norm(name, self.kept(0, self.o).reshape(h.shape) if self.plan.outdated else h)
+        if not self.plan.outdated:
+            return self.norm(name, h)
+        stream = self.kept(0, self.o)
+        return self.norm(name, stream if stream.shape == h.shape else stream.reshape(h.shape))
 
     def attention(self, *args: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         if self.family.layout == "post_norm":
@@ -202,7 +206,11 @@ class _Pass:
         rest = self.kept(1, self.after_attention)
         if self.shared_output is None:
             return rest
-        shared_output = self.shared_output.reshape(rest.shape) * self.plan.shared_scale
+        shared_output = self.shared_output
+        if shared_output.shape != rest.shape:
+            shared_output = shared_output.reshape(rest.shape)
+        if self.plan.shared_scale != 1:
+            shared_output = shared_output * self.plan.shared_scale
         if self.family.residual_multiplier:
             shared_output = shared_output * getattr(self.layer, self.family.residual_multiplier)
         return rest + shared_output

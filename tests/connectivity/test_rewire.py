@@ -305,8 +305,8 @@ def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(f
 HYBRIDS = ("jamba", "granitemoehybrid", "lfm2_moe", "qwen3_next")
 MUTANTS = {
     "the MLP side uses the norm of attention": (
-        "self.norm(name, self.kept",
-        "self.norm(self.family.in_norm, self.kept",
+        "self.norm(name, stream if",
+        "self.norm(self.family.in_norm, stream if",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
     "attention gets the full stream": (
@@ -315,8 +315,8 @@ MUTANTS = {
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
     "the MLP side sees attention": (
-        "self.kept(0, self.o).reshape(h.shape) if self.plan.outdated else h",
-        "h",
+        "if not self.plan.outdated:\n            return self.norm(name, h)",
+        "return self.norm(name, h)",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
     "the shared experts stay in flight": (
