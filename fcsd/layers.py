@@ -71,7 +71,7 @@ class Study(Strict):
     def _measures_something(self) -> "Study":
         if self.text is None and not self.tasks:
             raise ValueError(
-                "nothing to measure: give a task of the suite, or a text for the KL to the original"
+                "nothing to measure: give a task of the suite (--task), or a text for the KL to the original (--text)"
             )
         if KL in self.tasks:
             raise ValueError(
