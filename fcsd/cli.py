@@ -85,12 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed"
     )
     convert.add_argument("--layers", default=argparse.SUPPRESS, help=_LAYERS_HELP)
-    convert.add_argument(
-        "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
-    )
-    convert.add_argument(
-        "--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read"
-    )
+    _sides_arguments(convert)
 
     unconvert = command(
         "unconvert", _unconvert, "Undo a conversion: the checkpoint of the original family, same weights."
@@ -174,11 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--batch-size", type=int, default=16, help="sequences in one forward")
     evaluate.add_argument("--limit", type=int, help="items per task, for a quick look; marked in the results")
-    evaluate.add_argument(
-        "--allow-weak-sandbox",
-        action="store_true",
-        help="run generated code even where this machine cannot shut it in",
-    )
+    _sandbox_argument(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
     layers = command(
@@ -219,20 +210,11 @@ def _parser() -> argparse.ArgumentParser:
         "--every", type=int, default=1, help="first and last: every Nth number of layers, and all layers"
     )
     numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
-    layers.add_argument(
-        "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
-    )
-    layers.add_argument(
-        "--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read"
-    )
+    _sides_arguments(layers)
     layers.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model"
     )
-    layers.add_argument(
-        "--allow-weak-sandbox",
-        action="store_true",
-        help="run generated code even where this machine cannot shut it in",
-    )
+    _sandbox_argument(layers)
     layers.add_argument("--json", action="store_true", help="print JSON")
 
     plan = command(
@@ -272,6 +254,23 @@ def _model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="revision of a hub id")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="allow code that comes with the checkpoint to run"
+    )
+
+
+def _sides_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
+    )
+    parser.add_argument(
+        "--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read"
+    )
+
+
+def _sandbox_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-weak-sandbox",
+        action="store_true",
+        help="run generated code even where this machine cannot shut it in",
     )
 
 

@@ -5,11 +5,14 @@ the tokenizer and of the processor) is written into their files.
 """
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 from fcsd.families import PREFIX
+
+_LOG = logging.getLogger(__name__)
 
 CARRIED = (
     "tokenizer*.json",
@@ -98,7 +101,11 @@ def _name_tokenizer(source: Path, file: Path, model_type: str) -> None:
 
     try:
         name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
-    except Exception:  # broken, or its package is not installed: the weights are converted all the same
+    except (
+        Exception
+    ) as error:  # broken, or its package is not installed: the weights are converted all the same
+        reason = " ".join(str(error).split())
+        _LOG.warning("%s: transformers cannot load the tokenizer (%s); it is copied as it is", source, reason)
         name = TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
         if values.get("tokenizer_class"):
             return

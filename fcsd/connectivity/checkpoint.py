@@ -43,19 +43,8 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         UserError: no such folder and not found on the Hub, a file instead of a folder, or a revision for a
             local folder.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise UserError(
-                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
-            )
+    if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
         return folder
-    if folder.exists():
-        raise UserError(f"{path}: is a file; a checkpoint is a folder with {CONFIG} and {WEIGHTS}")
-    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
-        raise UserError(
-            f"{path}: no such folder; a checkpoint is a folder with {CONFIG} and {WEIGHTS}, or owner/name"
-        )
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*"]
@@ -66,6 +55,29 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
         ) from None
+
+
+def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
+    """`path` where it is a folder; None where it can only be `owner/name` on the Hub.
+
+    Raises:
+        UserError: a file, a revision for a folder, or neither a folder nor a name; `contents` is what the
+            message says of a checkpoint's folder.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
+            )
+        return folder
+    if folder.exists():
+        raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
+    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+        raise UserError(
+            f"{path}: no such folder; a checkpoint is a folder with {contents}, or owner/name on the Hub"
+        )
+    return None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """The config of a folder or Hub repository, and the sizes of its weight files, where there are any."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.connectivity.checkpoint import CONFIG, INDEX, read_json
+from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_json
 from fcsd.errors import UserError
 
 
@@ -29,22 +28,9 @@ def find_source(path: str | Path, revision: str | None = None) -> Source:
         UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a
             local folder.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise UserError(
-                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
-            )
+    if (folder := local_folder(path, revision, CONFIG)) is not None:
         return _local(folder)
-    if folder.exists():
-        raise UserError(
-            f"{path}: is a file; a checkpoint is a folder with {CONFIG}, or owner/name on the Hub"
-        )
-    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        raise UserError(
-            f"{path}: no such folder; a checkpoint is a folder with {CONFIG}, or owner/name on the Hub"
-        )
-    return _remote(path, revision)
+    return _remote(str(path), revision)
 
 
 def _local(folder: Path) -> Source:

@@ -389,7 +389,8 @@ def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergen
         torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install 'fcsd[bench]'")
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("name", "beta"), [("kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.2)])
 def test_divergences_are_those_of_trl(name, beta, temperature):
