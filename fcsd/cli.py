@@ -15,6 +15,7 @@ from fcsd.errors import Interrupted, UserError, is_out_of_memory
 if TYPE_CHECKING:
     from fcsd.recipe import Recipe
 
+_SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/training.md)."
 _LAYERS_HELP = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11 (default: all)"
 
 
@@ -73,6 +74,14 @@ def _number_of_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default is None or action.default is False or action.default == []
+        return action.help if plain else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fcsd",
@@ -91,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text,
             description=f"{text} {more}".strip(),
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Help,
         )
         sub.set_defaults(run=run)
         return sub
@@ -147,7 +156,8 @@ def _parser() -> argparse.ArgumentParser:
         "--sharding",
         choices=["none", "fsdp2", "zero3"],
         default="none",
-        help="none is what `fcsd distill` does: whole copies on every rank; the others are plans",
+        help="none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the others as with"
+        " configs/fsdp2_8.yaml and configs/zero3_8.yaml",
     )
     estimate.add_argument(
         "--mfu", default="0.1-0.25", help="share of the published peak that is reached, a range or a number"
@@ -161,17 +171,20 @@ def _parser() -> argparse.ArgumentParser:
             "Print a recipe with every default filled in.",
             "Exits with an error when the recipe is not valid.",
         ),
-        ("pretrain", "Train a model from scratch, regular or FarSkip (paper App. A).", ""),
+        (
+            "pretrain",
+            "Train a model from scratch, regular or FarSkip (paper App. A).",
+            _SEVERAL.format("pretrain"),
+        ),
         (
             "sweep",
             "Choose batch size, then learning rate, by training loss (paper 5.1).",
-            "Leaves a ready recipe.",
+            f"Leaves a ready recipe. {_SEVERAL.format('sweep')}",
         ),
         (
             "distill",
             "Distil a FarSkip model from its original.",
-            "On several processes: accelerate launch --multi_gpu --num_processes 8 -m fcsd distill RECIPE."
-            " Continues where it was cut off.",
+            f"{_SEVERAL.format('distill')} Continues where it was cut off.",
         ),
         (
             "cache-teacher",
@@ -179,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
             "With `teacher: {backend: cache, cache: FOLDER}` trainings then read them: no teacher in memory, and about"
             " the cost of plain fine-tuning. It pays when rows are seen several times: a sweep, variants, epochs."
             " Needs hidden size x 2 bytes (bfloat16) for each token with loss; the need is printed before it starts."
-            " On several processes: accelerate launch --multi_gpu --num_processes 8 -m fcsd cache-teacher RECIPE."
+            f" {_SEVERAL.format('cache-teacher')}"
             " Continues where it was cut off; rows that are there are not computed again.",
         ),
         ("report", "Write the report of a run from what its stages left.", ""),
@@ -191,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = command(name, _RECIPE_COMMANDS[name], text, more)
         _recipe_arguments(sub, with_variant=name in ("distill", "cache-teacher"))
-        if name == "distill":
+        if name in ("sweep", "distill"):
             sub.add_argument(
                 "--expert-parallel",
                 type=int,
@@ -541,11 +554,14 @@ def _stage(name: str) -> Callable[[argparse.Namespace], None]:
         from fcsd import stages
 
         _quiet_transformers()
-        if name == "distill":
+        if name in ("sweep", "distill"):
             from fcsd.distill.engines import expert_parallel
 
             with expert_parallel(arguments.expert_parallel):
-                stages.distill(recipe, arguments.variant)
+                if name == "sweep":
+                    stages.sweep(recipe)
+                else:
+                    stages.distill(recipe, arguments.variant)
         elif name == "cache-teacher":
             print(stages.cache_teacher(recipe, arguments.variant, arguments.output, verify=arguments.verify))
         elif name == "report":

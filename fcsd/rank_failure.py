@@ -184,5 +184,5 @@ class Watch:
             # `add` of nothing is how a counter is read; this rank's own thread counts too.
             while time.monotonic() - begun < _GRACE_S and self.store.add("told", 0) < self.world_size:
                 self._stopped.wait(_PERIOD_S / 5)
-        except Exception:
+        except Exception:  # the store's host has ended: whoever was to be told has heard of that
             return

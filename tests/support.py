@@ -1,6 +1,7 @@
 """What several test files share: recipes on a small base checkpoint, processes, forks."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -142,3 +143,18 @@ def _fork(call: Callable[[], int], output: Path) -> int:
         finally:
             os._exit(status)
     return child
+
+
+def killed_after(monkeypatch: Any, module: Any, name: str, call: Callable[[], int], output: Path) -> None:
+    """Run `call` in a fork that is killed when `module.name` has done its work for the first time."""
+    does = getattr(module, name)
+
+    def killed() -> int:
+        def die(*args: Any) -> None:
+            does(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(module, name, die)
+        return call()
+
+    assert in_a_fork(killed, output) == -signal.SIGKILL, output.read_text()

@@ -85,16 +85,7 @@ def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path) -> Non
     for index, (name, comparison) in enumerate(comparisons.items()):
         rows = [comparison["tasks"].get(task) or comparison["mean"] for task in tasks]
         places = [place - 0.35 + height * (index + 0.5) for place in range(len(tasks))]
-        axis.errorbar(
-            [100 * row["delta"] for row in rows],
-            places,
-            xerr=[196 * row["delta_stderr"] for row in rows],
-            linestyle="none",
-            marker="o",
-            markersize=4,
-            capsize=2,
-            label=name,
-        )
+        _intervals(axis, rows, places, markersize=4, capsize=2, label=name)
     axis.axvline(0, color="black", linewidth=1)
     axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
     axis.set_yticks(range(len(tasks)), tasks)
@@ -103,6 +94,13 @@ def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path) -> Non
     axis.grid(alpha=0.3, axis="x")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, path)
+
+
+def _intervals(axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float], **style: Any) -> None:
+    """Differences to the original, in points, with their 95 % intervals."""
+    differences = [100 * row["delta"] for row in rows]
+    halves = [196 * row["delta_stderr"] for row in rows]
+    axis.errorbar(differences, places, xerr=halves, linestyle="none", marker="o", **style)
 
 
 def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -115,16 +113,7 @@ def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: 
     figure, axis = plt.subplots(figsize=(_SIZE[0], 0.17 * len(members) + 1.2))
     for model, row in comparisons.items():
         rows = [row["members"][member] for member in members]
-        axis.errorbar(
-            [100 * each["delta"] for each in rows],
-            range(len(members)),
-            xerr=[196 * each["delta_stderr"] for each in rows],
-            linestyle="none",
-            marker="o",
-            markersize=3,
-            linewidth=0.7,
-            label=model,
-        )
+        _intervals(axis, rows, range(len(members)), markersize=3, linewidth=0.7, label=model)
     axis.axvline(0, color="black", linewidth=1)
     labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
     axis.set_yticks(range(len(members)), labels, fontsize=6)

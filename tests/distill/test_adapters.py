@@ -2,8 +2,6 @@
 
 import copy
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.recipe import Lora, Objective
 from fcsd.testing import run_ranks, tiny_model
-from tests.support import Bench, in_a_fork
+from tests.support import Bench, killed_after
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -184,17 +182,7 @@ def test_a_killed_lora_run_goes_on_to_the_same_weights_from_checkpoints_of_adapt
     stopping = bench.early_stopping | {"every_steps": 6}
     assert main(["distill", str(bench.recipe("whole", early_stopping=stopping, **sections))]) == 0
     command = ["distill", str(bench.recipe("killed", early_stopping=stopping, **sections))]
-    replace = trainer_module.replace_folder
-
-    def killed() -> int:
-        def die(*args: Any) -> None:
-            replace(*args)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(trainer_module, "replace_folder", die)
-        return main(command)
-
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    killed_after(monkeypatch, trainer_module, "replace_folder", lambda: main(command), tmp_path / "output")
     checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
     kept = load_file(checkpoints / "checkpoint-4" / "state-00001-of-00001.safetensors")
     assert kept and all(".lora_" in name for name in kept)

@@ -28,7 +28,7 @@ from fcsd.distill.teacher import ModelTeacher
 from fcsd.recipe import Model
 from fcsd.testing import run_ranks, tiny_model, tiny_tokenizer
 from tests.distill.test_adapters import LORA, batch, student_of
-from tests.support import Bench, in_a_fork
+from tests.support import Bench, in_a_fork, killed_after
 
 TRAIN = {
     "max_steps": 4, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
@@ -248,17 +248,7 @@ def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
     changes = {"train": TRAIN | {"save_steps": 2}}
     assert main(["distill", str(cached(bench, "whole", **changes))]) == 0
     command = ["distill", str(cached(bench, "killed", **changes))]
-    replace = trainer_module.replace_folder
-
-    def killed() -> int:
-        def die(*args: Any) -> None:
-            replace(*args)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(trainer_module, "replace_folder", die)
-        return main(command)
-
-    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    killed_after(monkeypatch, trainer_module, "replace_folder", lambda: main(command), tmp_path / "output")
     assert main(command) == 0
     one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "killed"))
     assert one == other

@@ -507,8 +507,14 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
         assert units >= (layers if engine == "fsdp2" else {f"{layer}.mlp" for layer in layers})
 
 
-@NEEDS_DEEPSPEED
-def test_the_trainings_of_a_sweep_share_a_launch_and_a_spread_teacher(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("configuration", "options"),
+    [pytest.param("cpu_2_zero3", [], marks=NEEDS_DEEPSPEED), ("cpu_2_ep", EP)],
+    ids=["zero3", "ep"],
+)
+def test_the_trainings_of_a_sweep_share_a_launch_and_a_spread_teacher(
+    bench: Bench, configuration: str, options: list[str]
+) -> None:
     sweep = {
         "batch_size_tokens": [128],
         "learning_rate": [1e-3, 2e-3],
@@ -516,7 +522,7 @@ def test_the_trainings_of_a_sweep_share_a_launch_and_a_spread_teacher(bench: Ben
         "warmup_steps": 1,
         "last_steps": 1,
     }
-    assert launch("cpu_2_zero3", ["sweep", str(bench.recipe("two", sweep=sweep))]) == [0]
+    assert launch(configuration, ["sweep", str(bench.recipe("two", sweep=sweep)), *options]) == [0]
     assert main(["sweep", str(bench.recipe("one", sweep=sweep))]) == 0
     two, one = (
         read_json(bench.folder / name / "sweep" / "sweep.json")["candidates"] for name in ("two", "one")
