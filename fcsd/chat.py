@@ -78,11 +78,9 @@ def load_speaker(path: str, *, revision: str | None = None, trust_remote_code: b
     Raises:
         UserError: as `load_model`; no tokenizer; a tokenizer without chat template.
     """
-    import torch
-
     from fcsd.connectivity import load_model
     from fcsd.connectivity.checkpoint import find_folder
-    from fcsd.loading import load_tokenizer
+    from fcsd.loading import load_tokenizer, to_accelerator
 
     folder = find_folder(path, revision)
     tokenizer = load_tokenizer(folder)
@@ -91,12 +89,7 @@ def load_speaker(path: str, *, revision: str | None = None, trust_remote_code: b
             f"{path}: its tokenizer has no chat template, so the model was not trained to converse; give a chat model,"
             " or put its chat_template.jinja beside the tokenizer"
         )
-    model: Any = load_model(folder, dtype="auto", trust_remote_code=trust_remote_code)
-    if torch.accelerator.is_available():
-        try:
-            model.to(torch.accelerator.current_accelerator())
-        except torch.OutOfMemoryError:
-            raise UserError(f"{path}: does not fit on the device beside what is there") from None
+    model: Any = to_accelerator(load_model(folder, dtype="auto", trust_remote_code=trust_remote_code), path)
     return Speaker(path, model, tokenizer)
 
 

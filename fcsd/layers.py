@@ -33,7 +33,7 @@ from fcsd.evaluate.scores import standard_error
 from fcsd.evaluate.stage import heldout_rows, judged_data
 from fcsd.evaluate.suites import Suite, load_suite
 from fcsd.families import moe_mask
-from fcsd.loading import load_tokenizer, original_model
+from fcsd.loading import load_tokenizer, original_model, to_accelerator
 from fcsd.processes import alone, begin, finish
 from fcsd.recipe import Model, Source
 from fcsd.strict import Strict, did_you_mean, parse_yaml, validate
@@ -283,7 +283,7 @@ def measuring(study: Study) -> Iterator[Measure]:
     """Load the model and the data; gives the function that rewires the model in place and measures it."""
     suite = suite_of(study)
     tokenizer = load_tokenizer(study.model.path, study.model)
-    model = original_model(study.model, study.model.path)
+    model = to_accelerator(original_model(study.model, study.model.path), study.model.path)
     if study.text is not None and not hasattr(model, "lm_head"):
         raise UserError(
             f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"

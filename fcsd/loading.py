@@ -9,6 +9,7 @@ import torch
 from fcsd.artifact import file_sha256
 from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_json
 from fcsd.errors import UserError
+from fcsd.processes import processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,8 +75,27 @@ def original_model(
     return loaded
 
 
-def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer that lies beside a checkpoint."""
+def to_accelerator(model: "PreTrainedModel", name: str | Path) -> "PreTrainedModel":
+    """Move a model to the accelerator of this process, if there is one; `from_pretrained` leaves it in main memory.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    device = processes().device
+    try:
+        return torch.nn.Module.to(model, device)
+    except torch.OutOfMemoryError:
+        size = sum(tensor.nbytes for tensor in model.parameters()) / 1e9
+        raise UserError(
+            f"{name}: its weights ({size:.0f} GB) do not fit on {device} beside what is there;"
+            " free the device, or use a larger one"
+        ) from None
+
+
+def load_tokenizer(
+    path: str | Path, model: "Model | None" = None, *, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer that lies beside a checkpoint; revision and trust in its code are those of `model`, if given."""
     from transformers import AutoTokenizer
 
     folder = find_folder(path, model.revision if model is not None else None)
@@ -89,7 +109,7 @@ def load_tokenizer(path: str | Path, model: "Model | None" = None) -> "PreTraine
         read_json(folder / CONFIG)  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
     try:
         return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=bool(model is not None and model.trust_remote_code)
+            folder, trust_remote_code=trust_remote_code or (model is not None and model.trust_remote_code)
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from None

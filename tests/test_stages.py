@@ -214,7 +214,7 @@ def test_a_second_run_trains_and_evaluates_nothing(
         pytest.fail("was run again")
 
     for module, name in (
-        (stages, "train"), (stages, "convert_checkpoint"), (evaluate_stage, "evaluate"), (evaluate_stage, "mean_kl"),
+        (stages, "train"), (stages, "convert_checkpoint"), (evaluate_stage, "judging"), (evaluate_stage, "mean_kl"),
         (layers, "measuring"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, never)

@@ -1,6 +1,7 @@
 """KL(original || model) on held-out text: the figure that distillation minimises, on rows it has not seen."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ def mean_kl(
 ) -> dict[str, float | None]:
     """Forward KL in nats per kept token, over `rows` of `fcsd.distill.data.build_dataset`.
 
+    Both compute on the device of `model`, one after the other, because an accelerator may not hold both: meanwhile the
+    other is in main memory, where `original` is left.
+
     Returns:
         `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
         `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
@@ -28,14 +32,24 @@ def mean_kl(
     Raises:
         UserError: packed rows for a family that would let the examples in them see each other.
     """
-    sums: list[float] = []
-    counts: list[int] = []
-    with _evaluating(original, model):
-        for row in tqdm(rows, desc="KL to the original", unit="row", disable=not progress, leave=False):
-            known, hidden = _hidden(original, row), _hidden(model, row)
-            sums.append(_sum(original, known, model, hidden))
-            counts.append(len(hidden))
-    return ratio(sums, counts)
+    device = model.device
+    _move(model, "cpu")
+    _move(original, device)
+    hidden = original_hidden(original, rows, progress=progress)
+    _move(original, "cpu")
+    _move(model, device)
+    head = copy.deepcopy(output_head(original)).to(device)
+    with _evaluating(model):
+        bar = tqdm(rows, desc="KL to the original", unit="row", disable=not progress, leave=False)
+        sums = [
+            _sum(original, head, known.to(device), model, _hidden(model, row))
+            for row, known in zip(bar, hidden, strict=True)
+        ]
+    return ratio(sums, [len(known) for known in hidden])
+
+
+def _move(model: PreTrainedModel, device: Any) -> None:
+    torch.nn.Module.to(model, device)
 
 
 @torch.no_grad()
@@ -61,7 +75,7 @@ def kl_by_row(
     """
     with _evaluating(model):
         sums = [
-            _sum(model, known.to(model.device), model, _hidden(model, row))
+            _sum(model, output_head(model), known.to(model.device), model, _hidden(model, row))
             for known, row in zip(hidden, rows, strict=True)
         ]
     return sums, [len(known) for known in hidden]
@@ -88,11 +102,17 @@ def _hidden(model: PreTrainedModel, row: Any) -> Tensor:
     return final_hidden(model, ids, positions, keep)
 
 
-def _sum(original: PreTrainedModel, teacher_hidden: Tensor, model: PreTrainedModel, hidden: Tensor) -> float:
-    """Forward KL summed over tokens."""
+def _sum(
+    original: PreTrainedModel,
+    teacher_head: Any,
+    teacher_hidden: Tensor,
+    model: PreTrainedModel,
+    hidden: Tensor,
+) -> float:
+    """Forward KL summed over tokens; `teacher_head` is the original's, on the device of `model`."""
     teacher_scale, teacher_softcap = head_scaling(original.config)
     scale, softcap = head_scaling(model.config)
-    head, teacher_head = output_head(model), output_head(original)
+    head = output_head(model)
     total = fused_linear_kl(
         hidden,
         head.weight,

@@ -14,10 +14,10 @@ from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.data import build_dataset
 from fcsd.evaluate.batch import BatchSize
 from fcsd.evaluate.divergence import mean_kl
-from fcsd.evaluate.runner import Samples, evaluate, write_result
+from fcsd.evaluate.runner import Samples, judging, write_result
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
 from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, load_suite
-from fcsd.loading import data_fingerprint, load_tokenizer, original_model
+from fcsd.loading import data_fingerprint, load_tokenizer, original_model, to_accelerator
 from fcsd.processes import alone, begin
 from fcsd.recipe import Recipe, Source
 
@@ -43,8 +43,7 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
     }
     original = find_folder(recipe.model_path, recipe.model.revision)
     inputs = {
-        "model": weights_fingerprint(path),
-        "connectivity": _wiring(path),
+        **_judged_model(path),
         "original": weights_fingerprint(original),
         **judged_data(suite.tasks, data_root, recipe.data.heldout),
     }
@@ -52,26 +51,19 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
     if begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(path, recipe.model)
-    model = load_model(path, dtype=recipe.model.dtype, attn_implementation=recipe.model.attn_implementation,
-                       experts_implementation=recipe.model.experts_implementation)  # fmt: skip
-    result, samples = evaluate(
-        model,
+    loading = recipe.model.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
+    cache = Path(plan.cache) if plan.cache is not None else None
+    with judging(
         tokenizer,
         suite,
         data_root=data_root,
         batch_size=plan.batch_size,
         limit=plan.limit,
         allow_weak_sandbox=plan.allow_weak_sandbox,
-        name=name,
-        store=_store(
-            stage,
-            suite,
-            path,
-            Path(plan.cache) if plan.cache is not None else None,
-            plan.limit,
-            recipe.model.model_dump(include={"dtype", "attn_implementation", "experts_implementation"}),
-        ),
-    )
+        store=_store(stage, suite, cache, plan.limit, loading),
+    ) as judge:
+        model = to_accelerator(load_model(path, **loading), path)
+        result, samples = judge(model, name)
     if recipe.data.heldout is not None:
         rows = heldout_rows(
             recipe.data.heldout,
@@ -109,35 +101,40 @@ def evaluate_checkpoint(
     folder = find_folder(path, revision)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
     inputs = {
-        "model": weights_fingerprint(folder),
-        "connectivity": _wiring(folder),
+        **_judged_model(folder),
         **judged_data(tasks.tasks, data_root),
     }
     stage = Stage(output, "evaluate", settings, inputs)
     if begin(stage) != "finished":
-        model = load_model(str(folder), trust_remote_code=trust_remote_code)
-        result, samples = evaluate(
-            model,
-            load_tokenizer(folder),
+        with judging(
+            load_tokenizer(folder, trust_remote_code=trust_remote_code),
             tasks,
             data_root=data_root,
             batch_size=batch_size,
             limit=limit,
             allow_weak_sandbox=allow_weak_sandbox,
-            name=path,
-            store=_store(stage, tasks, folder, cache, limit, {}),
-        )
+            store=_store(stage, tasks, cache, limit, {}),
+        ) as judge:  # a mistake in tasks or data shows before the weights are read
+            model = to_accelerator(load_model(str(folder), trust_remote_code=trust_remote_code), path)
+            result, samples = judge(model, path)
         _leave(stage, result, samples)
 
 
+def _judged_model(folder: Path) -> dict[str, str]:
+    """What identifies the model that answers: never its path."""
+    return {
+        "model": weights_fingerprint(folder),
+        "connectivity": _wiring(folder),
+        "configuration": configuration_fingerprint(folder),
+    }
+
+
 def _store(
-    stage: Stage, suite: Suite, model: Path, cache: Path | None, limit: int | None, loading: dict[str, Any]
+    stage: Stage, suite: Suite, cache: Path | None, limit: int | None, loading: dict[str, Any]
 ) -> TaskStore:
     """Where finished tasks are kept: under the fingerprints of what was judged, never under its path."""
     identity = {
-        "model": stage.inputs["model"],
-        "connectivity": stage.inputs["connectivity"],
-        "configuration": configuration_fingerprint(model),
+        **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
         "loading": loading,
         "limit": limit,
         "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},

@@ -17,18 +17,20 @@ from fcsd.artifact import file_sha256, write_text
 from fcsd.evaluate.suites import SuiteTask
 
 SCHEMA_VERSION = 1
+# The files of transformers and its tokenizers; others (README, logs, a stage's manifest) change no answer.
 _CONFIGURATION = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "chat_template.jinja",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken",
+    "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.*",
+    "additional_chat_templates/*", "*.py",
 )  # fmt: skip
 
 
 def configuration_fingerprint(folder: Path) -> str:
     """SHA-256 over the files beside the weights that change what a model answers."""
+    files = {file for pattern in _CONFIGURATION for file in folder.glob(pattern) if file.is_file()}
     digest = hashlib.sha256()
-    for name in _CONFIGURATION:
-        if (folder / name).is_file():
-            digest.update(name.encode() + b"\0" + file_sha256(folder / name).encode())
+    for file in sorted(files):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file_sha256(file).encode())
     return digest.hexdigest()
 
 

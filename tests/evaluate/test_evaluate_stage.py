@@ -1,0 +1,112 @@
+"""The evaluation of a checkpoint: where the model computes, and what makes an evaluation another one."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd import loading
+from fcsd.errors import UserError
+from fcsd.evaluate import stage
+from fcsd.evaluate.divergence import mean_kl
+from fcsd.evaluate.store import configuration_fingerprint
+from fcsd.loading import to_accelerator
+from fcsd.testing import tiny_model
+from tests.evaluate.test_kept_tasks import judge, place
+
+__all__ = ["place"]  # a fixture
+
+
+def on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    state = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(loading, "processes", lambda: state)
+
+
+def test_a_model_is_judged_on_the_accelerator_of_the_process(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @contextlib.contextmanager
+    def judging(*args: Any, **options: Any) -> Iterator[Any]:
+        def stop(model: Any, name: str) -> None:
+            seen.append({parameter.device.type for parameter in model.parameters()})
+            raise KeyboardInterrupt
+
+        yield stop
+
+    monkeypatch.setattr(stage, "judging", judging)
+    on(monkeypatch, "meta")
+    with pytest.raises(KeyboardInterrupt):
+        judge(place, tmp_path / "out")
+    assert seen == [{"meta"}]
+
+
+def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Big(torch.nn.Linear):
+        def _apply(self, *args: Any, **options: Any) -> Any:
+            raise torch.OutOfMemoryError
+
+    on(monkeypatch, "meta")
+    with pytest.raises(UserError, match=r"some/model: its weights \(4 GB\) do not fit on meta"):
+        to_accelerator(Big(31250, 32000, bias=False, device="meta"), "some/model")  # type: ignore[arg-type]
+
+
+def test_two_models_take_the_device_in_turn_for_the_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One accelerator may not hold both."""
+    from fcsd.evaluate import divergence
+
+    original, model = (tiny_model("qwen2_moe", vocab_size=300, seed=seed) for seed in (0, 1))
+    names, moves = {id(original): "original", id(model): "model"}, []
+    move = divergence._move
+    monkeypatch.setattr(
+        divergence,
+        "_move",
+        lambda each, device: (moves.append((names[id(each)], str(device))), move(each, device)),
+    )
+    monkeypatch.setattr(divergence, "original_hidden", lambda *a, **k: moves.append(("computes", "")) or [])
+    mean_kl(original, model, [])
+    there = str(model.device)
+    assert moves == [
+        ("model", "cpu"), ("original", there), ("computes", ""), ("original", "cpu"), ("model", there),
+    ]  # fmt: skip
+
+
+def test_a_finished_evaluation_is_not_that_of_another_tokenizer_or_configuration(
+    place: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(place / "model", model)
+    judge(place, tmp_path / "out", model=model, limit=1)
+    judge(place, tmp_path / "out", model=model, limit=1)  # finished before
+    (model / "README.md").write_text("# A card")
+    judge(place, tmp_path / "out", model=model, limit=1)
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match=r"was made with other settings \(configuration: "):
+        judge(place, tmp_path / "out", model=model, limit=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("config.json", True), ("generation_config.json", True), ("tokenizer_config.json", True),
+        ("merges.txt", True), ("vocab.json", True), ("qwen.tiktoken", True), ("tokenizer.model", True),
+        ("tokenization_x.py", True), ("additional_chat_templates/tool_use.jinja", True),
+        ("README.md", False), ("manifest.json", False), ("model.safetensors.index.json", False),
+    ],
+)  # fmt: skip
+def test_files_that_change_an_answer_identify_a_configuration_and_no_others(
+    name: str, counts: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = configuration_fingerprint(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x")
+    assert (configuration_fingerprint(tmp_path) != before) == counts
