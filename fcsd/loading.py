@@ -41,18 +41,21 @@ def original_model(
     *,
     weights: bool = True,
     distributed_config: Any = None,
+    device_map: Any = None,
 ) -> "PreTrainedModel":
     """The original checkpoint at `path` as a recipe's `model` section says, regular or with the connectivity given.
 
     weights: False gives the same model without storage, for a rank that will be sent its part.
     distributed_config: transformers' `DistributedConfig`, for weights that are spread over ranks while they are loaded.
+    device_map: transformers' own, for a model that this process spreads over several devices.
 
     Raises:
         UserError: what `load_model` refuses; a model that cannot be spread as the configuration says.
     """
     from fcsd.connectivity import load_model
 
-    options = {} if distributed_config is None else {"distributed_config": distributed_config}
+    given = {"distributed_config": distributed_config, "device_map": device_map}
+    options = {name: value for name, value in given.items() if value is not None}
     try:
         loaded: PreTrainedModel = load_model(
             path,

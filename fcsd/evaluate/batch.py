@@ -4,7 +4,9 @@
 `generate_completions` both begin a task with its longest sequences, so a failure comes early and costs little. Scores
 do not depend on the size beyond float noise.
 
-Not covered: models that several processes compute together, where one process that retries leaves the others waiting;
+Of several ranks that hold whole copies each may halve its own; before the next task they agree on the smallest.
+
+Not covered: models whose weights are spread over the ranks, where one that tries again leaves the others waiting;
 "auto" is refused there.
 """
 
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from fcsd.errors import UserError
+from fcsd.evaluate.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,16 +29,22 @@ class Batch:
     """The batch size of an evaluation, which shrinks where it may.
 
     Raises:
-        UserError: "auto" in a run of several processes.
+        UserError: "auto" for a model whose weights are spread over the ranks.
     """
 
-    def __init__(self, size: BatchSize, model: "PreTrainedModel"):
-        import torch
-
+    def __init__(self, size: BatchSize, model: "PreTrainedModel", ranks: Ranks = ALONE):
         self.automatic = size == "auto"
-        if self.automatic and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise UserError("batch_size: 'auto' works in one process only; give a number")
+        if self.automatic and ranks.in_step:
+            raise UserError(
+                "batch_size: 'auto' needs a rank that can try again alone, and the weights of this model are spread"
+                f" over {ranks.size}; give a number"
+            )
         self.size: int = size if isinstance(size, int) else _ON_CPU if model.device.type == "cpu" else _FIRST
+
+    def agree(self, ranks: Ranks) -> None:
+        """Take the smallest size of all ranks, which all call this before batches of it are dealt."""
+        if self.automatic:
+            self.size = min(ranks.share(lambda: self.size))
 
     def run(self, work: Callable[[int], Result]) -> Result:
         """work(size), with half the size again where memory ran out.

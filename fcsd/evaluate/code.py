@@ -3,6 +3,7 @@
 Not covered: reading the problems (`fcsd.evaluate.problems`); running the programs (`fcsd.evaluate.scorer`).
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from fcsd.errors import UserError
+from fcsd.evaluate.batch import Batch
 from fcsd.evaluate.problems import Problem
+from fcsd.evaluate.ranks import ALONE, Ranks, input_device
 from fcsd.evaluate.state import preserved
 from fcsd.evaluate.suites import SuiteTask, require_chat_template
 
@@ -64,16 +67,22 @@ def generate_completions(
     problems: Sequence[Problem],
     *,
     task: SuiteTask,
-    batch_size: int,
+    batch_size: int | Batch,
     progress: bool = True,
+    ranks: Ranks = ALONE,
 ) -> dict[str, list[str]]:
     """`task.num_samples` completions of every problem under the settings of a code task's row: task_id -> texts up to
     the first stop string, in the order of the problems.
 
     Temperature 0 is greedy. Samples are drawn from a generator that is seeded for every batch, so the same problems and
-    batch size give the same samples. Batches are sorted by prompt length, longest first, and padded on the left; a
-    batch ends when all its sequences have. The model's training mode, its `use_cache` and the state of all random
-    generators are as before, and the tokenizer is not changed.
+    batch size give the same samples, on any number of ranks. Batches are sorted by prompt length, longest first, and
+    padded on the left; a batch ends when all its sequences have. The model's training mode, its `use_cache` and the
+    state of all random generators are as before, and the tokenizer is not changed.
+
+    Args:
+        batch_size: of a `Batch` the size may shrink where memory runs out.
+        ranks: those that share the work (`fcsd.evaluate.ranks`): all of them call this and get all completions. By
+            default this process does all of it.
 
     Raises:
         UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat
@@ -94,21 +103,47 @@ def generate_completions(
         )
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     rows = [index for index in order for _ in range(task.num_samples)]
-    completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
-    with (
-        preserved(model),
-        torch.no_grad(),
-        tqdm(total=len(rows), desc="generation", disable=not progress) as bar,
-    ):
-        model.eval()
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
+    if isinstance(batch_size, int):
+        size = batch_size
+    else:
+        batch_size.agree(ranks)
+        size = batch_size.size
+    batches = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+
+    def generate(batch: range, size: int) -> list[str]:
+        texts = []
+        for start in range(batch.start, batch.stop, size):
+            piece = rows[start : min(start + size, batch.stop)]
             torch.manual_seed(SAMPLING_SEED + start)
-            for index, text in zip(
-                batch, _generate(model, tokenizer, [tokens[index] for index in batch], task), strict=True
-            ):
-                completions[problems[index].task_id].append(text)
-            bar.update(len(batch))
+            texts += _generate(model, tokenizer, [tokens[index] for index in piece], task, ranks)
+        return texts
+
+    def own_share() -> list[list[str]]:
+        own, made = ranks.deal(batches), []
+        of_ranks = f" (the first of {ranks.size} ranks)" if ranks.size > 1 else ""
+        bar = tqdm(
+            total=sum(map(len, own)), desc=f"generation{of_ranks}", disable=not (progress and ranks.first)
+        )
+        with bar:
+            for batch in own:
+                if isinstance(batch_size, int):
+                    made.append(generate(batch, batch_size))
+                else:
+                    made.append(batch_size.run(functools.partial(generate, batch)))
+                bar.update(len(batch))
+        for _ in range(ranks.idle_passes(len(batches))):
+            short = task.model_copy(update={"max_new_tokens": 1})
+            _generate(model, tokenizer, [tokens[rows[-1]]], short, ranks)
+        return made
+
+    completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
+    with preserved(model), torch.no_grad():
+        model.eval()
+        by_rank = ranks.share(own_share)
+    for number, batch in enumerate(batches):
+        texts = by_rank[number % ranks.size][number // ranks.size]
+        for row, text in zip(batch, texts, strict=True):
+            completions[problems[rows[row]].task_id].append(text)
     return completions
 
 
@@ -117,6 +152,7 @@ def _generate(
     tokenizer: "PreTrainedTokenizerBase",
     rows: Sequence[list[int]],
     task: SuiteTask,
+    ranks: Ranks,
 ) -> list[str]:
     """Completions of one batch of token rows."""
     import torch
@@ -146,12 +182,13 @@ def _generate(
         use_cache=True,
     )
     criteria = StoppingCriteriaList([StopAtText(tokenizer, stop, width)] if stop else [])
-    device = next(model.get_input_embeddings().parameters()).device
+    device = input_device(model)
     made = model.generate(  # type: ignore[operator]
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         generation_config=config,
         stopping_criteria=criteria,
+        synced_gpus=True if ranks.in_step else None,
     )
     texts = tokenizer.batch_decode(
         made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -3,12 +3,9 @@
 Our numbers are those of plain lm-eval: the same task, the same requests, the mean of the same item scores.
 Only means over items are reported, because everything downstream compares item by item.
 
-Not covered: sharded models (every rank must ask the same questions in the same order), data parallelism over
-ranks; prompts that are longer than the model's positions are cut on the left by
-lm-eval.
+Not covered: prompts that are longer than the model's positions are cut on the left by lm-eval.
 """
 
-import copy
 import math
 import tempfile
 from pathlib import Path
@@ -20,6 +17,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.batch import Batch
 from fcsd.evaluate.columns import COLUMNS, check_rows
 from fcsd.evaluate.question import shown_question
+from fcsd.evaluate.ranks import ALONE, Ranks
 from fcsd.evaluate.state import quiet
 from fcsd.evaluate.suites import (
     Suite,
@@ -40,26 +38,22 @@ FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
 
 
-def language_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", *, progress: bool) -> Any:
-    """lm-eval's wrapper around a model in memory; the tokenizer is copied, because lm-eval changes it."""
+def language_model(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    batch: Batch,
+    *,
+    progress: bool,
+    ranks: Ranks = ALONE,
+) -> Any:
+    """lm-eval's wrapper around a model in memory.
+
+    batch: how many sequences go into one forward pass; ranks: those that share the passes.
+    """
     with quiet():
-        from lm_eval.models.huggingface import HFLM
+        from fcsd.evaluate.in_memory import InMemory
 
-        class InMemory(HFLM):
-            """HFLM with progress bars that can be switched off."""
-
-            def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-                return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not progress)
-
-            def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-                return super().generate_until(requests, disable_tqdm=disable_tqdm or not progress)
-
-        return InMemory(
-            pretrained=model,
-            tokenizer=copy.deepcopy(tokenizer),
-            batch_size=1,  # `run_task` sets it
-            enable_thinking=False,  # hybrids would spend their tokens on thoughts; other templates ignore it
-        )
+        return InMemory(model, tokenizer, batch, ranks, progress=progress)
 
 
 def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: Any) -> dict[str, Any]:
@@ -172,7 +166,7 @@ def num_items(tasks: dict[str, Any], limit: int | None) -> int:
 
 
 def run_task(
-    language_model: Any, row: SuiteTask, tasks: dict[str, Any], limit: int | None, batch: Batch
+    language_model: Any, row: SuiteTask, tasks: dict[str, Any], limit: int | None
 ) -> list[dict[str, Any]]:
     """Evaluate one row; its samples in the order of the data set (group members one after another).
 
@@ -180,24 +174,22 @@ def run_task(
     (generation) or `choices` and their `loglikelihoods`.
     """
 
-    def ask(batch_size: int) -> Any:
-        for task in tasks.values():
-            task.set_fewshot_seed(seed=FEWSHOT_SEED)  # a task that is run again draws the same examples
-        language_model.batch_size_per_gpu = batch_size
-        with quiet():
-            from lm_eval.evaluator import evaluate
+    for task in tasks.values():
+        task.set_fewshot_seed(
+            seed=FEWSHOT_SEED
+        )  # a task that is run for another model draws the same examples
+    with quiet():
+        from lm_eval.evaluator import evaluate
 
-            return evaluate(
-                lm=language_model,
-                task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
-                limit=limit,
-                bootstrap_iters=0,
-                log_samples=True,
-                apply_chat_template=row.chat_template,
-                fewshot_as_multiturn=row.chat_template,
-            )
-
-    output = batch.run(ask)
+        output: Any = evaluate(
+            lm=language_model,
+            task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=True,
+            apply_chat_template=row.chat_template,
+            fewshot_as_multiturn=row.chat_template,
+        )
     metric, name = row.metric.split(",", 1)
     samples = []
     for task, items in output["samples"].items():

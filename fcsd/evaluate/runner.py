@@ -3,9 +3,10 @@
     result, samples = evaluate(model, tokenizer, load_suite("tiny"), data_root=Path("data"), batch_size=16)
     write_result(result, samples, folder)      # results.json, samples_<task>.jsonl
 
-With a `TaskStore`, finished tasks are kept and not run again.
+With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=ranks_of(model)`) all of them
+make these calls and return the same; the first one alone prints, keeps and writes.
 
-Not covered: several ranks.
+Not covered: a model that some of the ranks do not hold.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.problems import Problem, load_problems
 from fcsd.evaluate.progress import Progress
 from fcsd.evaluate.question import end_of
+from fcsd.evaluate.ranks import ALONE, Ranks
 from fcsd.evaluate.scorer import CodeScorer, Outcome, pass_at_k
 from fcsd.evaluate.scores import plain_mean, standard_error
 from fcsd.evaluate.state import preserved
@@ -57,6 +59,7 @@ def evaluate(
     progress: bool = True,
     name: str = "model",
     store: TaskStore | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[dict[str, Any], Samples]:
     """Judge `model` on every task of `suite`: (result, samples), both JSON-able.
 
@@ -70,7 +73,8 @@ def evaluate(
             result.
         allow_weak_sandbox: run generated code even where it cannot be kept off the network and from
         writing files.
-        store: where finished tasks are kept and found.
+        store: where finished tasks are kept and found; the first rank's.
+        ranks: those that share the work (`fcsd.evaluate.ranks`); by default this process does all of it.
 
     Raises:
         UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
@@ -84,10 +88,11 @@ def evaluate(
         "allow_weak_sandbox": allow_weak_sandbox,
         "progress": progress,
         "store": store,
+        "ranks": ranks,
     }
     with preserved(model, tokenizer), judging(tokenizer, suite, **options) as judge:
         result, samples = judge(model, name)
-    return result | {"wall_s": time.monotonic() - start}, samples
+    return result | {"wall_s": ranks.from_first(lambda: time.monotonic() - start)}, samples
 
 
 @contextlib.contextmanager
@@ -101,6 +106,7 @@ def judging(
     allow_weak_sandbox: bool = False,
     progress: bool = True,
     store: TaskStore | None = None,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Judge]:
     """`evaluate` for one model after another, as a function of model and name; data and sandbox are prepared once.
 
@@ -111,7 +117,9 @@ def judging(
             raise UserError(f"{text}: must be at least 1, got {value}")
     if data_root is not None and not data_root.is_dir():
         raise UserError(f"{data_root}: no such folder (data root)")
-    kept = {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
+    kept = ranks.from_first(
+        lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
+    )
     missing = [row for row in suite.tasks if row.task not in kept]
     with contextlib.ExitStack() as stack:
         prepared: dict[str, Any] = {}
@@ -125,11 +133,18 @@ def judging(
                 prepared[row.task] = likelihood.load_task(row, suite, data_root, tokenizer)
                 totals[row.task] = likelihood.num_items(prepared[row.task], None)
         scorer: CodeScorer | None = None
-        for row in missing:
-            if row.kind == "code":
-                if scorer is None:
-                    scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
-                scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+
+        def checked() -> dict[str, Any] | None:
+            """Start the sandbox, of which one is enough for all ranks; its layers."""
+            nonlocal scorer
+            for row in missing:
+                if row.kind == "code":
+                    if scorer is None:
+                        scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
+                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+            return scorer.layers if scorer is not None else None
+
+        layers = ranks.from_first(checked)
         counts = {
             row.task: (row.kind, len(prepared[row.task]))
             if row.kind == "code"
@@ -140,39 +155,36 @@ def judging(
         def judge(model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
             start = time.monotonic()
             samples = {task: found for task, (found, _) in kept.items()}
-            batch = Batch(batch_size, model)
+            batch = Batch(batch_size, model, ranks)
             steps = Progress(counts, len(kept))
             with preserved(model, tokenizer):
                 model.eval()
                 wrapper = None
                 for row in missing:
-                    if progress:
+                    if progress and ranks.first:
                         steps.start(row.task)
                     try:
                         if row.kind == "code":
-                            assert scorer is not None
                             samples[row.task] = _run_code(
-                                model, tokenizer, row, prepared[row.task], scorer, batch, progress
+                                model, tokenizer, row, prepared[row.task], scorer, batch, ranks, progress
                             )
                         else:
                             wrapper = wrapper or likelihood.language_model(
-                                model, tokenizer, progress=progress
+                                model, tokenizer, batch, progress=progress, ranks=ranks
                             )
-                            samples[row.task] = likelihood.run_task(
-                                wrapper, row, prepared[row.task], limit, batch
-                            )
+                            samples[row.task] = likelihood.run_task(wrapper, row, prepared[row.task], limit)
                     except UserError as error:
                         if store is None or not samples:
                             raise
                         kept_text = f"the {len(samples)} finished tasks are kept; run again to go on"
                         raise UserError(f"{error} ({kept_text})") from error
-                    if store is not None:
+                    if store is not None and ranks.first:
                         store.put(row, samples[row.task], totals[row.task])
             settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
             ordered = {row.task: samples[row.task] for row in suite.tasks}
             result = _result(model, tokenizer, suite, ordered, totals, settings, name)
-            layers = scorer.layers if scorer is not None else None
-            return result | {"sandbox": layers, "wall_s": time.monotonic() - start}, ordered
+            seconds = ranks.from_first(lambda: time.monotonic() - start)
+            return result | {"sandbox": layers, "wall_s": seconds}, ordered
 
         yield judge
 
@@ -218,21 +230,26 @@ def _run_code(
     tokenizer: "PreTrainedTokenizerBase",
     row: SuiteTask,
     problems: Sequence[Problem],
-    scorer: CodeScorer,
+    scorer: CodeScorer | None,
     batch: Batch,
+    ranks: Ranks,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    """Generate and score; one sample a problem."""
-    completions = batch.run(
-        lambda size: generate_completions(
-            model, tokenizer, problems, task=row, batch_size=size, progress=progress
-        )
+    """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
+    completions = generate_completions(
+        model, tokenizer, problems, task=row, batch_size=batch, progress=progress, ranks=ranks
     )
-    outcomes = scorer.score_samples(problems, completions, timeout_s=row.timeout_s, progress=progress)
-    return [
-        code_sample(row, problem, prompt, completions[problem.task_id], found)
-        for problem, prompt, found in zip(problems, prompts(tokenizer, problems, row), outcomes, strict=True)
-    ]
+
+    def scored() -> list[dict[str, Any]]:
+        assert scorer is not None
+        outcomes = scorer.score_samples(problems, completions, timeout_s=row.timeout_s, progress=progress)
+        texts = prompts(tokenizer, problems, row)
+        return [
+            code_sample(row, problem, prompt, completions[problem.task_id], found)
+            for problem, prompt, found in zip(problems, texts, outcomes, strict=True)
+        ]
+
+    return ranks.from_first(scored)
 
 
 def code_sample(

@@ -1,0 +1,63 @@
+"""Loads the model that is to be judged where it will be computed: on this rank's device whole, spread over the ranks of
+the launch, or over the devices of one process.
+
+Not covered: how weights are spread (`fcsd.distill.spread`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fcsd.distill.engines import Engine, distributed_config, holds_weights, launched_engine
+from fcsd.distill.spread import spread_teacher
+from fcsd.errors import UserError
+from fcsd.loading import original_model
+from fcsd.processes import processes
+from fcsd.recipe import Model
+
+
+def judging_engine() -> Engine:
+    """The engine of the launch. Under ZeRO-3 FSDP2 holds what is judged: both give the same scores, this one sooner."""
+    engine = launched_engine()
+    return replace(engine, name="fsdp2", reshard=True) if engine.name == "zero3" else engine
+
+
+def load_judged(model: Model, path: str | Path, *, device_map: Any = None) -> PreTrainedModel:
+    """The checkpoint at `path`, in eval mode, as this rank of the launch holds it; all ranks call this.
+
+    FSDP2 and expert parallelism: parts of the weights (under FSDP2 the head whole on every rank). Otherwise all of them
+    on the rank's device.
+
+    Args:
+        device_map: of one process, as transformers knows it; "auto" fills the devices one after another.
+
+    Raises:
+        UserError: what `load_model` refuses; a model that cannot be spread, or does not fit on the device.
+    """
+    engine = judging_engine()
+    if device_map is not None:
+        if processes().num_processes > 1:
+            raise UserError(
+                "--device-map: is for one process, which spreads the model over the devices by itself; start it without"
+                " a launcher, or leave the option out and launch configs/fsdp2_8.yaml"
+            )
+        return original_model(model, path, device_map=device_map)
+    loaded = original_model(
+        model, path, weights=holds_weights(engine), distributed_config=distributed_config(engine)
+    )
+    if engine.name == "fsdp2":
+        spread_teacher(loaded, engine)
+    elif engine.name != "ep":
+        try:
+            torch.nn.Module.to(loaded, processes().device)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"{path}: does not fit on one device; spread it over several with --device-map auto, or launch"
+                " configs/fsdp2_8.yaml, or configs/ep_8.yaml with --expert-parallel"
+            ) from None
+    return loaded
