@@ -91,7 +91,7 @@ def to_accelerator(model: "PreTrainedModel", name: str | Path) -> "PreTrainedMod
         size = sum(tensor.nbytes for tensor in model.parameters()) / 1e9
         raise UserError(
             f"{name}: its weights ({size:.0f} GB) do not fit on {device} beside what is there;"
-            " free the device, or use a larger one"
+            " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"
         ) from None
 
 

@@ -7,7 +7,10 @@
     store       finished tasks, by the hash of what they were measured on
     progress    how far, and how long still
     batch       the batch size, given or automatic
-    likelihood  lm-eval on a model in memory, offline
+    ranks       the ranks that evaluate one model together
+    placed      the model on its device, or spread over ranks or devices
+    likelihood  lm-eval's tasks, offline
+    in_memory   lm-eval's interface to a model in memory
     columns     what the rows of the benchmarks must hold
     problems    code problems in the schemas of MBPP+ and HumanEval+
     evalplus    their tests as EvalPlus grades them, by the rules in oracle
@@ -18,5 +21,5 @@
     scores      standard errors and the paired comparison of two models
     divergence  KL to the original on held-out text
 
-Not covered: several ranks.
+Not covered: servers that answer for a model (vLLM, SGLang); it is in the memory of the ranks.
 """

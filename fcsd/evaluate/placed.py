@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from fcsd.distill.engines import Engine, distributed_config, holds_weights, launched_engine
 from fcsd.distill.spread import spread_teacher
 from fcsd.errors import UserError
-from fcsd.loading import original_model
+from fcsd.loading import original_model, to_accelerator
 from fcsd.processes import processes
 from fcsd.recipe import Model
 
@@ -53,11 +52,5 @@ def load_judged(model: Model, path: str | Path, *, device_map: Any = None) -> Pr
     if engine.name == "fsdp2":
         spread_teacher(loaded, engine)
     elif engine.name != "ep":
-        try:
-            torch.nn.Module.to(loaded, processes().device)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"{path}: does not fit on one device; spread it over several with --device-map auto, or launch"
-                " configs/fsdp2_8.yaml, or configs/ep_8.yaml with --expert-parallel"
-            ) from None
+        to_accelerator(loaded, path)
     return loaded

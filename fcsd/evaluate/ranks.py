@@ -119,12 +119,15 @@ def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None])
 
 def ranks_of(model: "nn.Module") -> Ranks:
     """The ranks of the launch, all of which hold `model`, whole or a part of it."""
+    return launched_ranks(in_step=is_spread(model))
+
+
+def launched_ranks(*, in_step: bool) -> Ranks:
+    """The ranks of the launch, before there is a model."""
     from fcsd.processes import processes
 
     state = processes()
-    if state.num_processes == 1:
-        return Ranks()
-    return Ranks(state.process_index, state.num_processes, in_step=is_spread(model))
+    return Ranks(state.process_index, state.num_processes, in_step) if state.num_processes > 1 else ALONE
 
 
 def is_spread(model: "nn.Module") -> bool:
