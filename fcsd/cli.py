@@ -357,6 +357,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="new folder for table, figures, a page of all answers, and lm-eval's files",
     )
+    compare.add_argument(
+        "--tasks", metavar="A,B,…", help="only these, where not every result has the same tasks"
+    )
     compare.add_argument("--json", action="store_true", help="print JSON")
 
     chat = command(
@@ -670,13 +673,14 @@ def _plan_layers(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from fcsd.report.comparison import compare_all, comparison_table, read_evaluated, write_comparison
+    from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
 
     evaluated = read_evaluated(arguments.original, arguments.converted)
-    comparisons = compare_all(evaluated)
+    only = None if arguments.tasks is None else arguments.tasks.split(",")
+    comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
-        write_comparison(evaluated, arguments.output)
-    print(json.dumps(comparisons, indent=2) if arguments.json else comparison_table(comparisons, evaluated))
+        write_comparison(evaluated, arguments.output, only)
+    print(json.dumps(comparisons, indent=2) if arguments.json else comparison_text(comparisons, evaluated))
 
 
 def _chat(arguments: argparse.Namespace) -> None:

@@ -271,8 +271,8 @@ def _licence(base: str) -> dict[str, Any]:
 
 def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The result of this checkpoint and its comparison; a result of other weights is refused."""
+    from fcsd.evaluate.lm_eval_results import read_results
     from fcsd.evaluate.scores import compare
-    from fcsd.report.lm_eval_files import read_results
 
     manifest = converted / "manifest.json"
     if manifest.is_file():

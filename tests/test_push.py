@@ -299,7 +299,7 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
         "a/choice": 0.5,
     }
     # 3 of 4 both: one gained, one lost; delta 0, its paired error sqrt(2 / 3 / 4)
-    (line,) = [line for line in card.text.splitlines() if line.startswith("| x, code")]
+    (line,) = [line for line in card.text.splitlines() if line.startswith("| code")]
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
     assert cells == [
         "pass@1",
@@ -308,10 +308,12 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
         "75.0 ± 25.0",
         "75.0 ± 25.0",
         "0.0 ± 40.8",
+        "-56.6 to +56.6",
         "1",
         "1",
         "1.000",
         "100.0",
+        "within noise",
     ]
     assert "code 0-shot; choice 0-shot; float32, decoding greedy" in card.text
     (entry,) = parse_eval_result_entries(

@@ -394,13 +394,28 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         if not file.is_file():
             raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
         lines = file.read_text(encoding="utf-8").splitlines()
-        samples[task] = [_parse(file, line, number) for number, line in enumerate(lines, start=1)]
+        samples[task] = [_sample(file, line, number) for number, line in enumerate(lines, start=1)]
         if len(samples[task]) != row["num_items"]:
             raise UserError(
                 f"{file}: {len(samples[task])} samples, but results.json says {row['num_items']};"
                 " evaluate again"
             )
+        mean = math.fsum(sample["score"] for sample in samples[task]) / max(1, len(samples[task]))
+        if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
+            raise UserError(
+                f"{file}: its samples average {mean:.6g}, but results.json says {row['value']:.6g}: they are not of one"
+                " evaluation; evaluate again"
+            )
     return result, samples
+
+
+def _sample(file: Path, line: str, number: int) -> dict[str, Any]:
+    sample = _parse(file, line, number)
+    if not isinstance(sample, dict) or not {"doc_id", "doc_hash", "prompt_hash", "score"} <= sample.keys():
+        raise UserError(
+            f"{file}, line {number}: not a sample (doc_id, doc_hash, prompt_hash, score); evaluate again"
+        )
+    return sample
 
 
 def _parse(path: Path, text: str, line: int | None = None) -> Any:

@@ -4,7 +4,7 @@ functions.
 A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score` (as `fcsd.evaluate.runner` writes
 them).
 
-Not covered: several samples an item; corrections for many comparisons.
+Not covered: several samples an item; tasks that share items (they count as independent in the plain mean).
 """
 
 import math
@@ -14,6 +14,13 @@ from typing import Any
 from fcsd.errors import UserError
 
 Sample = Mapping[str, Any]
+ALPHA = 0.05
+"""Level of verdicts; intervals are 1 - ALPHA wide."""
+_Z = 1.959963984540054  # 97.5 % point of the normal distribution
+
+# What two rows must agree on: of the result, and of the suite where both results say it.
+_SAME_ROW = ("metric", "num_fewshot", "chat_template")
+_SAME_SUITE_ROW = ("max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s")
 
 
 def standard_error(scores: Sequence[float]) -> float:
@@ -25,13 +32,16 @@ def standard_error(scores: Sequence[float]) -> float:
     return math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (count - 1) / count)
 
 
-def binomial(passed: int, count: int) -> tuple[float, float]:
-    """Share p = passed/count and its standard error sqrt(p (1 - p) / (count - 1)), as lm-eval's; 0 for one
-    item."""
-    if not 0 <= passed <= count or count == 0:
-        raise ValueError(f"{passed} of {count} is not a share")
-    share = passed / count
-    return share, math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else 0.0
+def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
+    """Standard error of the mean over all items of a group of tasks, from the variance within its tasks alone:
+    sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N), as lm-eval's; None where a task has a single item."""
+    sizes = [len(group) for group in groups]
+    if min(sizes) < 2:
+        return None
+    within = math.fsum(
+        size * (size - 1) * standard_error(group) ** 2 for size, group in zip(sizes, groups, strict=True)
+    )
+    return math.sqrt(within / (sum(sizes) - len(sizes)) / sum(sizes))
 
 
 def plain_mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -44,11 +54,52 @@ def plain_mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum(error**2 for _, error in values)) / count
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number (Holm 1979): the i-th smallest of m times m - i + 1, never falling, at most 1.
+
+    Calling every task different whose adjusted p is below alpha is wrong about any of them with probability alpha.
+    """
+    adjusted, least = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = least
+    return adjusted
+
+
+def centre_and_error(differences: Sequence[float]) -> tuple[float, float] | None:
+    """Centre and standard error of the 95 % interval of a mean paired difference; None where one item cannot tell.
+
+    Where all are -1, 0 or 1, half an item is added to each cell of the 2 x 2 table (Agresti and Min 2005): the plain
+    interval would have no width where no item changed, as if nothing could. Elsewhere the mean, and its standard error
+    widened from Student's t to the normal distribution.
+    """
+    count = len(differences)
+    if all(difference in (-1, 0, 1) for difference in differences):
+        gained, lost = (sum(d == sign for d in differences) + 0.5 for sign in (1, -1))
+        centre = (gained - lost) / (count + 2)
+        return centre, math.sqrt(gained + lost - (gained - lost) * centre) / (count + 2)
+    if count < 2:
+        return None
+    from scipy.stats import t
+
+    wider = float(t.ppf(1 - ALPHA / 2, count - 1)) / _Z
+    return math.fsum(differences) / count, standard_error(differences) * wider
+
+
+def _interval(centre: tuple[float, float] | None, *, clip: bool = False) -> list[float] | None:
+    """clip: differences are shares of right answers."""
+    if centre is None:
+        return None
+    low, high = (centre[0] + sign * _Z * centre[1] for sign in (-1, 1))
+    return [max(-1.0, low), min(1.0, high)] if clip else [low, high]
+
+
 def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = "task") -> dict[str, Any]:
     """Two models on the same items of one task.
 
     delta       mean of the differences d = converted - original
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
+    interval    95 % interval of the difference (`centre_and_error`); None for one item with a fractional score
     gained, lost  items with d > 0 and with d < 0
     p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
     retained_percent  100 * converted / original; None when the original scores 0
@@ -56,9 +107,12 @@ def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = 
     Raises:
         UserError: the two were not asked the same items with the same prompts.
     """
+    return _paired(_join(original, converted, task))
+
+
+def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     from scipy.stats import binomtest
 
-    pairs = _join(original, converted, task)
     before, after = [a for a, _ in pairs], [b for _, b in pairs]
     differences = [b - a for a, b in pairs]
     gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
@@ -72,6 +126,7 @@ def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = 
         "converted_stderr": standard_error(after),
         "delta": math.fsum(differences) / len(pairs),
         "delta_stderr": standard_error(differences),
+        "interval": _interval(centre_and_error(differences), clip=set(before) | set(after) <= {0, 1}),
         "gained": gained,
         "lost": lost,
         "p_value": float(binomtest(gained, changed).pvalue) if changed else 1.0,
@@ -125,42 +180,121 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
     return found
 
 
-def compare(original: Mapping[str, Any], converted: Mapping[str, Any]) -> dict[str, Any]:
+def compare(
+    original: Mapping[str, Any], converted: Mapping[str, Any], only: Sequence[str] | None = None
+) -> dict[str, Any]:
     """All tasks of two evaluations (result, samples), and the plain mean over the headline tasks.
 
     Args:
         original, converted: {"result": …, "samples": …} as `fcsd.evaluate.runner.read_result` gives them.
+        only: tasks to compare where the results have others, too.
 
     Returns:
-        {"tasks": {task: paired(...) and metric, num_fewshot, kind; of a group also "members": {name: paired(...)}},
-        "mean": {original, converted, delta and
-        their standard errors, retained_percent}}
+        tasks: task -> `paired`, with its metric, num_fewshot, kind, headline; `p_holm`, adjusted for the number of
+            tasks; `verdict`: "lost" or "gained" where that is below 0.05, otherwise "within noise"; of a group also
+            `members`: name -> `paired`
+        mean: over the headline tasks: num_tasks; original, converted and delta with propagated standard errors (that of
+            the delta is of the paired ones); interval; retained_percent; verdict: whether the interval holds 0. None
+            where no compared task is a headline task
+        limit: the smaller of the two; None for whole tasks. complete: whether there is none
 
     Raises:
-        UserError: other tasks, metrics or shots, or samples that do not match.
+        UserError: other tasks, metrics, shots or decoding, or samples that do not match.
     """
-    before, after = original["result"]["tasks"], converted["result"]["tasks"]
-    if before.keys() != after.keys():
-        missing = ", ".join(sorted(before.keys() ^ after.keys()))
-        raise UserError(f"the two results have different tasks ({missing}); evaluate both on the same suite")
+    before, after = original["result"], converted["result"]
     tasks: dict[str, Any] = {}
-    for task, row in before.items():
-        for key in ("metric", "num_fewshot"):
-            if row[key] != after[task][key]:
-                raise UserError(
-                    f"{task}: {key} is {row[key]} against {after[task][key]}; evaluate both the same way"
-                )
-        settings = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")}
+    differences: dict[str, tuple[float, float] | None] = {}
+    for task in _common(before["tasks"], after["tasks"], only):
+        row = before["tasks"][task]
+        _require_same(task, before, after)
         one, other = original["samples"][task], converted["samples"][task]
-        tasks[task] = settings | paired(one, other, task)
+        try:
+            pairs = _join(one, other, task)
+        except UserError as error:
+            raise UserError(f"{error}{_recorded(task, before, after)}") from None
+        differences[task] = centre_and_error([b - a for a, b in pairs])
+        tasks[task] = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")} | _paired(
+            pairs
+        )
         if members := by_member(one, row["kind"]):
             others = by_member(other, row["kind"])
             tasks[task]["members"] = {
                 name: paired(items, others[name], f"{task} {name}") for name, items in members.items()
             }
-    headline = [row for row in tasks.values() if row["headline"]]
-    mean: dict[str, Any] = {}
+    adjusted = holm([row["p_value"] for row in tasks.values()])
+    for row, p_value in zip(tasks.values(), adjusted, strict=True):
+        row["p_holm"] = p_value
+        row["verdict"] = (
+            "within noise" if p_value >= ALPHA else "gained" if row["gained"] > row["lost"] else "lost"
+        )
+    limits = [each["settings"]["limit"] for each in (before, after) if each["settings"]["limit"] is not None]
+    return {
+        "complete": not limits,
+        "limit": min(limits, default=None),
+        "tasks": tasks,
+        "mean": _mean({task: row for task, row in tasks.items() if row["headline"]}, differences),
+    }
+
+
+def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
+    """The tasks to compare, in the order of the original's."""
+    both = [task for task in before if task in after]
+    if only is not None:
+        if missing := [task for task in only if task not in both]:
+            raise UserError(
+                f"task {missing[0]}: not in both results; both have {', '.join(both) or 'none in common'}"
+            )
+        return [task for task in both if task in only]
+    if before.keys() != after.keys():
+        missing_text = ", ".join(sorted(before.keys() ^ after.keys()))
+        advice = "evaluate both on the same suite"
+        if both:
+            advice += f", or compare what both have with --tasks {','.join(both)}"
+        raise UserError(f"the two results have different tasks ({missing_text} in one only); {advice}")
+    return both
+
+
+def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for row, other, keys in (
+        (before["tasks"][task], after["tasks"][task], _SAME_ROW),
+        (_suite_row(before, task), _suite_row(after, task), _SAME_SUITE_ROW),
+    ):
+        for key in keys:
+            one, two = row.get(key), other.get(key)
+            if one != two and one is not None and two is not None:
+                raise UserError(f"{task}: {key} is {one} against {two}; evaluate both the same way")
+
+
+def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
+    rows = result["settings"].get("suite", {}).get("tasks", [])
+    return next((row for row in rows if row["task"] == task), {})
+
+
+def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Settings that would explain samples that do not match."""
+    one = {"limit": before["settings"]["limit"], "revision": before["tasks"][task].get("revision")}
+    two = {"limit": after["settings"]["limit"], "revision": after["tasks"][task].get("revision")}
+    for key in ("chat_template_sha256", "fewshot_seed"):
+        one[key], two[key] = before["settings"].get(key), after["settings"].get(key)
+    for key in ("split", "dataset_name", "prompt_template", "tests"):
+        one[key], two[key] = _suite_row(before, task).get(key), _suite_row(after, task).get(key)
+    found = [f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]]
+    return f" (recorded: {'; '.join(found)})" if found else ""
+
+
+def _mean(
+    tasks: Mapping[str, Any], differences: Mapping[str, tuple[float, float] | None]
+) -> dict[str, Any] | None:
+    if not tasks:
+        return None
+    mean: dict[str, Any] = {"num_tasks": len(tasks)}
     for key in ("original", "converted", "delta"):
-        mean[key], mean[f"{key}_stderr"] = plain_mean([(row[key], row[f"{key}_stderr"]) for row in headline])
+        mean[key], mean[f"{key}_stderr"] = plain_mean(
+            [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
+        )
+    known = [found for task in tasks if (found := differences[task]) is not None]
+    mean["interval"] = _interval(plain_mean(known)) if len(known) == len(tasks) else None
+    low, high = mean["interval"] or (0.0, 0.0)
+    mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
     mean["retained_percent"] = 100 * (mean["converted"] / mean["original"]) if mean["original"] else None
-    return {"tasks": tasks, "mean": mean}
+    return mean

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.artifact import Stage, read_json, versions, weights_fingerprint
+from fcsd.artifact import Stage, new_folder, read_json, versions, weights_fingerprint
 from fcsd.connectivity import load_model
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.data import build_dataset
 from fcsd.evaluate.batch import BatchSize
 from fcsd.evaluate.divergence import mean_kl
+from fcsd.evaluate.lm_eval_files import write_lm_eval
 from fcsd.evaluate.runner import Samples, judging, write_result
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
 from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, load_suite
@@ -145,6 +146,8 @@ def _store(
 
 def _leave(stage: Stage, result: dict[str, Any], samples: Samples) -> None:
     write_result(result, samples, stage.folder)
+    with new_folder(stage.folder / "lm_eval") as new:
+        write_lm_eval(result, samples, new)
     stage.finish({"mean": result["mean"]})
     shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)  # the samples are in their own files now
 

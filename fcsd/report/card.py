@@ -22,6 +22,7 @@ from fcsd.errors import UserError
 from fcsd.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, settings_line
 from fcsd.report.table import paired_table, percent
+from fcsd.report.verdict import LEGEND, quick_look, verdict
 
 HERE = "path/to/this/folder"
 """Stands in a card for the repository id as long as there is none."""
@@ -217,14 +218,12 @@ def _results(facts: Facts) -> str:
     settings = facts.result["settings"]
     parts = []
     if settings["limit"]:
-        parts.append(
-            f"**Only the first {settings['limit']} items of every task: a quick look, not a result.**"
-        )
+        parts.append(f"**{quick_look(settings['limit'])}**")
     if facts.comparison is not None:
         parts += [
-            paired_table({facts.name.split("/")[-1]: facts.comparison}),
-            "Per cent ± one standard error; that of the delta is paired (same items and prompts for both models);"
-            " gained and lost items; exact McNemar p.",
+            verdict(facts.name.split("/")[-1], facts.comparison),
+            paired_table(facts.comparison),
+            LEGEND,
         ]
     else:
         rows = [

@@ -11,25 +11,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import new_folder, versions, write_json, write_text
+from fcsd.artifact import new_folder, read_json, versions, write_json, write_text
 from fcsd.errors import UserError
+from fcsd.evaluate.lm_eval_files import write_lm_eval
+from fcsd.evaluate.lm_eval_results import read_results
 from fcsd.evaluate.scores import compare
 from fcsd.report.items import write_items
-from fcsd.report.lm_eval_files import read_results, write_lm_eval
 from fcsd.report.table import paired_table
+from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
 
 SCHEMA_VERSION = 1
+_STOPPING_FIGURES = {  # metric of early stopping: file, caption
+    "pass@1": ("pass_at_1.png", "pass@1 on the early-stopping task during training."),
+    "heldout_kl": ("heldout_kl.png", "KL to the original on held-out text during training."),
+}
 ITEMS_LINK = " [Every answer side by side](items.html)."
 Evaluated = Mapping[str, Mapping[str, Any]]
 Comparisons = dict[str, dict[str, Any]]
 
 
 def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """name -> {"result": …, "samples": …}, the original first; a name is as much of the folder's path as tells it
-    apart.
+    """name -> {"result": …, "samples": …, "training": …}, the original first; a name is as much of the folder's path
+    as tells it apart; training is `training_of` the folder.
 
     Raises:
-        UserError: as `lm_eval_files.read_results`; a folder twice.
+        UserError: as `lm_eval_results.read_results`; a folder twice.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]
@@ -41,7 +47,7 @@ def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[
     for folder, name in zip(folders, _names(resolved), strict=True):
         result, samples = read_results(folder, like)
         like = like or result
-        found[name] = {"result": result, "samples": samples}
+        found[name] = {"result": result, "samples": samples, "training": training_of(folder, result)}
     return found
 
 
@@ -52,44 +58,78 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def compare_all(evaluated: Evaluated) -> Comparisons:
-    """name -> `scores.compare` of the first model with it."""
+def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
+    """name -> `scores.compare` of the first model with it.
+
+    Raises:
+        UserError: as `scores.compare`; of more than two, which one does not match.
+    """
     first, *others = evaluated
-    return {name: compare(evaluated[first], evaluated[name]) for name in others}
+    found = {}
+    for name in others:
+        try:
+            found[name] = compare(evaluated[first], evaluated[name], only)
+        except UserError as error:
+            raise UserError(f"{first} against {name}: {error}") from None
+    return found
 
 
-def comparison_table(comparisons: Comparisons, evaluated: Evaluated) -> str:
-    """`fcsd compare`: the paired table; a quick look is marked as one."""
-    limits = {each["result"]["settings"]["limit"] for each in evaluated.values()} - {None}
-    note = (
-        f"\nOnly the first {min(limits)} items of every task: a quick look, not a result." if limits else ""
-    )
-    return paired_table(comparisons) + note
+def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
+    """`fcsd compare`: for every model the paired table and the verdict; a quick look is marked as one."""
+    original = next(iter(evaluated))
+    parts = []
+    for name, comparison in comparisons.items():
+        said = [verdict(name, comparison).replace("**", ""), quick_look(comparison["limit"])]
+        title = f"{name} (model) against {original} (original)"
+        parts.append("\n\n".join([title, paired_table(comparison), *filter(None, said)]))
+    differ = differing_settings(evaluated)
+    return "\n\n".join([*parts, *([f"Settings that differ: {differ}."] if differ else [])])
 
 
 def write_details(evaluated: Evaluated, comparisons: Comparisons, folder: Path) -> dict[str, str]:
     """Write figures of the differences, `items.html` and `lm_eval/` into `folder`; returns figure -> caption."""
     from fcsd.report.plots import plot_deltas, plot_members
 
-    for each in evaluated.values():
-        write_lm_eval(each["result"], each["samples"], folder / "lm_eval")
+    for name, each in evaluated.items():
+        write_lm_eval(each["result"] | {"model": name}, each["samples"], folder / "lm_eval")
     if not comparisons:
         return {}
     write_items(evaluated, comparisons, folder / "items.html")
-    plot_deltas(comparisons, folder / "deltas.png")
-    figures = {"deltas.png": "Difference to the original, with 95 % intervals (paired)."}
+    look = quick_look(min((each["limit"] for each in comparisons.values() if each["limit"]), default=None))
+    plot_deltas(comparisons, folder / "deltas.png", note=look)
+    mark = f" {look}" if look else ""
+    figures = {"deltas.png": f"Difference to the original, with 95 % intervals (paired).{mark}"}
     for task, row in next(iter(comparisons.values()))["tasks"].items():
         if "members" in row:
             rows = {name: comparison["tasks"][task] for name, comparison in comparisons.items()}
-            plot_members(task, rows, folder / f"{task}_members.png")
+            plot_members(task, rows, folder / f"{task}_members.png", note=look)
+            counts = [f"{name}: {members_line(each)}" for name, each in rows.items()]
             figures[f"{task}_members.png"] = (
-                f"{task}: difference to the original by member (number of items)."
+                f"{task}: difference to the original by member (number of items). {' '.join(counts)}{mark}"
             )
     return figures
 
 
-def write_comparison(evaluated: Evaluated, folder: Path) -> None:
-    """Write `comparison.md`, `comparison.json` (schema_version 1), and what `write_details` writes.
+def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, str]:
+    """Draw the losses, and the scores of early stopping, of finished trainings (name -> their folder); figure ->
+    caption."""
+    from fcsd.distill.run import read_history, read_scores
+    from fcsd.report.plots import plot_losses, plot_scores
+
+    figures = {}
+    if histories := {name: read_history(path) for name, path in training.items()}:
+        plot_losses(histories, folder / "loss.png")
+        figures["loss.png"] = "Training loss."
+    for metric, (file, caption) in _STOPPING_FIGURES.items():
+        curves = {name: points for name, path in training.items() if (points := read_scores(path, metric))}
+        if curves:
+            plot_scores(curves, metric, folder / file)
+            figures[file] = caption
+    return figures
+
+
+def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None) -> None:
+    """Write `comparison.md`, `comparison.json` (schema_version 1, docs/results.md), and what `write_details` writes.
 
     Raises:
         UserError: results that do not match; `folder` is not empty and no comparison.
@@ -100,27 +140,98 @@ def write_comparison(evaluated: Evaluated, folder: Path) -> None:
         and (folder.is_file() or any(folder.iterdir()))
     ):
         raise UserError(f"{folder}: exists and is no comparison; choose another folder")
-    comparisons = compare_all(evaluated)
+    comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:
         figures = write_details(evaluated, comparisons, new)
+        training = {name: each["training"] for name, each in evaluated.items() if each["training"]}
+        figures |= training_figures(training, new) if training else {}
         whole = {
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
+            "complete": all(each["complete"] for each in comparisons.values()),
             "models": {name: each["result"] for name, each in evaluated.items()},
             "comparisons": comparisons,
+            "settings_that_differ": _differing(evaluated),
             "versions": versions(),
         }
         write_json(new / "comparison.json", whole)
         parts = [
             f"# {', '.join(comparisons)} against {next(iter(evaluated))}",
-            comparison_table(comparisons, evaluated),
-            "Per cent ± one standard error; that of the delta is paired; gained and lost items; exact McNemar p of a"
-            f" difference at least this large when nothing was lost.{ITEMS_LINK}",
+            *verdicts(comparisons),
+            *tables(comparisons),
             *(f"![{caption}]({file})\n\n{caption}" for file, caption in figures.items()),
             "## Settings",
-            *(f"- {name}: {settings_line(each['result'])}" for name, each in evaluated.items()),
+            settings_text(evaluated),
         ]
         write_text(new / "comparison.md", "\n\n".join(parts) + "\n")
+
+
+def verdicts(comparisons: Comparisons) -> list[str]:
+    """What an impatient reader needs: the mark of a quick look, and a line a model; parts of a Markdown page."""
+    look = next(filter(None, (quick_look(comparison["limit"]) for comparison in comparisons.values())), "")
+    lines = "\n".join(f"- {verdict(name, comparison)}" for name, comparison in comparisons.items())
+    return [*([f"**{look}**"] if look else []), lines]
+
+
+def tables(comparisons: Comparisons) -> list[str]:
+    """A table for every model, and how they are to be read; parts of a Markdown page."""
+    parts = []
+    for name, comparison in comparisons.items():
+        parts += [*([f"### {name}"] if len(comparisons) > 1 else []), paired_table(comparison)]
+    return [*parts, f"{LEGEND}{ITEMS_LINK}"]
+
+
+def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
+    """Where the model was trained on which `folder` has a result, if that place is known and its weights are these."""
+    if not (folder / "manifest.json").is_file():
+        return None
+    weights = read_json(folder / "manifest.json").get("inputs", {}).get("model")
+    run = folder.resolve().parent.parent  # of RUN/evaluate/NAME
+    places = [
+        Path(str(result["model"])).parent,
+        run / "distill",
+        run / "pretrain",
+        run / "variants" / folder.name,
+    ]
+    for place in places:
+        if (place / "history.jsonl").is_file() and (place / "manifest.json").is_file():
+            left = read_json(place / "manifest.json").get("outputs", {}).get("model")
+            if left is not None and left == weights:
+                return place
+    return None
+
+
+def settings_text(evaluated: Evaluated) -> str:
+    """The settings, once where they are the same for all, and what differs."""
+    lines = {name: settings_line(each["result"]) for name, each in evaluated.items()}
+    if len(set(lines.values())) == 1:
+        text = next(iter(lines.values()))
+    else:
+        text = "\n".join(f"- {name}: {line}" for name, line in lines.items())
+    differ = differing_settings(evaluated)
+    return text + (f"\n\n**These differ:** {differ}." if differ else "")
+
+
+def differing_settings(evaluated: Evaluated) -> str:
+    """What the results were not measured the same way with, though their items and prompts are the same; "" if all."""
+    return "; ".join(
+        f"{key}: {', '.join(f'{value} ({name})' for name, value in values.items())}"
+        for key, values in _differing(evaluated).items()
+    )
+
+
+def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in evaluated.items():
+        settings = each["result"]["settings"]
+        known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer")}
+        known |= settings.get("versions", {}) | {
+            f"sandbox {layer}": state for layer, state in (each["result"].get("sandbox") or {}).items()
+        }
+        for key, value in known.items():
+            if value is not None or key == "limit":
+                found.setdefault(key, {})[name] = value
+    return {key: values for key, values in found.items() if len(set(map(str, values.values()))) > 1}
 
 
 def settings_line(result: Mapping[str, Any]) -> str:
@@ -131,5 +242,7 @@ def settings_line(result: Mapping[str, Any]) -> str:
         for task, row in result["tasks"].items()
     ]
     used = [f"{name} {version}" for name, version in settings.get("versions", {}).items()]
-    words = ["; ".join(tasks), f"{settings['dtype']}, decoding {settings['decoding']}", ", ".join(used)]
+    how = [str(settings["dtype"])] if settings.get("dtype") else []
+    how += [f"decoding {settings['decoding']}"] if settings.get("decoding") else []
+    words = ["; ".join(tasks), ", ".join(how), ", ".join(used)]
     return "; ".join(word for word in words if word)

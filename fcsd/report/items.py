@@ -22,6 +22,7 @@ from typing import Any
 
 from fcsd.artifact import write_text
 from fcsd.report.table import percent
+from fcsd.report.verdict import p_text, quick_look, signed
 
 
 def write_items(
@@ -34,10 +35,12 @@ def write_items(
         comparisons: name -> `scores.compare` of the original with it.
     """
     names = list(evaluated)
-    original = evaluated[names[0]]
-    tasks = list(original["result"]["tasks"])
+    tasks = list(comparisons[names[1]]["tasks"])
     index = {
         "models": names,
+        "note": quick_look(
+            min((each["limit"] for each in comparisons.values() if each["limit"]), default=None)
+        ),
         "tasks": [
             {"name": task, "facts": ["", *(_facts(comparisons[name]["tasks"][task]) for name in names[1:])]}
             for task in tasks
@@ -84,10 +87,10 @@ def _valid(value: Any) -> bytes:
 
 def _facts(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['metric']}, {row['num_fewshot']}-shot, {row['num_items']} items:"
+        f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot, {row['num_items']} items:"
         f" {percent(row['original'])} → {percent(row['converted'])},"
-        f" delta {percent(row['delta'], row['delta_stderr'])}, gained {row['gained']}, lost {row['lost']},"
-        f" p = {row['p_value']:.3f}"
+        f" delta {signed(row['delta'])} ± {100 * row['delta_stderr']:.1f}, gained {row['gained']}, lost {row['lost']},"
+        f" p {p_text(row['p_value'])}: {row['verdict']}"
     )
 
 

@@ -56,71 +56,103 @@ def plot_scores(scores: Mapping[str, Sequence[tuple[int, float]]], metric: str, 
 
 
 def plot_models(
-    tasks: Sequence[str], models: Mapping[str, Mapping[str, tuple[float, float]]], path: Path
+    tasks: Sequence[str],
+    models: Mapping[str, Mapping[str, tuple[float, float]]],
+    path: Path,
+    note: str = "",
 ) -> None:
     """Bars of (score, standard error) per task and model, with bars of one standard error."""
-    figure, axis = plt.subplots(
-        figsize=(max(_SIZE[0], 1.1 * len(tasks) * max(1, len(models)) * 0.35 + 2), _SIZE[1])
-    )
+    figure, axis = plt.subplots(figsize=(max(_SIZE[0], 0.28 * len(tasks) * (len(models) + 1) + 1), _SIZE[1]))
     width = 0.8 / max(1, len(models))
     for index, (name, scores) in enumerate(models.items()):
         places = [place - 0.4 + width * (index + 0.5) for place in range(len(tasks))]
         values = [scores[task][0] for task in tasks]
         errors = [scores[task][1] for task in tasks]
         axis.bar(places, values, width, yerr=errors, capsize=2, label=name)
-    axis.set_xticks(range(len(tasks)), tasks)
+    crowded = max(map(len, tasks)) * len(tasks) > 12 * figure.get_figwidth()
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
+    axis.set_xticks(range(len(tasks)), tasks, **turned)
     axis.set(ylabel="score", ylim=(0, 1.05))
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, path)
+    if note:
+        axis.set_title(note, fontsize="small", color="tab:red")
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(figure, path, around=True)
 
 
-def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Difference to the original in points, a row a task and the mean, a colour a model; bars are 95 % intervals,
-    1.96 paired standard errors to each side."""
-    tasks = [*next(iter(comparisons.values()))["tasks"], "mean"]
+def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
+    """Difference to the original in points with its 95 % interval, a row a task and the mean, a colour a model; filled
+    where the verdict is not noise. note: the mark of a quick look."""
+    first = next(iter(comparisons.values()))
+    means = {name: comparison["mean"] for name, comparison in comparisons.items()}
+    has_mean = first["mean"] is not None and len(first["tasks"]) > 1
+    tasks = [*first["tasks"], *(["mean"] if has_mean else [])]
     figure, axis = plt.subplots(
-        figsize=(_SIZE[0], max(2.2, 0.32 * len(tasks) * max(1, len(comparisons)) + 1.2))
+        figsize=(_SIZE[0], max(2.2, len(tasks) * (0.12 + 0.18 * len(comparisons)) + 1.2))
     )
     height = 0.7 / len(comparisons)
     for index, (name, comparison) in enumerate(comparisons.items()):
-        rows = [comparison["tasks"].get(task) or comparison["mean"] for task in tasks]
+        rows = [comparison["tasks"].get(task) or means[name] for task in tasks]
         places = [place - 0.35 + height * (index + 0.5) for place in range(len(tasks))]
-        _intervals(axis, rows, places, markersize=4, capsize=2, label=name)
-    axis.axvline(0, color="black", linewidth=1)
-    axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
+        _intervals(axis, rows, places, f"C{index % 10}", name, markersize=5, capsize=2)
+    if has_mean:
+        axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
     axis.set_yticks(range(len(tasks)), tasks)
-    axis.invert_yaxis()
-    axis.set(xlabel="difference to the original (points), 95 % interval")
-    axis.grid(alpha=0.3, axis="x")
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, path)
+    _difference_axis(axis, "difference to the original (points), 95 % interval; filled: beyond noise", note)
+    axis.set_ylim(len(tasks) - 0.5, -0.5)
+    _save(figure, path, around=True)
 
 
-def _intervals(axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float], **style: Any) -> None:
-    """Differences to the original, in points, with their 95 % intervals."""
-    differences = [100 * row["delta"] for row in rows]
-    halves = [196 * row["delta_stderr"] for row in rows]
-    axis.errorbar(differences, places, xerr=halves, linestyle="none", marker="o", **style)
-
-
-def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Difference to the original of every member of a group (the subjects of MMLU), sorted by the first model's.
+def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
+    """Difference to the original of every member of a group (the subjects of MMLU), sorted by the first model's; filled
+    where the interval does not hold 0.
 
     comparisons: model -> `paired` with `members`.
     """
     first = next(iter(comparisons.values()))["members"]
-    members = sorted(first, key=lambda member: first[member]["delta"])
-    figure, axis = plt.subplots(figsize=(_SIZE[0], 0.17 * len(members) + 1.2))
-    for model, row in comparisons.items():
+    members = sorted(first, key=lambda member: -first[member]["delta"])
+    step = 0.17 * max(1.0, 0.6 * len(comparisons))
+    figure, axis = plt.subplots(figsize=(_SIZE[0], step * len(members) + 1.2))
+    height = 0.6 / len(comparisons)
+    for index, (model, row) in enumerate(comparisons.items()):
         rows = [row["members"][member] for member in members]
-        _intervals(axis, rows, range(len(members)), markersize=3, linewidth=0.7, label=model)
-    axis.axvline(0, color="black", linewidth=1)
+        places = [place - 0.3 + height * (index + 0.5) for place in range(len(members))]
+        _intervals(axis, rows, places, f"C{index % 10}", model, markersize=3, linewidth=0.7)
     labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
     axis.set_yticks(range(len(members)), labels, fontsize=6)
-    axis.set(xlabel=f"{name}: difference to the original (points), 95 % interval", ylim=(-1, len(members)))
+    _difference_axis(axis, f"{name}: difference to the original (points), 95 % interval", note)
+    axis.set_ylim(len(members) - 0.5, -0.5)
+    _save(figure, path, around=True)
+
+
+def _intervals(
+    axis: Any,
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[float],
+    colour: str,
+    label: str,
+    **style: Any,
+) -> None:
+    """Differences to the original, in points, with their 95 % intervals."""
+    for row, place in zip(rows, places, strict=True):
+        delta, (low, high) = row["delta"], row["interval"] or (row["delta"], row["delta"])
+        # Of members there is no verdict, only the interval.
+        noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
+        errors = [[100 * max(0.0, delta - low)], [100 * max(0.0, high - delta)]]
+        face = "white" if noise else colour
+        axis.errorbar(
+            [100 * delta], [place], xerr=errors, linestyle="none", marker="o", color=colour,
+            markerfacecolor=face, label=label, **style,
+        )  # fmt: skip
+        label = "_"  # one entry a model
+
+
+def _difference_axis(axis: Any, label: str, note: str) -> None:
+    axis.axvline(0, color="black", linewidth=1, zorder=0)
+    axis.set(xlabel=label)
     axis.grid(alpha=0.3, axis="x")
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, path)
+    if note:
+        axis.set_title(note, fontsize="small", color="tab:red")
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
 
 
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
@@ -241,9 +273,11 @@ def _series(points: Sequence[Mapping[str, float]], key: str) -> tuple[list[float
     return [point["step"] for point in chosen], [point[key] for point in chosen]
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path, *, around: bool = False) -> None:
+    """around: names and legend of any length stand around axes of the size they were given, not inside it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    figure.tight_layout()
+    if not around:
+        figure.tight_layout()
     figure.savefig(temporary, dpi=130, format="png", bbox_inches="tight")
     plt.close(figure)
     temporary.replace(path)

@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.artifact import new_folder, read_json, versions, write_json, write_text
-from fcsd.distill.run import read_history, read_scores
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import read_result
 from fcsd.layers import read_study
 from fcsd.recipe import Recipe, to_yaml
-from fcsd.report.comparison import ITEMS_LINK, compare_all, write_details
-from fcsd.report.plots import plot_layers, plot_losses, plot_models, plot_scores, plot_sweep
-from fcsd.report.table import models_table, paired_table
+from fcsd.report.comparison import (
+    compare_all,
+    settings_text,
+    tables,
+    training_figures,
+    verdicts,
+    write_details,
+)
+from fcsd.report.plots import plot_layers, plot_models, plot_sweep
+from fcsd.report.table import models_table
+from fcsd.report.verdict import quick_look
 
 SCHEMA_VERSION = 1
-_STOPPING_FIGURES = {  # metric of early stopping: file, caption
-    "pass@1": ("pass_at_1.png", "pass@1 on the early-stopping task during training."),
-    "heldout_kl": ("heldout_kl.png", "KL to the original on held-out text during training."),
-}
 
 
 def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
@@ -144,17 +147,11 @@ def _figures(
             name: {task: (row["value"], row["stderr"]) for task, row in each["result"]["tasks"].items()}
             for name, each in evaluated.items()
         }
-        plot_models(tasks, scores, folder / "models.png")
+        limits = [each["result"]["settings"]["limit"] for each in evaluated.values()]
+        look = quick_look(min(filter(None, limits), default=None))
+        plot_models(tasks, scores, folder / "models.png", note=look)
         figures["models.png"] = "Scores of every model; bars are one standard error."
-    histories = {name: read_history(path) for name, path in training.items()}
-    if histories:
-        plot_losses(histories, folder / "loss.png")
-        figures["loss.png"] = "Training loss."
-    for metric, (file, caption) in _STOPPING_FIGURES.items():
-        curves = {name: points for name, path in training.items() if (points := read_scores(path, metric))}
-        if curves:
-            plot_scores(curves, metric, folder / file)
-            figures[file] = caption
+    figures |= training_figures(training, folder)
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
         figures["layers.png"] = (
@@ -168,15 +165,20 @@ def _figures(
 
 def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[str, str]) -> str:
     stopping = recipe.early_stopping
-    parts = [
-        f"# Report of `{recipe.name}`",
+    limits = [each["result"]["settings"]["limit"] for each in report["models"].values()]
+    look = quick_look(min(filter(None, limits), default=None))
+    parts = [f"# Report of `{recipe.name}`"]
+    if report["comparisons"]:
+        parts += ["## Verdict", *verdicts(report["comparisons"])]
+    elif look:
+        parts.append(f"**{look}**")
+    parts += [
+        "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in nats per token on held-out text."
         " `original` is the teacher, `converted` the same weights rewired and untrained.",
         table,
+        *([look] if look else []),
     ]
-    limits = {each["result"]["settings"]["limit"] for each in report["models"].values()} - {None}
-    if limits:
-        parts.append(f"**Only the first {min(limits)} items of every task: a quick look, not a result.**")
     if stopping is not None:
         by = (
             "KL to the original on held-out text"
@@ -188,12 +190,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
             f" {stopping.every_steps} steps, patience {stopping.patience}, min_delta {stopping.min_delta}."
         )
     if report["comparisons"]:
-        parts += [
-            "## Against the original, item by item",
-            "Delta with its paired standard error; gained and lost items; exact McNemar p of a difference at least this"
-            f" large when nothing was lost.{ITEMS_LINK}",
-            paired_table(report["comparisons"]),
-        ]
+        parts += ["## Against the original, item by item", *tables(report["comparisons"])]
     if report["sweep"] is not None:
         sweep = report["sweep"]
         parts += [
@@ -209,11 +206,9 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
 
 def _settings(report: dict[str, Any]) -> str:
     lines = [f"- {name} {version}" for name, version in report["versions"].items()]
-    for model in list(report["models"].values())[:1]:
-        settings, sandbox = model["result"]["settings"], model["result"]["sandbox"]
-        lines.append(
-            f"- evaluation: {settings['dtype']} on {settings['device']}, decoding {settings['decoding']}"
-        )
+    if report["models"]:
+        lines.append(f"- evaluation: {settings_text(report['models'])}")
+        sandbox = next(iter(report["models"].values()))["result"]["sandbox"]
         if sandbox is not None:
             lines.append(
                 f"- sandbox of generated code: {', '.join(f'{key} {value}' for key, value in sandbox.items())}"

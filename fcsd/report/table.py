@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.report.verdict import interval_text, p_text, quick_look, signed
+
 Rows = Sequence[Sequence[str]]
 
 
@@ -70,56 +72,42 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown(header, rows)
 
 
-def paired_table(comparisons: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a model and task: both scores, paired delta, items gained and lost, McNemar's p."""
+def paired_table(comparison: Mapping[str, Any]) -> str:
+    """One row a task: both scores, paired delta with its interval, items gained and lost, McNemar's p, verdict.
+
+    comparison: what `scores.compare` gives.
+    """
     header = [
-        "model, task",
-        "metric",
-        "shots",
-        "n",
-        "original",
-        "model",
-        "delta",
-        "gained",
-        "lost",
-        "p",
-        "retained %",
+        "task", "metric", "shots", "n", "original", "model", "delta", "95 % interval", "gained", "lost", "p",
+        "retained %", "verdict",
+    ]  # fmt: skip
+    rows = [
+        [
+            task if row["headline"] else f"{task} (not in the mean)",
+            row["metric"].removesuffix(",none"),
+            str(row["num_fewshot"]),
+            str(row["num_items"]),
+            *_scores(row),
+            str(row["gained"]),
+            str(row["lost"]),
+            p_text(row["p_value"]),
+            _retained(row),
+            row["verdict"],
+        ]
+        for task, row in comparison["tasks"].items()
     ]
-    rows = []
-    for name, comparison in comparisons.items():
-        for task, row in comparison["tasks"].items():
-            rows.append(
-                [
-                    f"{name}, {task}",
-                    row["metric"],
-                    str(row["num_fewshot"]),
-                    str(row["num_items"]),
-                    percent(row["original"], row["original_stderr"]),
-                    percent(row["converted"], row["converted_stderr"]),
-                    percent(row["delta"], row["delta_stderr"]),
-                    str(row["gained"]),
-                    str(row["lost"]),
-                    f"{row['p_value']:.3f}",
-                    _retained(row),
-                ]
-            )
-        mean = comparison["mean"]
-        rows.append(
-            [
-                f"{name}, mean",
-                "",
-                "",
-                "",
-                percent(mean["original"], mean["original_stderr"]),
-                percent(mean["converted"], mean["converted_stderr"]),
-                percent(mean["delta"], mean["delta_stderr"]),
-                "",
-                "",
-                "",
-                _retained(mean),
-            ]
-        )
+    if mean := comparison["mean"]:
+        rows.append(["mean", "", "", "", *_scores(mean), "", "", "", _retained(mean), mean["verdict"]])
     return markdown(header, rows)
+
+
+def _scores(row: Mapping[str, Any]) -> list[str]:
+    return [
+        percent(row["original"], row["original_stderr"]),
+        percent(row["converted"], row["converted_stderr"]),
+        f"{signed(row['delta'])} ± {100 * row['delta_stderr']:.1f}",
+        interval_text(row["interval"]),
+    ]
 
 
 def _retained(row: Mapping[str, Any]) -> str:
@@ -152,9 +140,8 @@ def score_table(result: Mapping[str, Any]) -> str:
             if row["metric"] != f"pass@{k}":
                 rows.append([task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)])
     table = markdown(["task", "metric", "shots", "n", "score"], rows)
-    limit = result["settings"]["limit"]
-    note = f"\n\nOnly the first {limit} items of every task: a quick look, not a result." if limit else ""
-    return table + note
+    note = quick_look(result["settings"]["limit"])
+    return f"{table}\n\n{note}" if note else table
 
 
 def families_table(*, as_json: bool = False) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from fcsd.cli import main
+from fcsd.evaluate.lm_eval_files import write_lm_eval
+from fcsd.evaluate.lm_eval_results import read_results
 from fcsd.evaluate.runner import write_result
 from fcsd.evaluate.scores import by_member, compare
 from fcsd.report.comparison import read_evaluated
-from fcsd.report.lm_eval_files import read_results, write_lm_eval
 from tests.report.test_report import result
 
 SUBJECTS = {"mmlu_law": ([1, 1, 0, 1], [1, 0, 0, 0]), "mmlu_art": ([0, 1], [1, 1])}
@@ -52,7 +53,10 @@ def test_compare_prints_every_task_and_the_mean_or_json(
     assert comparison["tasks"]["choice"]["delta"] == 0 and comparison["tasks"]["mmlu"]["delta"] == -1 / 6
     assert main(["compare", *map(str, folders)]) == 0
     text = capsys.readouterr().out
-    assert "fcsd, mmlu" in text and "fcsd, mean" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    assert [row[0] for row in rows] == ["task", "-" * 8, "code", "choice", "mmlu", "mean"]
+    assert rows[4][4:10] == ["66.7 ± 21.1", "50.0 ± 22.4", "-16.7 ± 30.7", "-60.7 to +35.7", "1", "2"]
+    assert "Within noise: code, choice, mmlu; their intervals do not exclude losses of up to 60.7" in text
 
 
 def test_members_of_a_group_are_compared_each(folders: tuple[Path, Path]) -> None:
@@ -75,7 +79,7 @@ def test_a_comparison_is_a_folder_with_table_figures_answers_and_lm_evals_files(
     whole = json.loads((out / "comparison.json").read_text())
     assert whole["schema_version"] == 1 and whole["original"] == "original"
     text = (out / "comparison.md").read_text()
-    assert "fcsd, mmlu" in text and "mmlu 5-shot" in text
+    assert "| mmlu " in text and "mmlu 5-shot" in text
     for figure in ("deltas.png", "mmlu_members.png"):
         assert f"({figure})" in text and (out / figure).read_bytes().startswith(b"\x89PNG")
     assert (out / "items.html").is_file()

@@ -1,151 +1,26 @@
-"""Results in lm-eval's own files: written for its tools, and read where plain `lm_eval` wrote them.
+"""Results where plain `lm_eval` left them, in the form of those of `fcsd evaluate`, so that they can be compared.
 
-    results_<time>.json            results[task]["metric,filter"], configs, versions, n-shot, n-samples, …
-    samples_<task>_<time>.jsonl    an item a line, as `lm_eval --log_samples` leaves them (lm-eval 0.4.13)
-
-    write_lm_eval(result, samples, folder)
     result, samples = read_results(folder)      # of `fcsd evaluate`, or of `lm_eval --output_path … --log_samples`
 
-Not covered: `doc` of written samples is empty, because results of fcsd hold prompts and no documents; metrics that are
-not means over items; several samples an item.
+Not covered: metrics that are not means over items; several answers an item (`repeats`).
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import write_json, write_text
 from fcsd.errors import UserError
+from fcsd.evaluate.lm_eval_files import lm_eval_key
 from fcsd.evaluate.question import shown_question
 from fcsd.evaluate.runner import SCHEMA_VERSION, read_result
-from fcsd.evaluate.scores import by_member, plain_mean, standard_error
+from fcsd.evaluate.scores import plain_mean, standard_error
 
 Result = dict[str, Any]
 Samples = dict[str, list[dict[str, Any]]]
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
 """Of several metrics of a task, the one that stands for it when nothing else says which."""
-
-
-# ---- writing
-
-
-def write_lm_eval(
-    result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
-) -> Path:
-    """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that folder."""
-    from lm_eval.utils import sanitize_model_name
-
-    place = folder / sanitize_model_name(str(result["model"]))
-    place.mkdir(parents=True, exist_ok=True)
-    time = datetime.now().isoformat().replace(":", "-")
-    settings = result["settings"]
-    whole: dict[str, Any] = {
-        "results": {}, "groups": {}, "group_subtasks": {}, "configs": {}, "versions": {}, "n-shot": {},
-        "higher_is_better": {}, "n-samples": {},
-        "config": {
-            "model": "fcsd", "model_args": {"pretrained": result["model"]}, "limit": settings["limit"],
-            "batch_size": settings.get("batch_size"), "device": settings["device"],
-            "model_dtype": f"torch.{settings['dtype']}", "fewshot_seed": settings.get("fewshot_seed"),
-        },
-        "date": datetime.now().timestamp(), "model_source": "fcsd", "model_name": result["model"],
-        "model_name_sanitized": place.name, "lm_eval_version": settings.get("versions", {}).get("lm-eval"),
-        "transformers_version": settings.get("versions", {}).get("transformers"), "task_hashes": {},
-        "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
-    }  # fmt: skip
-    for task, row in result["tasks"].items():
-        members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(samples[task], row["kind"])
-        if members:
-            _add_row(whole, task, row, samples[task])
-            whole["groups"][task] = whole["results"][task]
-            whole["group_subtasks"][task] = list(members)
-        parts = members or {task: samples[task]}
-        for name, items in parts.items():
-            _add_row(whole, name, row, items)
-            rows = [_lm_eval_sample(item, row) for item in items]
-            whole["task_hashes"][name] = _hash(
-                "".join(each["doc_hash"] + each["prompt_hash"] + each["target_hash"] for each in rows)
-            )
-            text = "".join(json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in rows)
-            write_text(place / f"samples_{name}_{time}.jsonl", text)
-    write_json(place / f"results_{time}.json", whole)
-    return place
-
-
-def _add_row(
-    whole: dict[str, Any], name: str, row: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
-) -> None:
-    metric, rule = lm_eval_key(row["metric"])
-    scores = [item["score"] for item in items]
-    whole["results"][name] = {
-        "name": name,
-        "alias": name,
-        "sample_len": len(scores),
-        f"{metric},{rule}": math.fsum(scores) / len(scores),
-        f"{metric}_stderr,{rule}": standard_error(scores),
-    }
-    generates = row["kind"] != "likelihood"
-    whole["configs"][name] = {
-        "task": name,
-        "dataset_path": row["dataset"],
-        "num_fewshot": row["num_fewshot"],
-        "output_type": "generate_until" if generates else "multiple_choice",
-        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
-        "metadata": {"kind": row["kind"], "revision": row.get("revision")},
-    }
-    whole["versions"][name] = "fcsd"
-    whole["n-shot"][name] = row["num_fewshot"]
-    whole["higher_is_better"][name] = {metric: True}
-    whole["n-samples"][name] = {"original": len(scores), "effective": len(scores)}
-
-
-def lm_eval_key(metric: str) -> tuple[str, str]:
-    """Metric and filter: ("acc", "none") of `acc,none`; code tasks have no filter."""
-    name, _, rule = metric.partition(",")
-    return name, rule or "none"
-
-
-def _lm_eval_sample(sample: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    metric, rule = lm_eval_key(row["metric"])
-    prompt = sample.get("prompt", "")
-    if "loglikelihoods" in sample:
-        choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])
-        arguments = [[prompt, choice] for choice in choices]
-        responses: list[Any] = [[[str(value), ""]] for value in sample["loglikelihoods"]]
-        filtered = [first[0] for first in responses]
-    else:
-        arguments = [[prompt, ""]]
-        texts = sample.get("completions") or [sample.get("completion", "")]
-        responses, filtered = [list(texts)], list(texts)
-    doc_id = str(sample["doc_id"])
-    number = doc_id.rpartition("/")[2]
-    return {
-        "doc_id": int(number) if number.isdigit() else doc_id,
-        "doc": {},
-        "target": str(sample.get("target", "")),
-        "arguments": {
-            f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(each)}
-            for i, each in enumerate(arguments)
-        },
-        "resps": responses,
-        "filtered_resps": filtered,
-        "filter": rule,
-        "metrics": [metric],
-        "doc_hash": sample["doc_hash"],
-        "prompt_hash": sample["prompt_hash"],
-        "target_hash": _hash(str(sample.get("target", ""))),
-        metric: sample["score"],
-    }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-# ---- reading
 
 
 def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[Result, Samples]:
@@ -182,7 +57,7 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         tasks[task], samples[task] = _task(task, whole, file, metrics.get(task))
     mean, error = plain_mean([(row["value"], row["stderr"]) for row in tasks.values()])
     newest = found[next(reversed(found))][0]
-    config = newest.get("config", {})
+    config = newest.get("config") or {}
     versions = {"lm-eval": newest.get("lm_eval_version"), "transformers": newest.get("transformers_version")}
     limit = config.get("limit")
     result = {
@@ -196,11 +71,11 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         "settings": {
             "limit": int(limit) if limit and limit >= 1 else limit,
             "batch_size": config.get("batch_size"),
-            "dtype": str(config.get("model_dtype")).removeprefix("torch."),
-            "device": str(config.get("device")),
+            "dtype": str(config["model_dtype"]).removeprefix("torch.") if config.get("model_dtype") else None,
+            "device": config.get("device"),
             "fewshot_seed": config.get("fewshot_seed"),
             "decoding": "as lm_eval was told",
-            "suite": {"tasks": []},
+            "suite": {"tasks": [_suite_row(task, *found[task]) for task in tasks]},
             "versions": {name: version for name, version in versions.items() if version},
         },
         "sandbox": None,
@@ -238,29 +113,51 @@ def _leaves(task: str, whole: Mapping[str, Any]) -> list[str]:
     return [leaf for name in members for leaf in _leaves(name, whole)] or [task]
 
 
+def _suite_row(task: str, whole: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """How a generated answer was cut, in the words of a suite."""
+    config = (whole.get("configs") or {}).get(_leaves(task, whole)[0]) or {}
+    how = config.get("generation_kwargs") or {}
+    return {
+        "task": task,
+        "dataset": str(config.get("dataset_path", "")),
+        "max_new_tokens": how.get("max_gen_toks"),
+        "stop": [how["until"]] if isinstance(how.get("until"), str) else how.get("until"),
+    }
+
+
 def _task(
     task: str, whole: Mapping[str, Any], file: Path, wanted: str | None
 ) -> tuple[Result, list[dict[str, Any]]]:
     """One row of a result, and its samples."""
     leaves = _leaves(task, whole)
-    items = {leaf: _read_samples(leaf, file) for leaf in leaves}
-    metric = _metric(task, whole["results"], items, file, wanted)
-    name, rule = lm_eval_key(metric)
-    samples = []
-    for leaf, rows in items.items():
-        chosen = sorted((row for row in rows if row["filter"] == rule), key=lambda row: int(row["doc_id"]))
-        samples += [_sample(row, float(row[name]), None if leaf == task else leaf) for row in chosen]
+    try:
+        items = {leaf: _read_samples(leaf, file) for leaf in leaves}
+        metric = _metric(task, whole["results"], items, file, wanted)
+        name, rule = lm_eval_key(metric)
+        samples = []
+        for leaf, rows in items.items():
+            chosen = sorted(
+                (row for row in rows if row["filter"] == rule), key=lambda row: int(row["doc_id"])
+            )
+            samples += [_sample(row, float(row[name]), None if leaf == task else leaf) for row in chosen]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
+        ) from None
     scores = [sample["score"] for sample in samples]
-    config = whole.get("configs", {}).get(leaves[0], {})
+    config = (whole.get("configs") or {}).get(leaves[0]) or {}
+    own = (config.get("metadata") or {}).get("chat_template")  # of a task, where fcsd wrote the files
+    sizes = [((whole.get("n-samples") or {}).get(leaf) or {}).get("original") for leaf in leaves]
     return {
         "metric": metric if "," in str(wanted or metric) else str(wanted),
         "value": math.fsum(scores) / len(scores),
         "stderr": standard_error(scores),
         "num_items": len(scores),
+        "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(scores),
         "num_fewshot": int((whole.get("n-shot") or {}).get(leaves[0]) or 0),
         "kind": "generation" if config.get("output_type") == "generate_until" else "likelihood",
         "headline": True,
-        "chat_template": bool(whole.get("chat_template")),
+        "chat_template": bool(whole.get("chat_template")) if own is None else bool(own),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,
     }, samples
@@ -272,8 +169,11 @@ def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
         raise UserError(
             f"{path}: no such file; models are compared item by item, so run lm_eval with --log_samples"
         )
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: has no samples; evaluate again")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(): a line ends at \n alone, and an answer may hold the other characters that Python takes for ends.
+    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
         try:
             row = json.loads(line)
             int(row["doc_id"]), row["doc_hash"], row["prompt_hash"], row["filter"]
@@ -282,8 +182,6 @@ def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}: not a sample of lm_eval ({error!r}); evaluate again"
             ) from None
         rows.append(row)
-    if not rows:
-        raise UserError(f"{path}: has no samples; evaluate again")
     return rows
 
 

@@ -1,0 +1,87 @@
+"""What a comparison says, in words: what was lost, what is noise, and how much loss the noise may hide."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LEGEND = (
+    "Per cent ± one standard error; the delta's is paired (same items and prompts for both), and so is its 95 %"
+    " interval. Gained and lost: items that only the model, or only the original, got right. p: exact McNemar, how"
+    " often chance alone would split the changed items this unevenly. Verdict: p below 0.05 after Holm's correction for"
+    " the number of tasks; of the mean: whether its interval excludes 0. Within noise does not say that nothing was"
+    " lost: the interval says how much may have been."
+)
+
+
+def quick_look(limit: float | None) -> str:
+    """The mark of an evaluation that was cut short; "" for a whole one."""
+    if limit is None:
+        return ""
+    part = f"{100 * limit:g} % of the" if limit < 1 else f"{limit:g}"
+    return f"Only the first {part} items of every task: a quick look, not a result."
+
+
+def verdict(name: str, comparison: Mapping[str, Any]) -> str:
+    """Two to four sentences on one model: the mean, tasks lost and gained beyond noise, what noise may hide."""
+    tasks, mean = comparison["tasks"], comparison["mean"]
+    changed = sum(row["gained"] + row["lost"] for row in tasks.values())
+    count = sum(row["num_items"] for row in tasks.values())
+    if not changed:
+        return f"**{name}**: none of {count} items has another score than the original's."
+    said = [f"**{name}**: {_mean(mean)}" if mean else f"**{name}**: no task counts in the mean."]
+    for word in ("lost", "gained"):
+        found = [task for task, row in tasks.items() if row["verdict"] == word]
+        if found or word == "lost":
+            said.append(f"{word.capitalize()} beyond noise: {_named(tasks, found) or 'no task'}.")
+    if noise := [task for task, row in tasks.items() if row["verdict"] == "within noise"]:
+        said.append(f"Within noise: {', '.join(noise)}{_hidden(tasks, noise)}.")
+    return " ".join(said)
+
+
+def members_line(row: Mapping[str, Any]) -> str:
+    """How many members of a group differ, and how many would by chance."""
+    intervals = [member["interval"] for member in row["members"].values() if member["interval"]]
+    below, above = sum(high < 0 for _, high in intervals), sum(low > 0 for low, _ in intervals)
+    return (
+        f"of {len(intervals)} intervals {below} lie below 0 and {above} above; chance alone would give about"
+        f" {0.025 * len(intervals):.1f} of each."
+    )
+
+
+def signed(value: float) -> str:
+    """Points with their sign: `-3.1`, `+0.4`, `0.0`."""
+    text = f"{100 * value:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def p_text(value: float) -> str:
+    """`0.012`, `<0.001`."""
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def interval_text(interval: Sequence[float] | None) -> str:
+    """`-5.5 to -0.7`, in points; `-` where there is none."""
+    return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
+
+
+def _mean(mean: Mapping[str, Any]) -> str:
+    over = f"the mean over {mean['num_tasks']} tasks" if mean["num_tasks"] > 1 else "the one task that counts"
+    text = (
+        f"{over} changed by {signed(mean['delta'])} points (95 % interval {interval_text(mean['interval'])})"
+    )
+    words = {"lost": "a loss beyond noise", "gained": "a gain beyond noise"}
+    return f"{text}: {words.get(mean['verdict'], mean['verdict'])}."
+
+
+def _named(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
+    worst = sorted(names, key=lambda task: -abs(tasks[task]["delta"]))
+    return ", ".join(
+        f"{task} {signed(tasks[task]['delta'])} (p {p_text(tasks[task]['p_value'])})" for task in worst
+    )
+
+
+def _hidden(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
+    lows = {task: tasks[task]["interval"][0] for task in names if tasks[task]["interval"]}
+    worst = min(lows, key=lows.__getitem__, default=None)
+    if worst is None or lows[worst] >= 0:
+        return ""
+    return f"; their intervals do not exclude losses of up to {signed(-lows[worst])[1:]} points ({worst})"
