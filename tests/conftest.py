@@ -1,11 +1,35 @@
 """A small base checkpoint with its tokenizer and data."""
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import Bench
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests go to the workers one by one, but those of a file with fixtures for the module together, first.
+
+    Each worker would make such a fixture for itself, and some take a minute. (`--dist loadgroup` is for this, but
+    pytest-xdist 3.8 loses the groups under pytest 9.2, whose nodes keep their id elsewhere.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if has_module_fixture(config.rootpath / file) else nodeid
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def has_module_fixture(file: Path) -> bool:
+    return 'scope="module"' in file.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

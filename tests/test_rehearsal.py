@@ -45,6 +45,7 @@ def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
 
 
 SWAPPED = {
+    "name",
     "output_dir",
     "model.path",
     "data.train.path",

@@ -91,6 +91,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     def put(key: str, value: Any) -> None:
         set_dotted(raw, key, value, f"rehearsal of recipe {recipe.name}")
 
+    put("name", f"{recipe.name}-rehearsal")  # in the title of its report and of its model card
     put("output_dir", str(folder / "run"))
     if recipe.pretrain is not None:
         put("pretrain.config", _pretrain_config(recipe))
@@ -118,7 +119,8 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
         raw["sweep"] |= {"batch_size_tokens": batches, "steps": 2, "last_steps": 1}
         put("sweep.warmup_steps", min(recipe.sweep.warmup_steps, 1))
         if recipe.sweep.train_tokens is not None:
-            put("sweep.train_tokens", _NUM_STEPS * raw["train"]["batch_size_tokens"])
+            # At least `_NUM_STEPS` steps with the largest batch: the first step of a warm-up moves nothing.
+            put("sweep.train_tokens", _NUM_STEPS * max(batches))
     put("evaluation.data_root", str(folder / "hub"))
     put("evaluation.limit", min(recipe.evaluation.limit or _NUM_ITEMS, 2))
     return raw

@@ -276,7 +276,8 @@ def _training(facts: Facts) -> str:
             else f"pass@1 on {data}"
         )
         lines.append(f"The checkpoint of step {results['best_step']} was chosen by {by}.")
-    sources = [_public(str(source["path"])) for source in settings.get("data", {}).get("train", [])]
+    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
+    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
     if sources:
         lines.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
     if left_out := (results.get("decontamination") or {}).get("num_left_out"):

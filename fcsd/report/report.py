@@ -50,6 +50,11 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         for name, each in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
+    look = quick_look(
+        min(filter(None, (each["result"]["settings"]["limit"] for each in models.values())), default=None)
+    )
+    if look:
+        table += f"\n\n{look}"
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "recipe": recipe.dump(),
@@ -165,19 +170,14 @@ def _figures(
 
 def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[str, str]) -> str:
     stopping = recipe.early_stopping
-    limits = [each["result"]["settings"]["limit"] for each in report["models"].values()]
-    look = quick_look(min(filter(None, limits), default=None))
     parts = [f"# Report of `{recipe.name}`"]
     if report["comparisons"]:
         parts += ["## Verdict", *verdicts(report["comparisons"])]
-    elif look:
-        parts.append(f"**{look}**")
     parts += [
         "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in nats per token on held-out text."
         " `original` is the teacher, `converted` the same weights rewired and untrained.",
         table,
-        *([look] if look else []),
     ]
     if stopping is not None:
         by = (
