@@ -138,7 +138,8 @@ def test_a_result_of_weights_that_are_gone_is_refused(recipe: Recipe, run: Path)
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
     for name in SCORES:
         write_result(*result(name, limit=4), run / "evaluate" / name)
-    write_report(recipe, list(SCORES), run / "report")
+    printed = write_report(recipe, list(SCORES), run / "report")
+    assert "Only the first 4 items of every task" in printed
     assert "Only the first 4 items of every task" in (run / "report" / "report.md").read_text()
     assert "Only the first 4 items" in result_table(run / "evaluate" / "fcsd")
 
