@@ -489,14 +489,23 @@ def _connectivity(arguments: argparse.Namespace):  # type: ignore[no-untyped-def
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    from fcsd.artifact import SCHEMA_VERSION, versions, write_json
     from fcsd.connectivity import convert_checkpoint
 
-    convert_checkpoint(
+    layers = convert_checkpoint(
         arguments.model,
         arguments.out,
         _connectivity(arguments),
         revision=arguments.revision,
     )
+    record = {  # what `fcsd push` cannot see from the checkpoint: where it comes from
+        "schema_version": SCHEMA_VERSION,
+        "stage": "convert",
+        "settings": {"model": {"path": str(arguments.model), "revision": arguments.revision}},
+        "results": {"layers": layers},
+        "versions": versions(),
+    }
+    write_json(Path(arguments.out) / "manifest.json", record)
     print(arguments.out)
 
 

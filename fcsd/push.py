@@ -5,7 +5,8 @@
 
 Everything is checked, and the folder assembled from named kinds of files, before the Hub is asked anything.
 `huggingface_hub.upload_folder` sends it: with hf_xet in a stream of commits, without it through LFS; either way what
-arrived before an interruption is not sent again. It reads the token (HF_TOKEN, `hf auth login`); fcsd keeps none.
+arrived before an interruption is not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
+is killed). It reads the token (HF_TOKEN, `hf auth login`); fcsd keeps none.
 
 Not covered: pull requests, branches, data sets.
 """
@@ -19,28 +20,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import new_folder, read_json, weights_fingerprint, write_text
+from fcsd.artifact import file_sha256, new_folder, read_json, weights_fingerprint, write_text
 from fcsd.connectivity.carried import CARRIED
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
-from fcsd.connectivity.export import link_or_copy
 from fcsd.connectivity.load import check_tensors, config_and_class
 from fcsd.errors import UserError
 from fcsd.report.card import (
     HERE,
+    LICENCE_KEYS,
     RESULTS,
     Facts,
     front_matter,
+    has_chat_template,
     hub_id,
-    licence_of,
+    inherited_from,
+    place,
     write_card,
 )
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
 _CARD = "README.md"
-_STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py"]
+_STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
 """What an earlier push may have left in the repository and this one no longer has."""
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")
+_TOKEN = re.compile(
+    rb"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
+)
+"""Of Hugging Face, GitHub and Amazon: what has an unmistakable form."""
+_PLACE = re.compile(r"(?<![\w/.:~-])(?:/[\w.@+-]+){2,}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def push(
         if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
             raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
         with new_folder(dry_run) as new:
-            _assemble(checkpoint, repo_id, new, card or NewCard(), link_or_copy)
+            _assemble(checkpoint, repo_id, new, card or NewCard(), place)
             _say(checkpoint, new)
         return str(dry_run)
     with tempfile.TemporaryDirectory(prefix="fcsd-push-") as name:
@@ -99,9 +106,14 @@ def find_source(folder: Path) -> Path:
     """The checkpoint in a run, a stage, or `folder` itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
-    for place in (folder, folder / "publish", folder / "model"):
-        if (place / CONFIG).is_file():
-            return place
+    for found in (folder, folder / "publish", folder / "model"):
+        if (found / CONFIG).is_file():
+            return found
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder}: holds adapters, not a model; give the folder of the stage, which has a model with them merged"
+            " into the weights (`fcsd distill` leaves it), or upload them as they are with `hf upload`"
+        )
     stages = [
         name for name in ("distill", "convert", "pretrain") if (folder / name / "model" / CONFIG).is_file()
     ]
@@ -183,7 +195,7 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
             text = text.replace(f'"{other}"', f'"{repo_id}"')
         write_text(new / _CARD, text)
     for file in sorted(new.rglob("*")):
-        if file.suffix in (".md", ".json", ".yaml", ".html", ".py") and file.stat().st_size < 2**24:
+        if file.is_file() and file.suffix not in (".safetensors", ".png"):
             _refuse_token(file, source / file.relative_to(new))
 
 
@@ -217,23 +229,29 @@ def _other_repo(source: Path) -> str | None:
 def _refuse_token(file: Path, shown: Path) -> None:
     from huggingface_hub import get_token
 
-    text = file.read_text(encoding="utf-8", errors="replace")
-    token = get_token()
-    if _TOKEN.search(text) or (token and token in text):
+    content, token = file.read_bytes(), get_token()
+    found = _TOKEN.search(content)
+    if found or (token and token.encode() in content):
+        line = content.count(b"\n", 0, found.start() if found else content.index((token or "").encode())) + 1
         raise UserError(
-            f"{shown}: contains what looks like an access token of the Hub; remove it, and revoke it"
+            f"{shown}, line {line}: contains what looks like an access token; remove it, and revoke it"
         )
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     """What is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
     source = checkpoint.folder
-    manifest = source.parent / "manifest.json" if source.name == "model" else source / "manifest.json"
-    training = read_json(manifest) if manifest.is_file() else None
-    base = card.base
-    if base is None and training is not None:
-        base = (training["settings"].get("model") or {}).get("path")
-    licence = _licence(base) if base is not None and card.licence is None else {}
+    stage = source.name == "model"
+    manifest = (source.parent if stage else source) / "manifest.json"
+    record = read_json(manifest) if manifest.is_file() else {}
+    origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
+    if card.base is not None:
+        origin = {"path": card.base}
+    base, revision = origin.get("path"), origin.get("revision")
+    # `fcsd convert` left its record among the weights, which may have been trained there since.
+    training = record if record and (stage or record["stage"] != "convert") else None
+    inherited = _inherited(base, revision) if base is not None else {}
+    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
     if card.licence is not None:
         licence = {"license": card.licence}
     result = comparison = None
@@ -245,28 +263,51 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         config=checkpoint.config,
         base=hub_id(base) if base is not None else None,
         licence=licence,
+        language=tuple(inherited.get("language", [])),
         training=training,
+        untrained=base is not None and _same_weights(source, base, revision),
+        chat=has_chat_template(source),
         result=result,
         comparison=comparison,
     )
 
 
-def _licence(base: str) -> dict[str, Any]:
-    """The licence of the original: from the card in its folder, or in its repository."""
+def _inherited(base: str, revision: str | None) -> dict[str, Any]:
+    """Licence and languages of the original: from the card in its folder, or in its repository."""
     if Path(base).is_dir():
-        return licence_of(Path(base))
+        return inherited_from(Path(base))
     if hub_id(base) is None:
         return {}
     from huggingface_hub import hf_hub_download
 
     try:
-        return licence_of(Path(hf_hub_download(base, _CARD)).parent)
+        return inherited_from(Path(hf_hub_download(base, _CARD, revision=revision)).parent)
     except UserError:
         raise
     except Exception as error:  # offline, no such repository, no card: said below, with what to do
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         print(f"fcsd push: note: the card of {base} cannot be read: {reason}", file=sys.stderr)
         return {}
+
+
+def _same_weights(source: Path, base: str, revision: str | None) -> bool:
+    """Whether the weight files are those of the original, where that lies on this machine. A converted checkpoint
+    shares them as links, which is seen at once; others are read."""
+    folder = Path(base)
+    if not folder.is_dir() and hub_id(base) is not None:
+        from huggingface_hub import snapshot_download
+
+        with contextlib.suppress(Exception):  # not here, or not whole
+            folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
+    if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
+        return False
+    mine, its = (
+        {file.name: file for file in sorted(each.glob("*.safetensors"))} for each in (source, folder)
+    )
+    sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
+    return sizes[0] == sizes[1] and all(
+        file.samefile(its[name]) or file_sha256(file) == file_sha256(its[name]) for name, file in mine.items()
+    )
 
 
 def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -321,12 +362,11 @@ def _say(checkpoint: Checkpoint, new: Path) -> None:
         notes.append(
             "no results on the card: --results ORIGINAL MODEL (folders of `fcsd evaluate`, without --limit)"
         )
-    place = str(Path.home())
-    texts = [name for name in sent if Path(name).suffix in (".md", ".json", ".html") and "token" not in name]
-    if found := [
-        name for name in texts if len(place) > 1 and f"{place}/" in (new / name).read_text("utf-8", "replace")
-    ]:
-        notes.append(f"{', '.join(found)}: names folders below {place}")
+    for name in sent:
+        if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
+            words = set(_PLACE.findall((new / name).read_text("utf-8", "replace")))
+            if here := [word for word in sorted(words) if Path(word).exists()]:
+                notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
     for note in notes:
         print(f"fcsd push: note: {note}", file=sys.stderr)
 
@@ -342,7 +382,7 @@ def _upload(new: Path, repo_id: str, private: bool) -> str:
             "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN (a write token)"
         )
     api = HfApi()
-    with _refusals(repo_id):
+    with _refusals(repo_id, api.endpoint):
         _check_existing(api, repo_id, read_json(new / CONFIG)["model_type"], private)
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         api.upload_folder(
@@ -376,16 +416,21 @@ def _check_existing(api: Any, repo_id: str, model_type: str, private: bool) -> N
 
 
 @contextlib.contextmanager
-def _refusals(repo_id: str) -> Iterator[None]:
+def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
     """Turn what the client raises into one line that says what to do; the token is in none."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    def said(text: object) -> str:
+        """One line of at most 200 letters, without the token."""
+        return " ".join(str(text).split()).replace(get_token() or "\0", "…")[:200]
 
     reasons = {
         401: "the Hub does not accept the access token; `hf auth login` stores a new one",
         402: "the Hub wants a paid plan for this",
         403: "the access token may not write there; use a write token of the owner",
         404: "the Hub knows no such place, or the access token may not see it",
+        429: "the Hub asks for a pause; run the same command again later",
     }
     try:
         yield
@@ -394,14 +439,30 @@ def _refusals(repo_id: str) -> Iterator[None]:
     except OfflineModeIsEnabled:
         raise UserError("HF_HUB_OFFLINE is set: nothing can be pushed; unset it, or use --dry-run") from None
     except Exception as error:  # HTTP, network, disk and xet errors have no common base
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(error):
+            reason = said(str(error).partition("\n")[2])
+            raise UserError(
+                f"{repo_id}: the Hub refuses the metadata of README.md: {reason}; nothing was sent: correct the lines"
+                " between the ---, or what --license, --base-model or the recipe's publication put there"
+            ) from None
+        status, server = None, ""
+        if isinstance(error, HfHubHTTPError):
+            status, server = error.response.status_code, said(error.server_message or "")
         if status in reasons:
-            raise UserError(f"{repo_id}: {reasons[status]} ({status})") from None
+            raise UserError(f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})") from None
+        if status is not None and 400 <= status < 500 and status not in (408, 409, 412):
+            raise UserError(
+                f"{repo_id}: the Hub refuses this ({status}: {server or 'no reason given'})"
+            ) from None
         cause = error.__cause__ or error
-        text = (str(cause).strip().splitlines() or [""])[0][:200].replace(get_token() or "\0", "…")
+        if "Connect" in type(cause).__name__:  # of whichever HTTP library the client has
+            raise UserError(
+                f"{repo_id}: the Hub at {endpoint} cannot be reached ({said(cause)}); look at the network, proxy and"
+                " HF_ENDPOINT, and run the same command again"
+            ) from None
         raise UserError(
-            f"{repo_id}: the upload broke off ({type(cause).__name__}: {text}); run the same command again, what has"
-            " arrived is not sent again"
+            f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
+            " again, what has arrived is not sent again"
         ) from None
 
 

@@ -174,7 +174,11 @@ def convert(recipe: Recipe) -> Stage:
             _connectivity(recipe.connectivity),
         )
     processes().wait_for_everyone()
-    finish(stage, {}, model=folder / "model")
+    finish(
+        stage,
+        {"model": {"path": recipe.model_path, "revision": recipe.model.revision}},
+        model=folder / "model",
+    )
     return stage
 
 

@@ -1,4 +1,5 @@
-"""A Hub on this machine: the few endpoints that `huggingface_hub` speaks to create a model repository and commit to it.
+"""A Hub on this machine: the few endpoints that `huggingface_hub` speaks to create a model repository, to commit to
+it and to download from it.
 
 Written after the client's own requests (huggingface_hub 2.4). Large files come through LFS, or where the client has
 hf_xet switched on, go into a folder of hf_xet's own format; of those only the sha256 is known here.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "hf_" + "Secret0" * 5
+COMMIT = "0" * 40
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Hub(ThreadingHTTPServer):
         self.may_write = True
         self.xet: Path | None = None  # where hf_xet is to put what it sends
         self.breaks: Callable[[bytes], bool] = lambda content: False
+        self.metadata_errors: list[str] = []  # what it finds wrong with the metadata of a card
+        self.commit_answer: tuple[int, str] | None = None  # instead of a commit
 
     @property
     def url(self) -> str:
@@ -94,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -112,15 +117,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(401, {"error": "Invalid username or password."})
         return False
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        self.server.requests.append(("GET", path))
-        owner, name, *rest = [*path.removeprefix("/api/models/").split("/"), ""]
+        self.server.requests.append((self.command, path))
+        owner, name, *rest = [*path.removeprefix("/api/models").strip("/").split("/"), ""]
         repo = self.server.repos.get(f"{owner}/{name}")
         if not self._allowed():
             return
         if repo is None:
             self._answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+        elif rest[0] == "resolve":
+            self._file(repo, "/".join(rest[2:]).rstrip("/"))
         elif rest[0] == "xet-write-token":
             until = int(time.time()) + 3600
             self._answer(200, {"accessToken": "x", "exp": until, "casUrl": f"local://{self.server.xet}"})
@@ -132,9 +142,25 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             config = json.loads(repo.files.get("config.json", b"{}"))
             self._answer(200, {
-                "id": f"{owner}/{name}", "private": repo.private, "sha": "0" * 40, "config": config,
+                "id": f"{owner}/{name}", "private": repo.private, "sha": COMMIT, "config": config,
                 "siblings": [{"rfilename": path} for path in repo.files],
             })  # fmt: skip
+
+    def _file(self, repo: Repo, path: str) -> None:
+        """A download of one file, or its headers; the revision is not looked at."""
+        if path not in repo.files:
+            return self._answer(
+                404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT
+            )
+        content = repo.files[path]
+        self.send_response(200)
+        for name, text in (
+            ("ETag", f'"{git_blob(content)}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", str(len(content))),
+        ):  # fmt: skip
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
 
     def do_PUT(self) -> None:
         content = self._body()
@@ -154,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         if path == "/api/validate-yaml":
-            self._answer(200, {"errors": [], "warnings": []})
+            errors = [{"message": text} for text in self.server.metadata_errors]
+            self._answer(400 if errors else 200, {"errors": errors, "warnings": []})
         elif path == "/api/repos/create":
             self._create(json.loads(body))
         elif path.endswith("/info/lfs/objects/batch"):
@@ -202,6 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"transfer": "basic", "objects": [row(item) for item in wanted["objects"]]})
 
     def _commit(self, path: str, lines: list[dict[str, Any]]) -> None:
+        if self.server.commit_answer is not None:
+            status, text = self.server.commit_answer
+            return self._answer(status, {"error": text}, X_Error_Message=text)
         repo = self._repo(path)
         for line in lines:
             value = line["value"]
@@ -219,5 +249,5 @@ class _Handler(BaseHTTPRequestHandler):
                 case other:
                     raise AssertionError(other)
         name = "/".join(path.removeprefix("/api/models/").split("/")[:2])
-        url = f"{self.server.url}/{name}/commit/{'0' * 40}"
-        self._answer(200, {"commitUrl": url, "commitOid": "0" * 40})
+        url = f"{self.server.url}/{name}/commit/{COMMIT}"
+        self._answer(200, {"commitUrl": url, "commitOid": COMMIT})

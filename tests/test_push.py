@@ -1,7 +1,10 @@
 """`fcsd push` with the real client against a Hub on this machine: what arrives, what is refused, what is sent again."""
 
 import json
+import re
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from fcsd.artifact import Stage, file_sha256, read_json, weights_fingerprint, wr
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
 from fcsd.evaluate.runner import write_result
-from tests.hub_server import TOKEN, Hub, running_hub
+from fcsd.testing import tiny_model
+from tests.hub_server import COMMIT, TOKEN, Hub, running_hub
 from tests.report.test_report import result
 from tests.support import assert_same_model, start
 
@@ -105,13 +109,22 @@ def test_the_token_is_written_nowhere(
     assert not [name for name, content in hub.repos["me/x"].files.items() if TOKEN.encode() in content]
 
 
-@pytest.mark.parametrize("text", [f"token: {TOKEN}", "export X=hf_" + "aB3" * 12])
-def test_a_card_with_a_token_in_it_is_refused(
-    hub: Hub, checkpoint: Path, text: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("README.md", f"token: {TOKEN}"),
+        ("README.md", "export X=hf_" + "aB3" * 12),
+        ("chat_template.jinja", "{# ghp_" + "aB3" * 12 + " #}"),
+        ("LICENSE", "AKIA" + "IOSFODNN7EXAMPLE"),
+    ],
+)
+def test_a_file_with_a_token_in_it_is_refused(
+    hub: Hub, checkpoint: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (checkpoint / "README.md").write_text(f"# Mine\n{text}\n")
+    (checkpoint / name).write_text(f"first\n{text}\n")
     line = error_of(capsys, checkpoint, "me/x")
-    assert "looks like an access token" in line and text.split()[-1] not in line
+    assert f"{checkpoint / name}, line 2: contains what looks like an access token" in line
+    assert text.split()[-1] not in line and text not in line
     assert not hub.requests
 
 
@@ -138,27 +151,48 @@ def test_a_dry_run_without_a_name_is_written_beside_the_folder(
 
 
 @pytest.mark.slow
-def test_with_hf_xet_as_users_have_it_the_same_arrives_and_is_not_sent_twice(
-    hub: Hub, checkpoint: Path, tmp_path: Path
-) -> None:
-    hub.xet = tmp_path / "xet"
+def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub: Hub, tmp_path: Path) -> None:
+    """As users have it: hf_xet sends blocks of 64 MB, and notes now and then which have arrived."""
+    source, checkpoint, hub.xet = tmp_path / "base", tmp_path / "checkpoint", tmp_path / "xet"
+    model = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=70_000, hidden_size=512, num_experts=2)
+    model.save_pretrained(source, max_shard_size="150MB")
+    convert_checkpoint(source, checkpoint, Connectivity("all"))
+    weights = {file.name: file for file in checkpoint.glob("*.safetensors")}
+    size = sum(file.stat().st_size for file in weights.values())
+    assert len(weights) > 1 and size > 4 * 64_000_000
+
+    def blocks() -> dict[str, tuple[int, int]]:
+        """Finished blocks: size, and inode, which is another one where a block was sent again."""
+        found = [file for file in (tmp_path / "xet").rglob("default.*") if file.suffix != ".tagset"]
+        return {file.name: (file.stat().st_size, file.stat().st_ino) for file in found}
+
     environment = {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path / "home"),
+        "HF_XET_DATA_SESSION_XORB_METADATA_FLUSH_INTERVAL": "100ms",  # 20 s, in which all this would be sent
     }
+    command = ("-m", "fcsd", "push", str(checkpoint), "me/x")
     # In a process of its own: hf_xet starts threads, and other tests fork.
-    for _ in range(2):
-        with start("-m", "fcsd", "push", str(checkpoint), "me/x", **environment) as child:
-            out, error = child.communicate()
-        assert child.returncode == 0, error
-        assert out.splitlines()[-1] == f"{hub.url}/me/x" and TOKEN not in out + error
+    with start(*command, **environment) as child:
+        while len(blocks()) < 2 and child.poll() is None:
+            time.sleep(0.01)
+        child.kill()
+    arrived = blocks()
+    assert child.returncode == -signal.SIGKILL and 2 <= len(arrived) < 5
+    assert hub.repos["me/x"].files == {}, "nobody sees half a checkpoint"
+    with start(*command, **environment) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    assert out.splitlines()[-1] == f"{hub.url}/me/x" and TOKEN not in out + error
+    assert sum(blocks()[name] != arrived[name] for name in arrived) <= 1, "sent again"
     repo = hub.repos["me/x"]
     assert len(repo.commits) == 1 and not hub.received
-    for file in checkpoint.glob("*.safetensors"):
-        assert repo.files[file.name] == b"xet:" + file_sha256(file).encode()
-    assert sum(file.stat().st_size for file in hub.xet.rglob("*") if file.is_file()) > 200_000
+    for name, file in weights.items():
+        assert repo.files[name] == b"xet:" + file_sha256(file).encode()
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size < 10**7
+                and TOKEN.encode() in file.read_bytes()]  # fmt: skip
 
 
 def test_a_broken_upload_goes_on_where_it_stopped(
@@ -204,6 +238,100 @@ def test_what_the_hub_refuses_is_said_in_one_line(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in error_of(capsys, checkpoint, "me/x")
+
+
+def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_token(
+    hub: Hub, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.metadata_errors = ['"license" must be one of [apache-2.0, mit]', '"language[0]" must be a code']
+    line = error_of(capsys, checkpoint, "me/x", "--license", "mine")
+    assert 'refuses the metadata of README.md: - "license" must be one of' in line and '"language[0]"' in line
+    assert "the same command again" not in line and not hub.received
+    hub.metadata_errors = []
+    for status, text, words in (
+        (403, "Private repository storage limit reached", "(403: Private repository storage limit reached"),
+        (400, f"no such file, {TOKEN}", "the Hub refuses this (400: "),
+        (429, "slow down", "run the same command again later (429: slow down"),
+        (412, "A commit has happened since", "run the same command again"),
+    ):
+        hub.commit_answer = (status, text)
+        line = error_of(capsys, checkpoint, "me/x")
+        assert words in line and TOKEN not in line
+    hub.commit_answer = None
+    assert push(checkpoint, "me/x") == 0 and len(hub.repos["me/x"].commits) == 1
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    capsys.readouterr()
+    assert "the Hub at http://127.0.0.1:1 cannot be reached" in error_of(capsys, checkpoint, "me/x")
+
+
+def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert push(checkpoint, "me/x") == 0
+    card = ModelCard(hub.repos["me/x"].files["README.md"].decode())
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    assert 'AutoModelForCausalLM.from_pretrained("me/x"' in code and "max_new_tokens=512" in code
+    code = (
+        "import sys; sys.modules['fcsd'] = None\n"
+        + code.replace("max_new_tokens=512", "max_new_tokens=4, do_sample=False")
+        + "pin = AutoModelForCausalLM.from_pretrained('me/x', trust_remote_code=True, revision='"
+        + COMMIT
+        + "')\nassert type(pin).__name__ == type(model).__name__ == 'FarSkipQwen2MoeForCausalLM'\n"
+        "print('reply', reply[0, inputs['input_ids'].shape[1]:].tolist())\n"
+    )
+    environment = {
+        "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"),
+    }  # fmt: skip
+    with start("-W", "ignore", "-c", code, **environment) as child:
+        out, error = child.communicate()
+    assert child.returncode == 0, error
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+    turn = [{"role": "user", "content": "What are the main topics of linear algebra?"}]
+    prompt = tokenizer.apply_chat_template(
+        turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    mine = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert out.splitlines()[-1] == f"reply {mine.tolist()}"
+
+
+def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(checkpoint: Path, tmp_path: Path) -> None:
+    dry = tmp_path / "dry"
+    assert push(checkpoint, "me/x", "--dry-run", dry) == 0
+    for file in dry.iterdir():
+        if (checkpoint / file.name).exists():
+            assert file.samefile(checkpoint / file.name) == (file.suffix == ".safetensors"), file.name
+
+
+def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_trained(
+    base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = Path(shutil.copytree(base_checkpoint, tmp_path / "base")), tmp_path / "out"
+    write_text(
+        base / "README.md",
+        "---\nlicense: other\nlicense_name: qwen\nlicense_link: TERMS.md\nlanguage: en\n---\n",
+    )
+    assert main(["convert", str(base), str(out), "--layers", "all"]) == 0
+    assert push(out, "me/x", "--dry-run", tmp_path / "dry") == 0
+    card = ModelCard.load(tmp_path / "dry" / "README.md")
+    assert "> **Rewired, but not trained.**" in card.text and "Not evaluated." in card.text
+    assert (card.data.license_name, card.data.language) == ("qwen", ["en"])
+    assert card.data.license_link is None, "nothing of this name is in the folder"
+    assert "manifest.json" not in {file.name for file in (tmp_path / "dry").iterdir()}
+    # Written over by a training: what the record says is no longer known.
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(out)
+    assert push(out, "me/x", "--dry-run", tmp_path / "dry2") == 0
+    text = (tmp_path / "dry2" / "README.md").read_text()
+    assert "Rewired, but" not in text and "if they were, is not recorded" in text
+
+
+def test_adapters_alone_are_refused_with_the_way_to_the_model(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "config.json").rename(checkpoint / "adapter_config.json")
+    assert "holds adapters, not a model; give the folder of the stage" in error_of(capsys, checkpoint, "me/x")
 
 
 def drop_shard(folder: Path) -> None:
@@ -295,8 +423,8 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     assert (card.data.license, card.data.license_name) == ("other", "qwen")
     assert {r.dataset_type: r.metric_value for r in card.data.eval_results} == {
-        "a/code": 0.75,
-        "a/choice": 0.5,
+        "a/code": 75.0,
+        "a/choice": 50.0,
     }
     # 3 of 4 both: one gained, one lost; delta 0, its paired error sqrt(2 / 3 / 4)
     (line,) = [line for line in card.text.splitlines() if line.startswith("| code")]

@@ -6,6 +6,8 @@
 Not covered: uploading, and checkpoints that no recipe made; that is `fcsd.push`.
 """
 
+import dataclasses
+import importlib.metadata
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,21 +23,25 @@ from fcsd.connectivity.export import link_or_copy
 from fcsd.errors import UserError
 from fcsd.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, settings_line
-from fcsd.report.table import paired_table, percent
+from fcsd.report.table import paired_table, score_table
 from fcsd.report.verdict import LEGEND, quick_look, verdict
 
 HERE = "path/to/this/folder"
 """Stands in a card for the repository id as long as there is none."""
 RESULTS = ".eval_results"
 LICENCE_KEYS = ("license", "license_name", "license_link")
+_BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
+"""Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
+data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _TEXT = """\
 # {title}
-
-{base} with **FarSkip connectivity**: {layers}. Its attention and MoE blocks read activations that are already there,
-so that the communication of expert parallelism can run beside the computation. Parameters, their shapes and their
-names are those of the original.
+{untrained}
+{base} with **FarSkip connectivity**: {layers}. Their attention and MoE blocks read activations that are already
+there, so that the communication of expert parallelism can run beside the computation (Dukler et al.,
+*FarSkip-Collective: Unhobbling Blocking Communication in Mixture of Experts Models*). Parameters, their shapes and
+their names are those of the original.
 
     o_k = o_(k-1) + attn_k(a) + shared_k(m) + routed_k(m)
     a = {attention}
@@ -48,19 +54,20 @@ Rewired layers: {indices}.
 ```python
 from transformers import {auto_model}, {auto_reader}
 
-model = {auto_model}.from_pretrained("{where}", trust_remote_code=True)
 {reader} = {auto_reader}.from_pretrained("{where}", trust_remote_code=True)
-```
+model = {auto_model}.from_pretrained("{where}", trust_remote_code=True, device_map="auto")
+{example}```
 
-`trust_remote_code=True` runs `modeling_farskip.py` of this repository, which rewires the layers of transformers' own
-classes; without it loading fails. The connectivity alone changes no speed on one device: what it allows is overlap in
-an engine that uses it.
+Made with and for transformers {transformers}. `trust_remote_code=True` runs `modeling_farskip.py` of this repository,
+which rewires the layers of transformers' own classes; without it loading fails. With `revision="COMMIT"`, a commit
+whose code you have read, nothing that is changed here later reaches you. The connectivity alone changes no speed on
+one device: what it allows is overlap in an engine that uses it.
 
 ## Serving
 
-`model.generate`, `pipeline("{pipeline}", model="{where}", trust_remote_code=True)` and, in a terminal,
-`fcsd chat {where}`. `transformers serve` (5.23) finds classes of transformers only, not those of a repository; vLLM
-and SGLang have not been tried.
+`model.generate` as above, `pipeline("{pipeline}", model="{where}", trust_remote_code=True)` and, in a
+terminal, `fcsd chat {where}`. `transformers serve` (5.23) finds classes of transformers only, not those of a
+repository; vLLM and SGLang have not been tried.
 
 ## Results
 
@@ -79,6 +86,24 @@ and SGLang have not been tried.
 {licence}
 """
 
+_CHAT = """
+messages = [{"role": "user", "content": "What are the main topics of linear algebra?"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+).to(model.device)
+reply = model.generate(**inputs, max_new_tokens=512)
+print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+"""
+_COMPLETION = """
+inputs = tokenizer("The main topics of linear algebra are", return_tensors="pt").to(model.device)
+text = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(text[0], skip_special_tokens=True))
+"""
+_UNTRAINED = """
+> **Rewired, but not trained.** The weights are those of the original, which was not made for this connectivity: the
+> more layers are rewired, the more of its quality is missing until it is distilled.
+"""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -89,6 +114,8 @@ class Facts:
     base: hub id of the original, or None.
     licence: `license`, `license_name`, `license_link`, as far as they are known.
     training: manifest of the stage that left the checkpoint (`distill`, `convert`, `pretrain`), or None.
+    untrained: whether the weights are known to be those of the original.
+    chat: whether the tokenizer has a chat template.
     result, comparison: what `fcsd evaluate` measured on the checkpoint, and `scores.compare` with the original.
     figures: file beside the card -> caption.
     report: whether `report.md` of the run lies beside the card.
@@ -101,6 +128,8 @@ class Facts:
     licence: Mapping[str, Any] = field(default_factory=dict)
     language: tuple[str, ...] = ()
     training: Mapping[str, Any] | None = None
+    untrained: bool = False
+    chat: bool = True
     result: Mapping[str, Any] | None = None
     comparison: Mapping[str, Any] | None = None
     figures: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +146,7 @@ def write_publication(
     report = read_json(report_folder / "report.json")
     with new_folder(folder) as new:
         for file in sorted(model.iterdir()):
-            link_or_copy(file, new / file.name)
+            place(file, new / file.name)
         for file in sorted(report_folder.iterdir()):
             if file.suffix in (".png", ".json"):
                 shutil.copyfile(file, new / file.name)
@@ -130,13 +159,19 @@ def write_publication(
         write_card(facts_of_run(recipe, report, read_json(model / "config.json"), original, new), new)
 
 
+def place(file: Path, to: Path) -> None:
+    """Weights are linked where the disk allows; of what a reader may edit there, a copy."""
+    (link_or_copy if file.suffix == ".safetensors" else shutil.copyfile)(file, to)
+
+
 def facts_of_run(
     recipe: Recipe, report: Mapping[str, Any], config: Mapping[str, Any], original: Path | None, folder: Path
 ) -> Facts:
     """What a run knows about its main model; `folder` has the figures."""
     publication = recipe.publication
     base = publication.base_model or recipe.model.path or None
-    licence = licence_of(original) if original is not None else {}
+    inherited = inherited_from(original) if original is not None else {}
+    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
     if publication.license is not None:
         licence = {"license": publication.license}
     captions = {"deltas.png": "Difference to the original.", "loss.png": "Training loss."}
@@ -147,8 +182,9 @@ def facts_of_run(
         config=config,
         base=hub_id(base) if base is not None else None,
         licence=licence,
-        language=tuple(publication.language),
+        language=tuple(publication.language or inherited.get("language", [])),
         training=report["training"].get("fcsd"),
+        chat=has_chat_template(folder),
         result=main["result"] if main is not None else None,
         comparison=report["comparisons"].get("fcsd"),
         report=True,
@@ -158,11 +194,21 @@ def facts_of_run(
 
 def write_card(facts: Facts, folder: Path) -> None:
     """Write `README.md`, and a file a task in `.eval_results/` for what was measured on data sets of the Hub."""
+    facts = dataclasses.replace(facts, licence=_linked(facts, folder))
     write_text(folder / "README.md", str(model_card(facts)))
     for name, entry in result_entries(facts.result).items():
         (folder / RESULTS).mkdir(exist_ok=True)
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)
         write_text(folder / RESULTS / f"{name}.yaml", text)
+
+
+def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
+    """The licence, whose link may name a file beside the original's card: here it leads to that, unless it is here."""
+    link = str(facts.licence.get("license_link") or "")
+    if not link or "://" in link or (folder / link).is_file():
+        return dict(facts.licence)
+    there = f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
+    return {**facts.licence, "license_link": there}
 
 
 def model_card(facts: Facts) -> ModelCard:
@@ -171,6 +217,7 @@ def model_card(facts: Facts) -> ModelCard:
     auto = heads[0] if heads and "AutoModelForCausalLM" not in heads else "AutoModelForCausalLM"
     text_only = auto == "AutoModelForCausalLM"
     reader, pipeline = ("tokenizer", "text-generation") if text_only else ("processor", "image-text-to-text")
+    index = _model_index(facts.result)
     data = ModelCardData(
         language=list(facts.language) or None,
         license=facts.licence.get("license"),
@@ -182,14 +229,15 @@ def model_card(facts: Facts) -> ModelCard:
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["farskip", "moe", *(["self-distillation"] if _distilled(facts.training) else [])],
-        model_name=facts.name,
-        eval_results=_model_index(facts.result),
+        model_name=facts.name if index else None,
+        eval_results=index,
     )
     farskip = facts.config["farskip"]
     partial, outdated = farskip["attention"] == "partial", farskip["mlp"] == "outdated"
     layers, text_config = farskip["layers"], facts.config.get("text_config") or facts.config
     text = _TEXT.format(
         title=facts.name,
+        untrained=_UNTRAINED if _untrained(facts) and farskip["layers"] else "",
         base=f"`{facts.base}`" if facts.base else "A mixture-of-experts model",
         layers=f"{len(layers)} of {text_config['num_hidden_layers']} decoder layers are rewired",
         attention="o_(k-1) without the routed output of layer k-1" if partial else "o_(k-1)",
@@ -199,6 +247,8 @@ def model_card(facts: Facts) -> ModelCard:
         auto_reader=f"Auto{reader.capitalize()}",
         reader=reader,
         pipeline=pipeline,
+        example=(_CHAT if facts.chat else _COMPLETION) if text_only else "",
+        transformers=importlib.metadata.version("transformers"),
         where=facts.where,
         results=_results(facts),
         training=_training(facts),
@@ -226,16 +276,34 @@ def _results(facts: Facts) -> str:
             LEGEND,
         ]
     else:
-        rows = [
-            f"- {task}, {row['metric']}, n = {row['num_items']}: {percent(row['value'], row['stderr'])} %"
-            for task, row in facts.result["tasks"].items()
+        parts += [
+            score_table(facts.result).partition("\n\n")[0],
+            "Scores in per cent ± one standard error; n: number of items.",
         ]
-        parts.append("\n".join(rows))
     parts.append(f"Settings: {settings_line(facts.result)}.")
+    if any(row["kind"] == "code" for row in facts.result["tasks"].values()):
+        parts.append(
+            f"Generated programs were run in a sandbox ({_layers(facts.result.get('sandbox') or {})})."
+        )
     kl = facts.result.get("kl_to_original")
     if kl and kl["kl"] is not None:
         parts.append(f"KL(original || this model) on held-out text: {kl['kl']:.4f} nats per token.")
     return "\n\n".join(parts)
+
+
+def _layers(sandbox: Mapping[str, Any]) -> str:
+    """`namespaces user pid net, landlock_abi 7, seccomp, without rlimits`."""
+    words = []
+    for name, value in sandbox.items():
+        if isinstance(value, bool):
+            words.append(name if value else f"without {name}")
+        else:
+            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}")
+    return ", ".join(words) or "its layers are not recorded"
+
+
+def _untrained(facts: Facts) -> bool:
+    return facts.untrained or (facts.training is not None and facts.training["stage"] == "convert")
 
 
 def _distilled(training: Mapping[str, Any] | None) -> bool:
@@ -248,10 +316,10 @@ def _objective(training: Mapping[str, Any]) -> str:
 
 def _training(facts: Facts) -> str:
     training = facts.training
+    if _untrained(facts):
+        return "Rewired with fcsd, not trained: the weights are those of the original."
     if training is None:
         return "How the weights were trained after the conversion, if they were, is not recorded."
-    if training["stage"] == "convert":
-        return "Rewired, not trained: the weights are those of the original, and much of its quality is lost."
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
     how = {
@@ -297,14 +365,16 @@ def _limits(facts: Facts) -> str:
 
 
 def _licence(facts: Facts) -> str:
-    name = facts.licence.get("license_name") or facts.licence.get("license")
+    licence = facts.licence
     of = f"`{facts.base}`" if facts.base else "the original"
+    name = licence.get("license_name") or (
+        licence.get("license") if licence.get("license") != "other" else None
+    )
     if name is None:
         return f"That of {of}; this repository states none of its own."
-    link = facts.licence.get("license_link")
-    return (
-        f"{name}{f' ({link})' if link else ''}. The weights derive from {of}, whose licence applies to them."
-    )
+    link = licence.get("license_link")
+    shown = f"[{name}]({link})" if link else name
+    return f"{shown}. The weights derive from {of}, whose licence applies to them."
 
 
 def _public(location: str) -> str:
@@ -322,8 +392,8 @@ def hub_id(text: str) -> str | None:
     return text if _HUB_ID.fullmatch(text) and not Path(text).exists() else None
 
 
-def licence_of(folder: Path) -> dict[str, Any]:
-    """What the card in a checkpoint folder says about its licence; {} without a card.
+def inherited_from(folder: Path) -> dict[str, Any]:
+    """Licence and languages on the card in a checkpoint folder; {} without a card.
 
     Raises:
         UserError: the card's front matter is not YAML.
@@ -331,7 +401,18 @@ def licence_of(folder: Path) -> dict[str, Any]:
     if not (folder / "README.md").is_file():
         return {}
     data = front_matter(folder / "README.md")
-    return {key: data[key] for key in LICENCE_KEYS if data.get(key)}
+    found = {key: data[key] for key in (*LICENCE_KEYS, "language") if data.get(key)}
+    if isinstance(found.get("language"), str):
+        found["language"] = [found["language"]]
+    return found
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in a checkpoint folder can put a conversation into words."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and bool(read_json(file).get("chat_template"))
 
 
 def front_matter(card: Path) -> dict[str, Any]:
@@ -377,9 +458,9 @@ def _model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
             dataset_split=suite.get("split"),
             dataset_revision=row.get("revision"),
             dataset_args={"num_few_shot": row["num_fewshot"]},
-            metric_type=row["metric"],
-            metric_name=row["metric"],
-            metric_value=round(row["value"], 4),
+            metric_type=row["metric"].partition(",")[0],
+            metric_name=f"{row['metric']}, per cent",
+            metric_value=round(100 * row["value"], 2),
         )
         for task, row, suite in _tasks(result)
     ]
@@ -392,7 +473,7 @@ def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntr
     return {
         task: EvalResultEntry(
             dataset_id=suite["dataset"],
-            task_id=suite.get("dataset_name") or "default",
+            task_id=_BENCHMARK_TASKS.get(suite["dataset"]) or suite.get("dataset_name") or "default",
             dataset_revision=row.get("revision"),
             value=round(100 * row["value"], 2),
             notes=(

@@ -1,17 +1,20 @@
 """Tables, figures, report and model card, from results written by hand."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import metadata_load, parse_eval_result_entries
+from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from fcsd.artifact import Stage, write_json, write_text
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import SCHEMA_VERSION, write_result
 from fcsd.recipe import Recipe
-from fcsd.report.card import Facts, model_card, write_publication
+from fcsd.report.card import Facts, model_card, write_card, write_publication
 from fcsd.report.report import write_report
 from fcsd.report.table import markdown, percent, result_table
 
@@ -154,14 +157,49 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(recipe: Re
     )
     (entry,) = front["model-index"]
     assert {row["dataset"]["type"]: row["metrics"][0]["value"] for row in entry["results"]} == {
-        "a/code": 0.75,
-        "a/choice": 0.5,
+        "a/code": 75.0,
+        "a/choice": 50.0,
     }
     assert "2 of 4 decoder layers" in card and 'from_pretrained("me/x", trust_remote_code=True)' in card
     assert "/somewhere" not in card
     assert "items.html" not in (run / "publish" / "report.md").read_text()
     assert not (run / "publish" / "items.html").exists(), "the questions of benchmarks are not published"
     assert (run / "publish" / "config.json").is_file() and (run / "publish" / "report.md").is_file()
+
+
+def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None:
+    whole, _ = result("fcsd")
+    whole["settings"]["suite"]["tasks"][1] |= {
+        "dataset": "openai/gsm8k",
+        "dataset_name": "main",
+        "split": "test",
+    }
+    whole["tasks"]["choice"] |= {
+        "metric": "exact_match,flexible-extract",
+        "num_fewshot": 5,
+        "revision": "c" * 40,
+    }
+    config = {"num_hidden_layers": 4, "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"}}
+    licence = {"license": "other", "license_name": "mine", "license_link": "LICENSE.txt"}
+    facts = Facts("x", config, base="some/base", licence=licence, result=whole, chat=False)
+    write_card(facts, tmp_path)
+    name, rows = model_index_to_eval_results(metadata_load(tmp_path / "README.md")["model-index"])
+    (row,) = [row for row in rows if row.dataset_type == "openai/gsm8k"]
+    assert (name, row.metric_type, row.metric_value) == ("x", "exact_match", 50.0)
+    assert row.metric_name == "exact_match,flexible-extract, per cent"
+    assert (row.dataset_config, row.dataset_split, row.dataset_args) == ("main", "test", {"num_few_shot": 5})
+    entries = {
+        file.stem: parse_eval_result_entries(yaml.safe_load(file.read_text()))
+        for file in (tmp_path / ".eval_results").iterdir()
+    }
+    (entry,) = entries["choice"]
+    # The task's id is that in the data set's eval.yaml, which is not the configuration.
+    assert (entry.dataset_id, entry.task_id, entry.dataset_revision) == ("openai/gsm8k", "gsm8k", "c" * 40)
+    assert (entry.value, entries["code"][0].task_id) == (50.0, "default")
+    card = (tmp_path / "README.md").read_text()
+    assert "license_link: https://huggingface.co/some/base/blob/main/LICENSE.txt" in card
+    assert "sandbox (landlock abi7)" in card and re.search(r"\| code +\| +pass@1", card)
+    assert 'tokenizer("The main topics of linear algebra are"' in card and "messages" not in card
 
 
 def test_a_multimodal_card_names_its_own_classes() -> None:
@@ -180,7 +218,7 @@ def test_a_multimodal_card_names_its_own_classes() -> None:
         and "2 of 8 decoder layers" in card.text
     )
     assert "processor = AutoProcessor" in card.text and card.data.pipeline_tag == "image-text-to-text"
-    assert "Rewired, not trained" in card.text
+    assert "**Rewired, but not trained.**" in card.text and "What are" not in card.text
 
 
 def test_the_card_names_another_teacher_adapters_and_what_was_left_out() -> None:
