@@ -2,6 +2,7 @@
 // Everything that a model or a data set wrote is put into the page with textContent, never as markup.
 const PAGE = 50;
 const CHOICES = ["task", "model", "kind", "text"];
+const FIRST = { kind: "changed", text: "" };
 const index = JSON.parse(document.getElementById("index").textContent);
 const by = (id) => document.getElementById(id);
 const loaded = new Map();
@@ -11,7 +12,9 @@ let turn = 0;
 async function load(task) {
   if (!loaded.has(task)) {
     const text = by("task-" + task).textContent;
-    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+    const packed = atob(text);
+    const bytes = new Uint8Array(packed.length);
+    for (let i = 0; i < packed.length; i += 1) bytes[i] = packed.charCodeAt(i);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     loaded.set(task, JSON.parse(await new Response(stream).text()));
   }
@@ -41,17 +44,35 @@ function element(name, kind, text) {
   return made;
 }
 
-function answer(item, model) {
+// The expected one of the choices where the target names it, by its place or by its text; -1 where it is not plain which.
+function expected(item) {
+  const texts = (item.choices || []).map((text) => text.trim());
+  const target = String(item.target ?? "").trim();
+  const places = [/^\d+$/.test(target) && Number(target) < texts.length ? Number(target) : -1, texts.indexOf(target)];
+  const named = places.filter((place) => place >= 0);
+  return named.length && named.every((place) => place === named[0]) ? named[0] : -1;
+}
+
+// What the model chose: the likeliest, for acc_norm the likeliest per character, as the metric has it.
+function chosen(item, values, metric) {
+  const lengths = values.map((_, place) => (item.choices ? item.choices[place].replace(/^ /, "").length : 1));
+  const scores = values.map((value, place) =>
+    value === null ? -Infinity : metric.startsWith("acc_norm") ? value / Math.max(1, lengths[place]) : value);
+  return scores.indexOf(Math.max(...scores));
+}
+
+function answer(item, model, metric) {
   const given = item.answers[model];
   const box = element("section", "answer " + (given.score > 0 ? "right" : "wrong"));
   box.append(element("h3", "", index.models[model] + " · " + given.score + (given.note ? " · " + given.note : "")));
   if (given.loglikelihoods) {
-    const likeliest = Math.max(...given.loglikelihoods.filter((value) => value !== null));
+    const [best, target] = [chosen(item, given.loglikelihoods, metric), expected(item)];
     const table = element("table");
     given.loglikelihoods.forEach((value, place) => {
-      const row = element("tr", value === likeliest ? "likeliest" : "");
+      const row = element("tr", place === best ? "chosen" : "");
       row.append(element("td", "", value === null ? "not finite" : value.toFixed(2)));
-      row.append(element("td", "", item.choices ? item.choices[place] : "choice " + (place + 1)));
+      const text = item.choices ? item.choices[place] : "choice " + (place + 1);
+      row.append(element("td", "", text), element("td", "expected", place === target ? "✓" : ""));
       table.append(row);
     });
     box.append(table);
@@ -60,7 +81,7 @@ function answer(item, model) {
   return box;
 }
 
-function article(item, model) {
+function article(item, model, metric) {
   const box = element("article", outcome(item, model));
   box.append(element("h2", "", String(item.id)));
   if (item.prompt) box.append(element("pre", "", item.prompt));
@@ -70,53 +91,83 @@ function article(item, model) {
     box.append(more);
   }
   const both = element("div", "answers");
-  both.append(answer(item, 0), answer(item, model));
+  both.append(answer(item, 0, metric), answer(item, model, metric));
   box.append(both);
   return box;
 }
 
 async function show() {
   const mine = ++turn;
-  const [task, model, kind, text] = CHOICES.map((id) => by(id).value);
-  if (!index.tasks[task] || !index.models[model]) return;
-  const items = await load(task);
+  const [task, name, kind, text] = CHOICES.map((id) => by(id).value);
+  const place = index.tasks.findIndex((each) => each.name === task);
+  const model = index.models.indexOf(name);
+  if (!loaded.has(place)) by("count").textContent = "unpacking …";
+  const items = await load(place);
   if (mine !== turn) return;
-  const found = items.filter((item) => matches(item, Number(model), kind, text));
+  const found = items.filter((item) => matches(item, model, kind, text));
   const pages = Math.max(1, Math.ceil(found.length / PAGE));
   page = Math.min(Math.max(page, 0), pages - 1);
   by("count").textContent = found.length + " of " + items.length + " items, page " + (page + 1) + " of " + pages;
-  by("facts").textContent = index.tasks[task].facts[model];
+  by("back").disabled = page === 0;
+  by("next").disabled = page === pages - 1;
+  by("facts").textContent = index.tasks[place].facts[model];
+  const metric = index.tasks[place].metric;
   by("items").replaceChildren(
-    ...found.slice(page * PAGE, (page + 1) * PAGE).map((item) => article(item, Number(model))));
+    ...found.slice(page * PAGE, (page + 1) * PAGE).map((item) => article(item, model, metric)));
+}
+
+// The address keeps what is looked at, so that it can be sent to somebody: items.html#task=gsm8k&model=fcsd&kind=lost
+function remember() {
+  const chosen = CHOICES.map((id) => [id, by(id).value]).filter(([, value]) => value !== "");
+  if (page) chosen.push(["page", page + 1]);
+  history.replaceState(null, "", "#" + new URLSearchParams(chosen));
+}
+
+function recall() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  for (const id of CHOICES) {
+    by(id).value = wanted.get(id) ?? FIRST[id];
+    if (by(id).value === "") by(id).value = FIRST[id]; // what a list does not have
+  }
+  page = (Number.parseInt(wanted.get("page"), 10) || 1) - 1;
+  return show();
+}
+
+function turnPage(step) {
+  page += step;
+  return show().then(remember);
+}
+
+function fill(id, names) {
+  for (const name of names) {
+    const option = element("option", "", name);
+    option.value = name;
+    by(id).append(option);
+  }
+  FIRST[id] = names[0];
 }
 
 function start() {
-  index.tasks.forEach((task, place) => {
-    const option = element("option", "", task.name);
-    option.value = String(place);
-    by("task").append(option);
-  });
-  index.models.slice(1).forEach((name, place) => {
-    const option = element("option", "", name);
-    option.value = String(place + 1);
-    by("model").append(option);
-  });
-  by("task").value = "0";
-  by("model").value = "1";
-  // The address keeps what is looked at, so that it can be sent to somebody: items.html#task=1&kind=lost
-  const wanted = new URLSearchParams(location.hash.slice(1));
+  by("note").textContent = index.note;
+  fill("task", index.tasks.map((task) => task.name));
+  fill("model", index.models.slice(1));
   for (const id of CHOICES) {
-    if (wanted.has(id)) by(id).value = wanted.get(id);
     by(id).addEventListener("input", () => {
       page = 0;
-      const chosen = CHOICES.map((each) => [each, by(each).value]).filter(([, value]) => value !== "");
-      history.replaceState(null, "", "#" + new URLSearchParams(chosen));
+      remember();
       show();
     });
   }
   by("filter").addEventListener("submit", (event) => event.preventDefault());
-  by("back").addEventListener("click", () => { page -= 1; show(); });
-  by("next").addEventListener("click", () => { page += 1; show(); });
-  return show();
+  by("back").addEventListener("click", () => turnPage(-1));
+  by("next").addEventListener("click", () => turnPage(1));
+  addEventListener("hashchange", recall);
+  addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    if (event.target.closest("input, select, pre")) return; // there the arrows have a meaning of their own
+    turnPage(step).then(() => scrollTo(0, 0));
+  });
+  return recall();
 }
 start();

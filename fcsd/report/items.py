@@ -42,7 +42,11 @@ def write_items(
             min((each["limit"] for each in comparisons.values() if each["limit"]), default=None)
         ),
         "tasks": [
-            {"name": task, "facts": ["", *(_facts(comparisons[name]["tasks"][task]) for name in names[1:])]}
+            {
+                "name": task,
+                "metric": evaluated[names[0]]["result"]["tasks"][task]["metric"],
+                "facts": ["", *(_facts(comparisons[name]["tasks"][task]) for name in names[1:])],
+            }
             for task in tasks
         ],
     }

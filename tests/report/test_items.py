@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from fcsd.evaluate.scores import compare
 from fcsd.report.items import write_items
+from tests.report.chromium import PROGRAM, Chromium
 from tests.report.test_report import result
 
 HOSTILE = (
@@ -125,16 +127,16 @@ class Element {
   set innerHTML(value) { throw new Error("markup"); }
 }
 const places = {};
-for (const id of ["facts", "filter", "task", "model", "kind", "text", "count", "back", "next", "items"]) {
+for (const id of ["note", "facts", "filter", "task", "model", "kind", "text", "count", "back", "next", "items"]) {
   places[id] = new Element(id);
-  places[id].value = id === "kind" ? "changed" : "";
+  places[id].value = "";
 }
 const document = {
   getElementById: (id) => places[id] || Object.assign(new Element(id), { own: text(id) }),
   createElement: (name) => new Element(name),
 };
 const pause = () => new Promise((done) => setTimeout(done, 5));
-const wait = async () => { while (!places.count.own) await pause(); };
+const wait = async () => { while (!places.count.own.includes("items")) await pause(); };
 const seen = () => ({
   kinds: places.items.children.map((item) => item.className), count: places.count.textContent,
   text: places.items.textContent, facts: places.facts.textContent,
@@ -143,13 +145,14 @@ const seen = () => ({
   const script = html.split("<script>")[1].split("</script>")[0];
   const location = { hash: "" }, history = { replaceState: (state, title, to) => { location.hash = to; } };
   vm.runInNewContext(script, {
-    document, atob, Blob, Response, DecompressionStream, Uint8Array, console, location, history, URLSearchParams,
+    addEventListener: () => {}, document, atob, Blob, Response, DecompressionStream, Uint8Array, console,
+    location, history, URLSearchParams,
   });
   await wait();
   const found = { start: seen() };
   for (const [name, id, value] of [
     ["gained", "kind", "gained"], ["all", "kind", "all"], ["search", "text", "SAYS 3"], ["none", "text", "nowhere"],
-    ["cleared", "text", ""], ["choice", "task", "1"],
+    ["cleared", "text", ""], ["choice", "task", "choice"],
   ]) {
     places[id].value = value;
     places.count.own = "";
@@ -176,32 +179,180 @@ def test_the_pages_filters_show_what_they_say(page: Path) -> None:
     assert found["gained"]["kinds"] == ["gained"] and "1 of 4 items" in found["gained"]["count"]
     assert found["all"]["kinds"] == ["kept", "lost", "gained", "never"]
     assert found["search"]["kinds"] == ["never"]
-    assert found["address"] == "#task=1&model=1&kind=all"
+    assert found["address"].startswith("#task=choice&model=fcsd+") and found["address"].endswith("&kind=all")
     assert found["none"]["kinds"] == [] and "0 of 4 items, page 1 of 1" in found["none"]["count"]
     assert "-1.25" in found["choice"]["text"] and "not finite" in found["choice"]["text"]
 
 
-def test_a_real_browser_shows_the_answers_and_runs_none_of_them(page: Path, tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
+SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"
+TEXT = "document.querySelector('main').innerText"
 
-    def shown(choice: str) -> list[tuple[str, dict[str, str | None]]]:
-        ran = subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-             "--virtual-time-budget=5000", "--dump-dom", page.as_uri() + choice],
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert "<title>Answers side by side</title>" in ran.stdout, "an answer has run"
-        return Reader(ran.stdout).elements
 
-    for choice, kinds in (
-        ("", ["lost", "gained"]),
-        ("#task=0&kind=gained", ["gained"]),
-        ("#task=1&kind=all&text=says%203", []),
-        ("#task=0&kind=all&text=says%203", ["never"]),
-        ("#task=1&kind=all", ["kept", "lost", "gained", "never"]),
-    ):
-        elements = shown(choice)
-        assert [attributes["class"] for tag, attributes in elements if tag == "article"] == kinds, choice
-        assert "img" not in [tag for tag, _ in elements]
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if PROGRAM is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install --no-install-recommends chromium)")
+    with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Chromium) -> Iterator[Chromium]:
+    """The browser; a page that logs an error or asks for anything but itself fails."""
+    chromium.requests.clear()
+    chromium.errors.clear()
+    yield chromium
+    assert chromium.errors == []
+    pages = {request.partition("#")[0] for request in chromium.requests}
+    assert len(pages) == 1 and pages.pop().startswith("file:"), chromium.requests
+
+
+def choose(browser: Chromium, place: str, value: str) -> None:
+    """What choosing from a list, or typing, does to a page."""
+    browser.value(
+        f"(() => {{ const e = document.getElementById({place!r}); e.value = {json.dumps(value)};"
+        " e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
+    browser: Chromium, page: Path
+) -> None:
+    browser.open(page.as_uri())
+    assert browser.wait(f"{SHOWN}.length && {SHOWN}") == ["lost", "gained"]
+    boxes = browser.value(
+        "[...document.querySelectorAll('article.lost .answer')].map((e) => [e.className, e.getBoundingClientRect().x])"
+    )
+    assert [name for name, _ in boxes] == ["answer right", "answer wrong"] and boxes[0][1] + 400 < boxes[1][1]
+    for kind, kinds in (
+        ("gained", ["gained"]), ("lost", ["lost"]), ("kept", ["kept"]), ("never", ["never"]),
+        ("all", ["kept", "lost", "gained", "never"]),
+    ):  # fmt: skip
+        choose(browser, "kind", kind)
+        browser.wait(f"{SHOWN}.join() === {','.join(kinds)!r}")
+        assert browser.value("new URLSearchParams(location.hash.slice(1)).get('kind')") == kind
+    browser.value("document.getElementById('text').focus()")
+    browser.type("SAYS 3")
+    browser.wait(f"{SHOWN}.join() === 'never'")
+    assert "1 of 4 items" in browser.value("document.getElementById('count').textContent")
+    address = browser.value("location.href")
+    browser.open("about:blank")
+    browser.open(address)  # as somebody else to whom it was sent
+    browser.wait(f"{SHOWN}.join() === 'never'")
+    assert browser.value("document.getElementById('text').value") == "SAYS 3"
+    browser.value("location.hash = 'task=choice&kind=all'")
+    browser.wait(f"{SHOWN}.length === 4")
+    assert browser.value("document.querySelectorAll('table tr').length") == 16, "4 items, 2 models, 2 choices"
+    assert "not finite" in browser.value(TEXT)
+    browser.value("location.hash = 'task=nonsense&kind=any&page=99'")
+    browser.wait(f"{SHOWN}.join() === 'lost,gained'")
+    browser.requests[:] = [request for request in browser.requests if request != "about:blank"]
+
+
+def test_in_a_browser_the_choice_and_the_expected_one_are_marked(browser: Chromium, tmp_path: Path) -> None:
+    """By the rule of the metric; a target that may name two choices marks none."""
+    rows = [  # choices, target, log-likelihoods; then which is chosen by acc_norm, and which is expected
+        ([" aa", " bbbbbbbb"], "1", [-2.0, -4.0], 1, 1),
+        ([" yes", " no"], "no", [-1.0, -9.0], 0, 1),
+        ([" 1", " 0"], "1", [-1.0, None], 0, -1),
+        ([" a", " b"], "a sentence", [-3.0, -1.0], 1, -1),
+    ]
+    samples = [
+        {"doc_id": i, "doc_hash": str(i), "prompt_hash": "p", "score": 1.0, "target": target, "choices": choices,
+         "loglikelihoods": [float("-inf") if value is None else value for value in values]}
+        for i, (choices, target, values, _, _) in enumerate(rows)
+    ]  # fmt: skip
+    whole, _ = result("fcsd")
+    task = whole["tasks"]["choice"] | {"metric": "acc_norm,none", "num_items": 4}
+    each = {"result": whole | {"tasks": {"choice": task}}, "samples": {"choice": samples}}
+    write_items({"a": each, "b": each}, {"b": compare(each, each)}, tmp_path / "items.html")
+    browser.open((tmp_path / "items.html").as_uri() + "#kind=all")
+    browser.wait(f"{SHOWN}.length === 4")
+    found = browser.value(
+        "[...document.querySelectorAll('article')].map((e) => [...e.querySelectorAll('table:first-of-type')].map("
+        "(t) => [[...t.rows].findIndex((r) => r.className === 'chosen'),"
+        " [...t.rows].findIndex((r) => r.cells[2].textContent === '✓')])[0])"
+    )
+    assert found == [[chosen, expected] for *_, chosen, expected in rows]
+
+
+def test_in_a_browser_no_answer_runs_and_none_is_lost(browser: Chromium, tmp_path: Path) -> None:
+    """What models and data sets may hold, shown to the last character."""
+    texts = {
+        "markup": HOSTILE.replace("\ud800", ""), "end": "]]> --> </pre></article></script>", "nul": "a\0b",
+        "scripts": "\u202e\u2028\u2029\x85 \U0001f600 e\u0301 \u0e01\u0e33", "template": "${alert(1)} {{7*7}} `x`",
+        "address": "javascript:alert(1) http://example.org/x.png", "long": "x" * 100_000, "lines": "\n" * 2000 + "end",
+        "empty": "",
+    }  # fmt: skip
+    both = {}
+    for name in ("original", "fcsd"):
+        whole, _ = result(name)
+        samples = [
+            {"doc_id": key, "doc_hash": key, "prompt_hash": key, "score": float(name == "fcsd"), "prompt": text,
+             "target": text, "completion": text, "outcome": "wrong", "message": text}
+            for key, text in texts.items()
+        ]  # fmt: skip
+        row = whole["tasks"]["code"] | {"num_items": len(texts)}
+        both[name] = {"result": whole | {"tasks": {"code": row}}, "samples": {"code": samples}}
+    write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
+    browser.open((tmp_path / "items.html").as_uri())
+    browser.wait(f"{SHOWN}.length === {len(texts)}")
+    shown = browser.value(
+        "Object.fromEntries([...document.querySelectorAll('article')].map((e) =>"
+        " [e.querySelector('h2').textContent, [...e.querySelectorAll('pre')].map((p) => p.textContent)]))"
+    )
+    for key, text in texts.items():
+        expected = [text] * (4 if text else 2)  # prompt, expected, and two answers
+        assert shown[key] == expected, key
+    assert browser.value("document.title") == "Answers side by side"
+    assert browser.value("document.querySelectorAll('main img, main script, main a').length") == 0
+    assert browser.value("document.documentElement.scrollWidth <= innerWidth"), "nothing makes the page wider"
+
+
+def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chromium, tmp_path: Path) -> None:
+    both = {}
+    for name, right in (("original", 3), ("fcsd", 4)):
+        whole, _ = result(name, limit=120)
+        samples = [
+            {"doc_id": i, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": float(i % right == 0),
+             "prompt": f"question {i}", "completion": f"{name} {i}"}
+            for i in range(120)
+        ]  # fmt: skip
+        row = whole["tasks"]["code"] | {"num_items": 120}
+        both[name] = {"result": whole | {"tasks": {"code": row}}, "samples": {"code": samples}}
+    write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
+    browser.open((tmp_path / "items.html").as_uri() + "#kind=all")
+    count = "document.getElementById('count').textContent"
+    browser.wait(f"{count} === '120 of 120 items, page 1 of 3'")
+    assert "Only the first 120 items" in browser.value("document.getElementById('note').innerText")
+    browser.press("ArrowRight")
+    browser.wait(f"{count}.endsWith('page 2 of 3')")
+    assert "question 50" in browser.value(TEXT) and "question 49" not in browser.value(TEXT)
+    browser.wait("location.hash.endsWith('page=2')")
+    browser.press("ArrowLeft")
+    browser.press("ArrowLeft")  # there is nothing before the first
+    browser.wait(f"{count}.endsWith('page 1 of 3')")
+    assert browser.value("document.getElementById('back').disabled")
+    names = []
+    for _ in range(5):
+        browser.press("Tab")
+        names.append(browser.value("document.activeElement.id"))
+    assert names == ["task", "model", "kind", "text", "next"], "every control is reached, in order"
+    browser.value("document.getElementById('next').click()")
+    browser.wait(f"{count}.endsWith('page 2 of 3')")
+    browser.value("document.getElementById('text').focus()")
+    browser.press("ArrowRight")
+    browser.type("question 11")
+    browser.wait(f"{count} === '11 of 120 items, page 1 of 1'")
+    for scheme in ("light", "dark"):
+        browser.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+        back, front = browser.value(
+            "[getComputedStyle(document.querySelector('header')).backgroundColor,"
+            " getComputedStyle(document.body).color]"
+        )
+        assert (back == "rgb(255, 255, 255)") == (scheme == "light") and back != front
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[])
+    assert browser.value("getComputedStyle(document.getElementById('filter')).display") == "none"
+    browser.call("Emulation.setEmulatedMedia", media="", features=[])

@@ -1,0 +1,138 @@
+"""A headless Chromium that a test drives through its debugging pipe: what a user would do, and what is shown then.
+
+    with Chromium(folder) as browser:
+        browser.open(page.as_uri())
+        browser.value("document.title")
+
+Messages are JSON, ended by a NUL, on file descriptors 3 and 4 (Chrome DevTools Protocol); no port is opened.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Self
+
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+    "--remote-debugging-pipe", "--window-size=1280,900",
+)  # fmt: skip
+_KEYS = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13}
+
+
+class Chromium:
+    """One browser with one tab; `requests` and `errors` are of all pages since it was started."""
+
+    def __init__(self, folder: Path, timeout_s: float = 60.0):
+        assert PROGRAM is not None
+        self.timeout_s, self.requests, self.errors = timeout_s, [], []
+        self._number, self._rest, self._events = 0, b"", []
+        read_there, self._write = os.pipe()
+        self._read, write_there = os.pipe()
+
+        def place() -> None:  # the browser's ends become 3 and 4, whatever numbers they have here
+            ends = os.dup(read_there), os.dup(write_there)
+            os.dup2(ends[0], 3)
+            os.dup2(ends[1], 4)
+
+        self._process = subprocess.Popen(
+            [PROGRAM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
+            preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(read_there)
+        os.close(write_there)
+        self._session: str | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._read)
+        os.close(self._write)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command; its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        text = json.dumps(message).encode() + b"\0"
+        while text:
+            text = text[os.write(self._write, text) :]
+        while (answer := self._next()).get("id") != self._number:
+            self._note(answer)
+        if "error" in answer:
+            raise AssertionError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def open(self, address: str) -> None:
+        """Load a page; back when it has loaded."""
+        self._events.clear()
+        self.call("Page.navigate", url=address)
+        while "Page.loadEventFired" not in self._events:
+            self._note(self._next())
+
+    def value(self, expression: str) -> Any:
+        """What an expression, or the promise that it is, comes to in the page."""
+        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, expression: str) -> Any:
+        """The value of an expression once it is true."""
+        end = time.monotonic() + self.timeout_s
+        while not (found := self.value(expression)):
+            assert time.monotonic() < end, f"never true: {expression}; {self.errors}"
+            time.sleep(0.02)
+        return found
+
+    def press(self, key: str) -> None:
+        """One key of the keyboard, a letter or one of a few names."""
+        code = {"windowsVirtualKeyCode": _KEYS[key]} if key in _KEYS else {"text": key}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **code)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
+
+    def type(self, text: str) -> None:
+        """Put text where the focus is, as an input method does."""
+        self.call("Input.insertText", text=text)
+
+    def _next(self) -> dict[str, Any]:
+        end = time.monotonic() + self.timeout_s
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, end - time.monotonic()))
+            read = os.read(self._read, 1 << 20) if ready else b""
+            assert read, f"Chromium does not answer (exit status {self._process.poll()})"
+            self._rest += read
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method, parameters = event.get("method", ""), event.get("params", {})
+        self._events.append(method)
+        if method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(parameters["exceptionDetails"])
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.errors.append(parameters["entry"])
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.errors.append(parameters)
