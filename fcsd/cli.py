@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fcsd.recipe import Recipe
 
 _SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/training.md)."
+_SEVERAL_JUDGE = (
+    "On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluation.md)."
+)
 _LAYERS_HELP = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11 (default: all)"
 
 
@@ -27,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
+    if os.environ.get("RANK", "0") != "0":
+        os.environ.setdefault(
+            "TQDM_DISABLE", "1"
+        )  # the first rank's bars stand for all, those of libraries too
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
@@ -205,14 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = command(name, _RECIPE_COMMANDS[name], text, more)
         _recipe_arguments(sub, with_variant=name in ("distill", "cache-teacher"))
         if name in ("sweep", "distill"):
-            sub.add_argument(
-                "--expert-parallel",
-                type=int,
-                default=1,
-                metavar="N",
-                help="spread the experts over groups of N processes, which send each other tokens instead of weights"
-                " (configs/ep_8.yaml)",
-            )
+            _expert_parallel_argument(sub)
         if name == "cache-teacher":
             sub.add_argument(
                 "--output",
@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate",
         _evaluate,
         "Judge a checkpoint on a suite of tasks.",
-        "Generated code runs only in a sandbox.",
+        f"Generated code runs only in a sandbox. {_SEVERAL_JUDGE}",
     )
     _model_argument(evaluate, optional=True)
     evaluate.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
@@ -253,6 +253,12 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of finished tasks that several evaluations share, by the weights' hash",
     )
     evaluate.add_argument("--limit", type=int, help="items per task, for a quick look; marked in the results")
+    _expert_parallel_argument(evaluate)
+    evaluate.add_argument(
+        "--device-map",
+        choices=["auto"],
+        help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
+    )
     _sandbox_argument(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
@@ -431,6 +437,17 @@ def _model_argument(parser: argparse.ArgumentParser, *, optional: bool = False) 
     )
 
 
+def _expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="spread the experts over groups of N processes, which send each other tokens instead of weights"
+        " (configs/ep_8.yaml)",
+    )
+
+
 def _sides_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
@@ -594,37 +611,44 @@ _RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from fcsd.evaluate.fetch import fetch_suite
+    from fcsd.evaluate.ranks import launched_ranks
     from fcsd.evaluate.suites import load_suite
 
     if arguments.fetch is not None:
         if arguments.data_root is not None:
             raise UserError("--fetch and --data-root are both given; leave one out")
         suite = load_suite(arguments.suite)
-        fetched = fetch_suite(suite, arguments.fetch)
-        print(
-            f"{arguments.fetch}: {', '.join(fetched) if fetched else 'everything was there'}", file=sys.stderr
-        )
+        ranks = launched_ranks(in_step=False)
+        fetched = ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
+        if ranks.first:
+            found = ", ".join(fetched) if fetched else "everything was there"
+            print(f"{arguments.fetch}: {found}", file=sys.stderr)
         if arguments.model is None:
             return
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
+    from fcsd.distill.engines import expert_parallel
     from fcsd.evaluate.stage import evaluate_checkpoint
     from fcsd.report.table import result_table
 
     _quiet_transformers()
-    evaluate_checkpoint(
-        arguments.model,
-        suite=arguments.suite,
-        data_root=arguments.fetch or arguments.data_root,
-        output=arguments.output,
-        batch_size=_batch_size(arguments.batch_size),
-        cache=arguments.cache,
-        limit=arguments.limit,
-        allow_weak_sandbox=arguments.allow_weak_sandbox,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    with expert_parallel(arguments.expert_parallel):
+        evaluate_checkpoint(
+            arguments.model,
+            suite=arguments.suite,
+            data_root=arguments.fetch or arguments.data_root,
+            output=arguments.output,
+            batch_size=_batch_size(arguments.batch_size),
+            cache=arguments.cache,
+            limit=arguments.limit,
+            allow_weak_sandbox=arguments.allow_weak_sandbox,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
+            device_map=arguments.device_map,
+        )
+    if not launched_ranks(in_step=False).first:
+        return
     if arguments.json:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:

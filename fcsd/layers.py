@@ -7,7 +7,9 @@
 The model is loaded once and rewired in place between the points. `first` and `last` count layers from the start and
 from the end, `single` rewires one layer alone: its sensitivity.
 
-Not covered: several processes; a proposal from the sensitivities, that is `fcsd.layer_plan`.
+On several ranks each has the whole model, and its share of the rows and items.
+
+Not covered: weights that are spread over ranks; a proposal from the sensitivities, that is `fcsd.layer_plan`.
 """
 
 import contextlib
@@ -25,16 +27,18 @@ from fcsd.artifact import Stage, read_json, weights_fingerprint, write_json
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import find_folder, read_checkpoint
 from fcsd.connectivity.load import load_config
+from fcsd.distill.engines import launched_engine
 from fcsd.distill.head import PACKING_LEAKS
 from fcsd.errors import UserError
-from fcsd.evaluate.divergence import kl_by_row, original_hidden, ratio
+from fcsd.evaluate.divergence import kl_by_row, ratio, read_original
+from fcsd.evaluate.ranks import launched_ranks
 from fcsd.evaluate.runner import judging
 from fcsd.evaluate.scores import standard_error
 from fcsd.evaluate.stage import heldout_rows, judged_data
 from fcsd.evaluate.suites import Suite, load_suite
 from fcsd.families import moe_mask
 from fcsd.loading import load_tokenizer, original_model, to_accelerator
-from fcsd.processes import alone, begin, finish
+from fcsd.processes import begin, finish
 from fcsd.recipe import Model, Source
 from fcsd.strict import Strict, did_you_mean, parse_yaml, validate
 
@@ -160,16 +164,18 @@ def study_layers(study: Study, folder: Path) -> Stage:
     """Measure every point of `study`; a killed study goes on where it was.
 
     Raises:
-        UserError: several processes; unknown task; no text; a count that the model does not have; a converted
-            checkpoint; a folder whose study had other settings or another model.
+        UserError: a launch that spreads the weights; unknown task; no text; a count that the model does not have; a
+            converted checkpoint; a folder whose study had other settings or another model.
     """
-    alone("layers")
+    check_copies()
+    ranks = launched_ranks(in_step=False)
     mask = layer_mask(study.model)
     plan = selections(study, len(mask))
     stage = layers_stage(study, folder)
     if begin(stage) == "finished":
         return stage
-    done = _read(folder / "layers.json")["points"] if (folder / "layers.json").is_file() else []
+    found = folder / "layers.json"
+    done = ranks.from_first(lambda: _read(found)["points"] if found.is_file() else [])
     with measuring(study) as measure:
         known = {tuple(point["layers"]): point["values"] for point in done}
         result: dict[str, Any] = {
@@ -183,7 +189,7 @@ def study_layers(study: Study, folder: Path) -> Stage:
         # Zero rewired layers have no KL, but tasks have a score.
         wanted = [("none", []), *plan] if study.tasks else plan
         num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
-        with tqdm(total=num_new, desc="layers", unit="point", smoothing=0.1) as bar:
+        with tqdm(total=num_new, desc="layers", unit="point", smoothing=0.1, disable=not ranks.first) as bar:
             for side, layers in wanted:
                 if (key := tuple(layers)) not in known:
                     bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
@@ -196,13 +202,23 @@ def study_layers(study: Study, folder: Path) -> Stage:
                     "values": known[key],
                 }
                 result["points"].append(point)
-                if len(result["points"]) > len(done):
+                if len(result["points"]) > len(done) and ranks.first:
                     write_json(folder / "layers.json", result)
     from fcsd.report.plots import plot_layers
 
-    plot_layers(result, folder / "layers.png")
+    if ranks.first:
+        plot_layers(result, folder / "layers.png")
     finish(stage, {})
     return stage
+
+
+def check_copies() -> None:
+    """Raises UserError in a launch that spreads the weights."""
+    if launched_engine().shards:
+        raise UserError(
+            "the layer study rewires whole copies of the model, and this launch spreads the weights; launch copies"
+            " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
+        )
 
 
 def layers_stage(study: Study, folder: Path) -> Stage:
@@ -281,6 +297,7 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
 @contextlib.contextmanager
 def measuring(study: Study) -> Iterator[Measure]:
     """Load the model and the data; gives the function that rewires the model in place and measures it."""
+    ranks = launched_ranks(in_step=False)
     suite = suite_of(study)
     tokenizer = load_tokenizer(study.model.path, study.model)
     model = to_accelerator(original_model(study.model, study.model.path), study.model.path)
@@ -311,9 +328,10 @@ def measuring(study: Study) -> Iterator[Measure]:
                     limit=study.limit,
                     allow_weak_sandbox=study.allow_weak_sandbox,
                     progress=False,
+                    ranks=ranks,
                 )
             )
-        hidden = original_hidden(model, rows, progress=True) if rows is not None else []
+        known = read_original(model, rows, progress=True, ranks=ranks) if rows is not None else None
 
         def measure(layers: Sequence[int]) -> Measured:
             if layers:
@@ -322,8 +340,8 @@ def measuring(study: Study) -> Iterator[Measure]:
                 unconvert_model(model)
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
-            if rows is not None:
-                sums, counts = kl_by_row(model, rows, hidden)
+            if rows is not None and known is not None:
+                sums, counts = kl_by_row(known, model, rows, ranks=ranks)
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = kl_value(items[KL], study.model.path, layers)
             if judge is not None:

@@ -1,5 +1,6 @@
 """The original model, tokenizers, dtypes and the identity of data: what the stages load."""
 
+import gc
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,13 @@ def to_accelerator(model: "PreTrainedModel", name: str | Path) -> "PreTrainedMod
             f"{name}: its weights ({size:.0f} GB) do not fit on {device} beside what is there;"
             " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"
         ) from None
+
+
+def free_memory() -> None:
+    """Give the memory of a model that is not needed any more back to the device."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
 
 
 def load_tokenizer(

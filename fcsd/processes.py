@@ -51,15 +51,6 @@ def processes() -> PartialState:
     return state
 
 
-def alone(command: str) -> None:
-    """Refuse a launch of several processes for a command that evaluates."""
-    if processes().num_processes > 1:
-        raise UserError(
-            f"`{command}` evaluates, which runs in one process; launch `pretrain`, `sweep` and `distill` on several,"
-            " and then `run` on one: it does what is left"
-        )
-
-
 def begin(stage: Stage) -> str:
     """Note the start of a stage on the first rank; tells on every rank whether it is finished already."""
     state = stage.state()

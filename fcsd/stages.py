@@ -35,13 +35,14 @@ from fcsd.distill.teacher import Teacher
 from fcsd.errors import UserError
 from fcsd.evaluate.code import generate_completions
 from fcsd.evaluate.problems import load_problems
+from fcsd.evaluate.ranks import launched_ranks
 from fcsd.evaluate.scorer import CodeScorer, pass_at_1
 from fcsd.evaluate.stage import evaluate_stage, heldout_rows, judged_data
 from fcsd.evaluate.suites import SuiteTask
 from fcsd.families import family_of
-from fcsd.layers import Study, study_layers
+from fcsd.layers import Study, check_copies, study_layers
 from fcsd.loading import dtype_of, load_tokenizer, original_model, to_dtype
-from fcsd.processes import alone, begin, finish, processes
+from fcsd.processes import begin, finish, processes
 from fcsd.recipe import Data, EarlyStopping, Objective, Recipe
 from fcsd.recipe import Train as TrainSettings
 from fcsd.teachers import fill_teacher_cache, load_teacher
@@ -51,12 +52,13 @@ MAIN = "fcsd"  # name of the main distillation in results and report
 
 
 def run(recipe: Recipe, *, as_json: bool = False) -> None:
-    """All stages in a row; what is finished is not run again. Prints as `report` does.
+    """All stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
 
     Raises:
-        UserError: in a launch of several processes: evaluation runs in one.
+        UserError: a layer study in a launch that spreads the weights.
     """
-    alone("run")
+    if recipe.evaluation.layer_study:
+        check_copies()
     if recipe.pretrain is not None:
         pretrain(recipe)
     convert(recipe)
@@ -69,7 +71,7 @@ def run(recipe: Recipe, *, as_json: bool = False) -> None:
         evaluate_stage(recipe, name, path)
     if recipe.evaluation.layer_study:
         layers(recipe)
-    publish(recipe, as_json=as_json)
+    launched_ranks(in_step=False).from_first(lambda: publish(recipe, as_json=as_json))
 
 
 # ---- pretrain

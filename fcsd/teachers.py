@@ -5,7 +5,6 @@ Not covered: how a teacher's weights are spread over ranks (`fcsd.distill.engine
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from fcsd.distill.original import identity, read_head, unloaded
 from fcsd.distill.spread import spread_teacher
 from fcsd.distill.teacher import ModelTeacher, Teacher
 from fcsd.errors import UserError
-from fcsd.loading import load_tokenizer, original_model
+from fcsd.loading import free_memory, load_tokenizer, original_model
 from fcsd.processes import processes
 from fcsd.recipe import Model, Recipe
 
@@ -78,7 +77,7 @@ def _cached_teacher(recipe: Recipe, rows: Any, weights: str) -> CachedTeacher:
             spot_check(cache, _model_teacher(recipe), some)
         else:
             on_first_rank(lambda: spot_check(cache, _model_teacher(recipe), some))
-        _free()
+        free_memory()
     return CachedTeacher(cache, read_head(facts).to(processes().device))
 
 
@@ -103,13 +102,6 @@ def _model_teacher(recipe: Recipe) -> Teacher:
             f"the teacher {path} does not fit on one device; launch with weights that are spread over several"
             " (configs/fsdp2_8.yaml), or, to train on a cache without loading it, set teacher.spot_check_rows: 0"
         ) from None
-
-
-def _free() -> None:
-    """Give the memory of a model that is not needed any more back to the device."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
 
 
 def on_first_rank(call: Callable[[], Any]) -> None:
@@ -157,7 +149,7 @@ def fill_teacher_cache(
         load_teacher=lambda: _model_teacher(recipe),
         in_step=launched_engine().shards,
     )
-    _free()
+    free_memory()
     if verify:
         on_first_rank(lambda: verify_cache(HiddenCache(folder, identity(facts, weights))))
 

@@ -13,7 +13,7 @@ from fcsd import layers as study_module
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model, parse_selection
 from fcsd.errors import UserError
-from fcsd.evaluate.divergence import mean_kl, ratio
+from fcsd.evaluate.divergence import mean_kl, ratio, read_original
 from fcsd.evaluate.runner import evaluate, judging
 from fcsd.evaluate.scores import standard_error
 from fcsd.evaluate.stage import heldout_rows
@@ -114,7 +114,7 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
     ]
     for point in study["points"]:
         convert_model(wired, Connectivity(point["layers"]))
-        direct = mean_kl(original, wired, rows)
+        direct = mean_kl(read_original(original, rows), wired, rows)
         found = point["values"]["kl"]
         assert found["value"] == pytest.approx(direct["kl"], rel=1e-5) and direct["kl"] > 1e-3
         assert found["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
@@ -131,7 +131,7 @@ def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, 
         ("first", 2), ("first", 3), ("last", 2), ("last", 3),
     ]  # fmt: skip
     wired = Connectivity({"last": 2}, mlp="full")
-    direct = mean_kl(load_model(model), load_model(model, connectivity=wired), rows)
+    direct = mean_kl(read_original(load_model(model), rows), load_model(model, connectivity=wired), rows)
     assert points[2]["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
 
 
@@ -175,11 +175,11 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
     folder = tmp_path / "study"
     measure, calls = study_module.kl_by_row, []
 
-    def killed(*args: Any) -> Any:
+    def killed(*args: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return measure(*args)
+        return measure(*args, **options)
 
     monkeypatch.setattr(study_module, "kl_by_row", killed)
     assert main(command(model, text, folder)) == 130
@@ -426,7 +426,9 @@ def test_verify_measures_both_selections_paired(
     rows = heldout_rows(Source(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     original, values = load_model(model), []
     for row in plan["selections"]:
-        direct = mean_kl(original, load_model(model, connectivity=Connectivity(row["layers"])), rows)
+        direct = mean_kl(
+            read_original(original, rows), load_model(model, connectivity=Connectivity(row["layers"])), rows
+        )
         assert row["measured"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
         values.append(direct["kl"])
     assert plan["difference"]["value"] == pytest.approx(values[0] - values[1], abs=1e-6)

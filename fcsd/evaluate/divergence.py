@@ -4,81 +4,109 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fcsd.distill.data import Collator, next_token_targets
 from fcsd.distill.head import final_hidden, head_scaling, output_head, refuse_packing, unpadded_vocab_size
 from fcsd.distill.losses import fused_linear_kl
+from fcsd.evaluate.ranks import ALONE, Ranks, input_device
+
+
+@dataclass(frozen=True)
+class Original:
+    """What the KL needs to know of the original, which then need not be in memory beside the model.
+
+    hidden: for each of this rank's rows the (kept tokens, D) hidden states after the final norm, in main memory.
+    """
+
+    hidden: list[Tensor]
+    head: nn.Linear
+    config: Any
 
 
 @torch.no_grad()
-def mean_kl(
-    original: PreTrainedModel, model: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False
-) -> dict[str, float | None]:
-    """Forward KL in nats per kept token, over `rows` of `fcsd.distill.data.build_dataset`.
-
-    Both compute on the device of `model`, one after the other, because an accelerator may not hold both: meanwhile the
-    other is in main memory, where `original` is left.
-
-    Returns:
-        `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
-        `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
+def read_original(
+    original: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False, ranks: Ranks = ALONE
+) -> Original:
+    """Run the original over this rank's share of `rows`; all ranks call this.
 
     Raises:
         UserError: packed rows for a family that would let the examples in them see each other.
     """
-    device = model.device
-    _move(model, "cpu")
-    _move(original, device)
-    hidden = original_hidden(original, rows, progress=progress)
-    _move(original, "cpu")
-    _move(model, device)
-    head = copy.deepcopy(output_head(original)).to(device)
-    with _evaluating(model):
-        bar = tqdm(rows, desc="KL to the original", unit="row", disable=not progress, leave=False)
-        sums = [
-            _sum(original, head, known.to(device), model, _hidden(model, row))
-            for row, known in zip(bar, hidden, strict=True)
-        ]
-    return ratio(sums, [len(known) for known in hidden])
-
-
-def _move(model: PreTrainedModel, device: Any) -> None:
-    torch.nn.Module.to(model, device)
-
-
-@torch.no_grad()
-def original_hidden(
-    original: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False
-) -> list[Tensor]:
-    """What KL needs to know of the original, so that the only copy of the model can then be rewired in place.
-
-    Returns: for each row the (kept tokens, D) hidden states after the final norm, in main memory.
-    """
     with _evaluating(original):
-        bar = tqdm(rows, desc="the original's hidden states", unit="row", disable=not progress, leave=False)
-        return [_hidden(original, row).cpu() for row in bar]
+        hidden = [
+            _hidden(original, row).cpu()
+            for row in _share(rows, ranks, "the original's hidden states", progress)
+        ]
+        _idle(original, rows, ranks)
+    return Original(hidden, copy.deepcopy(output_head(original)).cpu(), original.config)
 
 
 @torch.no_grad()
 def kl_by_row(
-    model: PreTrainedModel, rows: Sequence[Any], hidden: Sequence[Tensor]
+    original: Original,
+    model: PreTrainedModel,
+    rows: Sequence[Any],
+    *,
+    progress: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[list[float], list[int]]:
-    """For each row the sum of the forward KL in nats, and the number of kept tokens.
+    """For each row the sum of KL(original || model) in nats, and the number of kept tokens; the same on all ranks."""
+    device = input_device(model)
+    teacher_head = original.head.to(device)
 
-    hidden: from `original_hidden` of the same weights with regular connectivity.
-    """
+    def own_share() -> list[tuple[float, int]]:
+        found = []
+        for row, known in zip(
+            _share(rows, ranks, "KL to the original", progress), original.hidden, strict=True
+        ):
+            total = _sum(original.config, teacher_head, known.to(device), model, _hidden(model, row))
+            found.append((total, len(known)))
+        _idle(model, rows, ranks)
+        return found
+
     with _evaluating(model):
-        sums = [
-            _sum(model, output_head(model), known.to(model.device), model, _hidden(model, row))
-            for known, row in zip(hidden, rows, strict=True)
-        ]
-    return sums, [len(known) for known in hidden]
+        by_rank = ranks.share(own_share)
+    pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(len(rows))]
+    return [total for total, _ in pairs], [count for _, count in pairs]
+
+
+def mean_kl(
+    original: Original,
+    model: PreTrainedModel,
+    rows: Sequence[Any],
+    *,
+    progress: bool = False,
+    ranks: Ranks = ALONE,
+) -> dict[str, float | None]:
+    """Forward KL in nats per kept token, over `rows` of `fcsd.distill.data.build_dataset`.
+
+    Args:
+        original: from `read_original`, with the same rows and ranks.
+
+    Returns:
+        `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
+        `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
+    """
+    return ratio(*kl_by_row(original, model, rows, progress=progress, ranks=ranks))
+
+
+def _share(rows: Sequence[Any], ranks: Ranks, what: str, progress: bool) -> Iterator[Any]:
+    """This rank's rows, with a bar on the first."""
+    own = ranks.deal(range(len(rows)))
+    for number in tqdm(own, desc=what, unit="row", disable=not (progress and ranks.first), leave=False):
+        yield rows[number]
+
+
+def _idle(model: PreTrainedModel, rows: Sequence[Any], ranks: Ranks) -> None:
+    for _ in range(ranks.idle_passes(len(rows))):
+        _hidden(model, rows[0])
 
 
 @contextlib.contextmanager
@@ -96,21 +124,22 @@ def _evaluating(*models: PreTrainedModel) -> Iterator[None]:
 def _hidden(model: PreTrainedModel, row: Any) -> Tensor:
     """(N, D) hidden states of the row's kept tokens."""
     batch = Collator()([row])
-    ids, positions = (batch[name].to(model.device) for name in ("input_ids", "position_ids"))
+    device = input_device(model)
+    ids, positions = (batch[name].to(device) for name in ("input_ids", "position_ids"))
     refuse_packing(model, batch["labels"], batch["position_ids"])
-    keep, _ = next_token_targets(batch["labels"].to(model.device), positions)
+    keep, _ = next_token_targets(batch["labels"].to(device), positions)
     return final_hidden(model, ids, positions, keep)
 
 
 def _sum(
-    original: PreTrainedModel,
-    teacher_head: Any,
+    original_config: Any,
+    teacher_head: nn.Linear,
     teacher_hidden: Tensor,
     model: PreTrainedModel,
     hidden: Tensor,
 ) -> float:
     """Forward KL summed over tokens; `teacher_head` is the original's, on the device of `model`."""
-    teacher_scale, teacher_softcap = head_scaling(original.config)
+    teacher_scale, teacher_softcap = head_scaling(original_config)
     scale, softcap = head_scaling(model.config)
     head = output_head(model)
     total = fused_linear_kl(

@@ -26,8 +26,17 @@ def judging_engine() -> Engine:
     return replace(engine, name="fsdp2", reshard=True) if engine.name == "zero3" else engine
 
 
-def load_judged(model: Model, path: str | Path, *, device_map: Any = None) -> PreTrainedModel:
-    """The checkpoint at `path`, in eval mode, as this rank of the launch holds it; all ranks call this.
+def check_device_map(device_map: Any) -> None:
+    """Raises UserError when several processes are asked to spread the model over the same devices."""
+    if device_map is not None and processes().num_processes > 1:
+        raise UserError(
+            "--device-map: is for one process, which spreads the model over the devices by itself; start it without a"
+            " launcher, or leave the option out and launch configs/fsdp2_8.yaml"
+        )
+
+
+def load_judged(model: Model, path: Path, *, device_map: Any = None) -> PreTrainedModel:
+    """The checkpoint in the folder `path`, in eval mode, as this rank of the launch holds it; all ranks call this.
 
     FSDP2 and expert parallelism: parts of the weights (under FSDP2 the head whole on every rank). Otherwise all of them
     on the rank's device.
@@ -36,16 +45,21 @@ def load_judged(model: Model, path: str | Path, *, device_map: Any = None) -> Pr
         device_map: of one process, as transformers knows it; "auto" fills the devices one after another.
 
     Raises:
-        UserError: what `load_model` refuses; a model that cannot be spread, or does not fit on the device.
+        UserError: what `load_model` refuses; a model that cannot be spread, or does not fit.
     """
+    check_device_map(device_map)
+    model = model.model_copy(update={"revision": None})
     engine = judging_engine()
     if device_map is not None:
-        if processes().num_processes > 1:
+        try:
+            return original_model(model, path, device_map=device_map)
+        except ValueError as error:
+            if "offload_folder" not in str(error):
+                raise
             raise UserError(
-                "--device-map: is for one process, which spreads the model over the devices by itself; start it without"
-                " a launcher, or leave the option out and launch configs/fsdp2_8.yaml"
-            )
-        return original_model(model, path, device_map=device_map)
+                f"{path}: does not fit on the devices and in main memory together; use more devices, or launch"
+                " configs/fsdp2_2x8.yaml on several machines"
+            ) from None
     loaded = original_model(
         model, path, weights=holds_weights(engine), distributed_config=distributed_config(engine)
     )

@@ -22,6 +22,7 @@ Not covered: ranks that must see the same batch (tensor parallelism, and the `al
 """
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -105,8 +106,10 @@ ALONE = Ranks()
 
 
 def _told(error: Exception | None) -> tuple[bool, str] | None:
-    """An error as the other ranks learn of it: whether it is a user's mistake, and its text."""
-    return None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
+    """An error as the other ranks learn of it: whether it is a user's mistake, and its text, a bug's with the trace."""
+    if error is None or isinstance(error, UserError):
+        return None if error is None else (True, str(error))
+    return False, "".join(traceback.format_exception(error))
 
 
 def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None]) -> None:

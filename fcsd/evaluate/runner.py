@@ -30,7 +30,7 @@ from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.problems import Problem, load_problems
 from fcsd.evaluate.progress import Progress
 from fcsd.evaluate.question import end_of
-from fcsd.evaluate.ranks import ALONE, Ranks
+from fcsd.evaluate.ranks import ALONE, Ranks, input_device
 from fcsd.evaluate.scorer import CodeScorer, Outcome, pass_at_k
 from fcsd.evaluate.scores import plain_mean, standard_error
 from fcsd.evaluate.state import preserved
@@ -215,7 +215,7 @@ def _result(
             **settings,
             "data_root": None if data_root is None else str(data_root),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "device": model.device.type,
+            "device": input_device(model).type,
             "chat_template_sha256": _chat_template_hash(tokenizer, suite),
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.artifact import Stage, new_folder, read_json, versions, weights_fingerprint
-from fcsd.connectivity import load_model
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.data import build_dataset
 from fcsd.evaluate.batch import BatchSize
-from fcsd.evaluate.divergence import mean_kl
+from fcsd.evaluate.divergence import mean_kl, read_original
 from fcsd.evaluate.lm_eval_files import write_lm_eval
+from fcsd.evaluate.placed import check_device_map, judging_engine, load_judged
+from fcsd.evaluate.ranks import launched_ranks
 from fcsd.evaluate.runner import Samples, judging, write_result
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
 from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, load_suite
-from fcsd.loading import data_fingerprint, load_tokenizer, original_model, to_accelerator
-from fcsd.processes import alone, begin
-from fcsd.recipe import Recipe, Source
+from fcsd.loading import data_fingerprint, free_memory, load_tokenizer
+from fcsd.processes import begin, finish, processes
+from fcsd.recipe import Model, Recipe, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,11 @@ FINISHED_TASKS = "finished-tasks"
 
 
 def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
-    """Judge one model of the run on the recipe's suite, and measure its KL to the original on held-out text."""
+    """Judge one model of the run on the recipe's suite, and measure its KL to the original on held-out text.
+
+    All ranks call this.
+    """
+    ranks = launched_ranks(in_step=judging_engine().shards)
     plan = recipe.evaluation
     data_root = Path(plan.data_root) if plan.data_root is not None else None
     suite = load_suite(plan.suite)
@@ -43,14 +48,17 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
         "model": {"dtype": recipe.model.dtype},
     }
     original = find_folder(recipe.model_path, recipe.model.revision)
-    inputs = {
-        **_judged_model(path),
-        "original": weights_fingerprint(original),
-        **judged_data(suite.tasks, data_root, recipe.data.heldout),
-    }
+    inputs = ranks.from_first(
+        lambda: {
+            **_judged_model(path),
+            "original": weights_fingerprint(original),
+            **judged_data(suite.tasks, data_root, recipe.data.heldout),
+        }
+    )
     stage = Stage(recipe.folder / "evaluate" / name, "evaluate", settings, inputs)
     if begin(stage) == "finished":
         return stage
+    free_memory()  # of the trainings before
     tokenizer = load_tokenizer(path, recipe.model)
     loading = recipe.model.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
     cache = Path(plan.cache) if plan.cache is not None else None
@@ -62,20 +70,25 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
         limit=plan.limit,
         allow_weak_sandbox=plan.allow_weak_sandbox,
         store=_store(stage, suite, cache, plan.limit, loading),
+        ranks=ranks,
     ) as judge:
-        model = to_accelerator(load_model(path, **loading), path)
+        rows, known = None, None
+        if recipe.data.heldout is not None:
+            rows = heldout_rows(
+                recipe.data.heldout,
+                tokenizer,
+                num_examples=recipe.data.heldout_examples,
+                max_length=recipe.data.max_length,
+                packing=recipe.data.packing,
+                loss_on=recipe.data.loss_on,
+            )
+            # First, and then it goes: a device may not hold two models.
+            known = read_original(load_judged(recipe.model, original), rows, progress=True, ranks=ranks)
+            free_memory()
+        model = load_judged(recipe.model, path)
         result, samples = judge(model, name)
-    if recipe.data.heldout is not None:
-        rows = heldout_rows(
-            recipe.data.heldout,
-            tokenizer,
-            num_examples=recipe.data.heldout_examples,
-            max_length=recipe.data.max_length,
-            packing=recipe.data.packing,
-            loss_on=recipe.data.loss_on,
-        )
-        teacher = original_model(recipe.model, recipe.model_path)
-        result["kl_to_original"] = mean_kl(teacher, model, rows, progress=True)
+    if rows is not None and known is not None:
+        result["kl_to_original"] = mean_kl(known, model, rows, progress=True, ranks=ranks)
     _leave(stage, result, samples)
     return stage
 
@@ -92,19 +105,19 @@ def evaluate_checkpoint(
     cache: Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | None = None,
 ) -> None:
-    """`fcsd evaluate`: judge any checkpoint, without a recipe; the results are in `output`.
+    """`fcsd evaluate`: judge any checkpoint, without a recipe; the results are in `output`. All ranks call this.
 
     cache: a folder of finished tasks that several evaluations share; None: one in `output`, until all are finished.
+    device_map: see `fcsd.evaluate.placed.load_judged`.
     """
-    alone("evaluate")
+    ranks = launched_ranks(in_step=judging_engine().shards)
+    check_device_map(device_map)
     tasks = load_suite(suite)
     folder = find_folder(path, revision)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
-    inputs = {
-        **_judged_model(folder),
-        **judged_data(tasks.tasks, data_root),
-    }
+    inputs = ranks.from_first(lambda: {**_judged_model(folder), **judged_data(tasks.tasks, data_root)})
     stage = Stage(output, "evaluate", settings, inputs)
     if begin(stage) != "finished":
         with judging(
@@ -115,9 +128,10 @@ def evaluate_checkpoint(
             limit=limit,
             allow_weak_sandbox=allow_weak_sandbox,
             store=_store(stage, tasks, cache, limit, {}),
+            ranks=ranks,
         ) as judge:  # a mistake in tasks or data shows before the weights are read
-            model = to_accelerator(load_model(str(folder), trust_remote_code=trust_remote_code), path)
-            result, samples = judge(model, path)
+            named = Model(path=path, trust_remote_code=trust_remote_code)
+            result, samples = judge(load_judged(named, folder, device_map=device_map), path)
         _leave(stage, result, samples)
 
 
@@ -145,11 +159,17 @@ def _store(
 
 
 def _leave(stage: Stage, result: dict[str, Any], samples: Samples) -> None:
-    write_result(result, samples, stage.folder)
-    with new_folder(stage.folder / "lm_eval") as new:
-        write_lm_eval(result, samples, new)
-    stage.finish({"mean": result["mean"]})
-    shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)  # the samples are in their own files now
+    """On the first rank; the others wait."""
+    first = processes().is_main_process
+    if first:
+        write_result(result, samples, stage.folder)
+        with new_folder(stage.folder / "lm_eval") as new:
+            write_lm_eval(result, samples, new)
+    finish(stage, {"mean": result["mean"]})
+    if first:
+        shutil.rmtree(
+            stage.folder / FINISHED_TASKS, ignore_errors=True
+        )  # the samples are in their own files now
 
 
 def judged_data(

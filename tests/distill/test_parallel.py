@@ -145,10 +145,3 @@ def test_a_launch_that_lost_its_processes_is_refused(
         "add --multi_gpu (it starts CPU processes there), or --config_file configs/cpu_2.yaml"
         in capsys.readouterr().err
     )
-
-
-def test_run_is_refused_on_several_processes(bench: Bench) -> None:
-    outcomes = run_ranks(ranks, 2, ["run", str(bench.recipe("r"))], "")
-    assert [status for status, _ in outcomes] == [2, 2]
-    (error,) = [error for _, error in outcomes if error]
-    assert "launch `pretrain`, `sweep` and `distill` on several" in error

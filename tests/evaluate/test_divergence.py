@@ -10,7 +10,7 @@ import torch
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
-from fcsd.evaluate.divergence import mean_kl
+from fcsd.evaluate.divergence import mean_kl, read_original
 from fcsd.evaluate.stage import heldout_rows
 from fcsd.layers import read_study
 from fcsd.recipe import Source
@@ -60,7 +60,7 @@ def test_the_kl_is_that_of_the_models_own_logits(
     original, model = (tiny_model(family, vocab_size=300, **fields) for _ in range(2))
     convert_model(model, Connectivity("all"))
     rows = rows_of(text, packing=False)
-    found = mean_kl(original, model, rows)
+    found = mean_kl(read_original(original, rows), model, rows)
     assert found["kl"] == pytest.approx(by_hand(original, model, rows, vocab_size), rel=1e-4)
     assert found["kl"] > 0.01
 
@@ -72,7 +72,7 @@ def test_packed_rows_are_refused_where_examples_would_see_each_other(text: Path)
     with pytest.raises(
         UserError, match=r"'jamba' lets packed examples see each other; set data\.packing: false"
     ):
-        mean_kl(model, model, rows)
+        mean_kl(read_original(model, rows), model, rows)
 
 
 def test_the_layer_study_of_such_a_family_has_one_example_in_a_row(text: Path, tmp_path: Path) -> None:
@@ -82,6 +82,7 @@ def test_the_layer_study_of_such_a_family_has_one_example_in_a_row(text: Path, t
     options = f"--text {text} --max-length 48 --sides last --counts 4 --output {tmp_path / 'study'}".split()
     assert main(["layers", str(tmp_path / "model"), *options]) == 0
     convert_model(model, Connectivity("all"))
-    direct = mean_kl(original, model, rows_of(text, packing=False))
+    rows = rows_of(text, packing=False)
+    direct = mean_kl(read_original(original, rows), model, rows)
     [point] = read_study(tmp_path / "study")["points"]
     assert point["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-4)

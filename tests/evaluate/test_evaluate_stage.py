@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from fcsd import loading
+from fcsd.artifact import read_json
 from fcsd.errors import UserError
 from fcsd.evaluate import stage
-from fcsd.evaluate.divergence import mean_kl
 from fcsd.evaluate.store import configuration_fingerprint
 from fcsd.loading import to_accelerator
-from fcsd.testing import tiny_model
+from fcsd.recipe import load_recipe
 from tests.evaluate.test_kept_tasks import judge, place
+from tests.support import Bench
 
 __all__ = ["place"]  # a fixture
 
@@ -59,24 +61,31 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
         to_accelerator(Big(31250, 32000, bias=False, device="meta"), "some/model")  # type: ignore[arg-type]
 
 
-def test_two_models_take_the_device_in_turn_for_the_kl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One accelerator may not hold both."""
-    from fcsd.evaluate import divergence
+def test_the_original_is_gone_when_the_judged_model_is_loaded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One accelerator may not hold both: the KL needs the original's hidden states and head only."""
+    loaded: list[weakref.ref[Any]] = []
+    load = stage.load_judged
 
-    original, model = (tiny_model("qwen2_moe", vocab_size=300, seed=seed) for seed in (0, 1))
-    names, moves = {id(original): "original", id(model): "model"}, []
-    move = divergence._move
-    monkeypatch.setattr(
-        divergence,
-        "_move",
-        lambda each, device: (moves.append((names[id(each)], str(device))), move(each, device)),
-    )
-    monkeypatch.setattr(divergence, "original_hidden", lambda *a, **k: moves.append(("computes", "")) or [])
-    mean_kl(original, model, [])
-    there = str(model.device)
-    assert moves == [
-        ("model", "cpu"), ("original", there), ("computes", ""), ("original", "cpu"), ("model", there),
-    ]  # fmt: skip
+    def seen(*args: Any, **options: Any) -> Any:
+        assert all(reference() is None for reference in loaded)
+        model = load(*args, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    @contextlib.contextmanager
+    def judging(*args: Any, **options: Any) -> Iterator[Any]:
+        yield lambda model, name: ({"mean": 0.0, "tasks": {}}, {})
+
+    monkeypatch.setattr(stage, "load_judged", seen)
+    monkeypatch.setattr(stage, "judging", judging)
+    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    recipe = load_recipe(bench.recipe(data=data | {"max_length": 32}))
+    stage.evaluate_stage(recipe, "original", bench.base)
+    assert len(loaded) == 2
+    kl = read_json(recipe.folder / "evaluate" / "original" / "results.json")["kl_to_original"]
+    assert kl["kl"] == pytest.approx(0, abs=1e-6) and kl["num_tokens"] > 0
 
 
 def test_a_finished_evaluation_is_not_that_of_another_tokenizer_or_configuration(

@@ -2,15 +2,20 @@
 
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from fcsd.distill.engines import expert_parallel
-from fcsd.evaluate.placed import load_judged
-from fcsd.evaluate.ranks import is_spread, ranks_of
+from fcsd.errors import UserError
+from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.divergence import mean_kl, read_original
+from fcsd.evaluate.placed import judging_engine, load_judged
+from fcsd.evaluate.ranks import Ranks, is_spread, launched_ranks, ranks_of
 from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.suites import load_suite
 from fcsd.recipe import Model
@@ -22,7 +27,7 @@ from tests.support import ROOT
 ROWS: list[dict[str, Any]] = [
     {"task": "t_group", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "o/choice", "num_fewshot": 1},
     {"task": "t_answers", "kind": "generation", "metric": "exact_match,none", "dataset": "o/answers"},
-    {"task": "t_code", "kind": "code", "dataset": "o/code", "max_new_tokens": 6, "stop": ["a"]},
+    {"task": "t_code", "kind": "code", "dataset": "o/code", "max_new_tokens": 12, "stop": ["<unused82>"]},
     {"task": "t_sampled", "kind": "code", "dataset": "o/code", "max_new_tokens": 4, "num_samples": 2,
      "temperature": 1.0, "stop": []},
 ]  # fmt: skip
@@ -56,33 +61,46 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "suite.yaml").write_text(yaml.safe_dump({"name": "mine", "tasks": rows}))
     model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024)
     model.save_pretrained(root / "model")
+    tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, seed=1).save_pretrained(
+        root / "other"
+    )
     tiny_tokenizer().save_pretrained(root / "model")
     return root
 
 
 def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) -> dict[str, Any]:
-    """What this rank finds, the sequences that its model saw, and whether it holds a part of the weights only."""
+    """What this rank finds, the passes that its model made, and whether it holds a part of the weights only."""
     from accelerate.state import AcceleratorState
 
     os.environ.update(variables)
     AcceleratorState._reset_state(reset_partial_state=True)
     with expert_parallel(experts):
-        model = load_judged(Model(path=""), place / "model")
-    seen: list[int] = []
-    passed = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        seen.append(len(ids))
-        return passed(*args, **kwargs)
-
-    model.forward = forward
-    ranks = ranks_of(model)
+        ranks = launched_ranks(in_step=judging_engine().shards)
+        rows = None if experts > 1 else text_rows()
+        known = read_original(load_judged(Model(), place / "other"), rows, ranks=ranks) if rows else None
+        model = load_judged(Model(), place / "model")
+    assert ranks == ranks_of(model)
+    passes = []
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]  # type: ignore[method-assign]
     result, samples = evaluate(
         model, tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=place / "data", batch_size=BATCH,
         progress=False, ranks=ranks,
     )  # fmt: skip
-    return {"result": result, "samples": samples, "passes": len(seen), "spread": is_spread(model)}
+    kl = mean_kl(known, model, rows, ranks=ranks) if known is not None else None
+    return {
+        "result": result, "samples": samples, "kl": kl, "passes": len(passes), "spread": is_spread(model),
+    }  # fmt: skip
+
+
+def text_rows() -> list[Any]:
+    """Five rows of random tokens, each one example."""
+    draws = random.Random(1)
+    rows = []
+    for length in (9, 4, 12, 7, 5):
+        ids = [draws.randrange(1, 512) for _ in range(length)]
+        rows.append({"input_ids": ids, "labels": ids, "position_ids": list(range(length))})
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +116,11 @@ def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     assert found[0]["result"] == found[1]["result"] and found[0]["samples"] == found[1]["samples"]
     assert found[0]["samples"] == alone["samples"]
     assert found[0]["result"] | {"wall_s": 0} == alone["result"] | {"wall_s": 0}
+    assert found[0]["kl"] == found[1]["kl"] == alone["kl"] and alone["kl"]["kl"] > 0.01
     assert sum(each["passes"] for each in found) == alone["passes"]
-    assert min(each["passes"] for each in found) > alone["passes"] / 3
+    assert (
+        alone["passes"] / 3 < found[1]["passes"] < found[0]["passes"] - 5
+    )  # what one ends at, the other does not
 
 
 @pytest.mark.parametrize(("config", "experts"), [("cpu_2_fsdp2", 1), ("cpu_2_ep", 2)])
@@ -110,9 +131,97 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
     found = run_ranks(judged, 2, place, variables, experts)
     assert found[0]["result"] == found[1]["result"] and found[0]["samples"] == found[1]["samples"]
     assert all(each["spread"] for each in found) and found[0]["passes"] == found[1]["passes"]
+    assert found[0]["passes"] < alone["passes"] * 0.75
     for task, items in alone["samples"].items():
         for one, other in zip(items, found[0]["samples"][task], strict=True):
             assert one.keys() == other.keys() and one["score"] == other["score"]
             assert one.get("loglikelihoods") == pytest.approx(other.get("loglikelihoods"), abs=1e-4)
             for name in ("completion", "completions", "doc_hash", "prompt_hash"):
                 assert one.get(name) == other.get(name)
+    if experts == 1:
+        assert found[0]["kl"] == found[1]["kl"] == pytest.approx(alone["kl"], rel=1e-4)
+
+
+# ---- the group's own arithmetic and errors
+
+
+@pytest.mark.parametrize("batches", range(6))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batches_are_dealt_once_and_idle_passes_make_the_ranks_even(batches: int, size: int) -> None:
+    ranks = [Ranks(rank, size, in_step=True) for rank in range(size)]
+    shares = [each.deal(range(batches)) for each in ranks]
+    assert sorted(number for share in shares for number in share) == list(range(batches))
+    assert (
+        len({len(share) + each.idle_passes(batches) for share, each in zip(shares, ranks, strict=True)}) == 1
+    )
+    assert all(Ranks(rank, size).idle_passes(batches) == 0 for rank in range(size))
+
+
+def told(rank: int, wrong: int, error: Exception) -> list[str]:
+    """What `share` and `from_first` raise here when rank `wrong` raises `error`."""
+    ranks, found = Ranks(rank, 2), []
+
+    def fail() -> int:
+        if rank == wrong:
+            raise error
+        return rank
+
+    for call in (ranks.share, ranks.from_first):
+        try:
+            found.append(str(call(fail)))
+        except Exception as raised:
+            found.append(f"{type(raised).__name__}: {raised}".strip().replace("\n", " | "))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (UserError("no such task"), "UserError: no such task"),
+        (KeyError("x"), "RuntimeError: Traceback .*in fail.*KeyError: 'x'"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(error: Exception, shown: str) -> None:
+    own = f"{type(error).__name__}: {error}"
+    (first, second), (third, fourth) = run_ranks(told, 2, 0, error)
+    assert first == second == own and re.fullmatch(shown, third) and re.fullmatch(shown, fourth)
+    (first, second), others = run_ranks(told, 2, 1, error)
+    assert re.fullmatch(shown, first) and second == "0" and others == [own, "0"]
+
+
+def short_of_memory(rank: int, place: Path) -> Any:
+    """Judged with batch_size auto where the second rank has room for three sequences."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = load_judged(Model(), place / "model")
+    forward, most = model.forward, []
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        most.append(len(kwargs.get("input_ids", args[0] if args else None)))
+        if rank == 1 and most[-1] > 3:
+            raise torch.OutOfMemoryError
+        return forward(*args, **kwargs)
+
+    model.forward = narrow  # type: ignore[method-assign]
+    suite = load_suite(place / "suite.yaml")
+    suite.tasks[:] = suite.tasks[:2]
+    _, samples = evaluate(
+        model, tiny_tokenizer(), suite, data_root=place / "data", batch_size="auto", progress=False,
+        ranks=ranks_of(model),
+    )  # fmt: skip
+    return samples, most
+
+
+def test_a_copy_that_runs_out_of_memory_tries_again_alone(place: Path, alone: dict[str, Any]) -> None:
+    (first, wide), (second, narrow) = run_ranks(short_of_memory, 2, place)
+    assert first == second and max(wide) > 3 and min(narrow) <= 2 < max(narrow)
+    for task, items in first.items():
+        for one, other in zip(items, alone["samples"][task], strict=True):
+            assert one["score"] == other["score"] and one.get("completion") == other.get("completion")
+            assert one.get("loglikelihoods") == pytest.approx(other.get("loglikelihoods"), abs=1e-4)
+
+
+def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(place: Path) -> None:
+    with pytest.raises(UserError, match=r"the weights of this model are spread over 2; give a number"):
+        Batch("auto", None, Ranks(0, 2, in_step=True))  # type: ignore[arg-type]
