@@ -167,9 +167,8 @@ def _leave(stage: Stage, result: dict[str, Any], samples: Samples) -> None:
             write_lm_eval(result, samples, new)
     finish(stage, {"mean": result["mean"]})
     if first:
-        shutil.rmtree(
-            stage.folder / FINISHED_TASKS, ignore_errors=True
-        )  # the samples are in their own files now
+        # The samples are in their own files now.
+        shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)
 
 
 def judged_data(

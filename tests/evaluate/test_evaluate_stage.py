@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fcsd import loading
-from fcsd.artifact import read_json
 from fcsd.errors import UserError
 from fcsd.evaluate import stage
 from fcsd.evaluate.store import configuration_fingerprint
@@ -76,15 +75,17 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
 
     @contextlib.contextmanager
     def judging(*args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name: ({"mean": 0.0, "tasks": {}}, {})
+        yield lambda model, name: ({}, {})
 
+    left: list[dict[str, Any]] = []
+    monkeypatch.setattr(stage, "_leave", lambda _, result, samples: left.append(result))
     monkeypatch.setattr(stage, "load_judged", seen)
     monkeypatch.setattr(stage, "judging", judging)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
     recipe = load_recipe(bench.recipe(data=data | {"max_length": 32}))
     stage.evaluate_stage(recipe, "original", bench.base)
     assert len(loaded) == 2
-    kl = read_json(recipe.folder / "evaluate" / "original" / "results.json")["kl_to_original"]
+    kl = left[0]["kl_to_original"]
     assert kl["kl"] == pytest.approx(0, abs=1e-6) and kl["num_tokens"] > 0
 
 
