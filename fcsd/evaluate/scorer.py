@@ -184,7 +184,7 @@ class CodeScorer:
         missing = [
             text
             for key, text in (
-                ("network_off", "keep generated programs off the network (network namespace or seccomp)"),
+                ("network_off", "keep generated programs off the network (seccomp on x86_64 or aarch64)"),
                 ("writes_restricted", "keep them from writing files (Landlock)"),
             )
             if not self.layers[key]

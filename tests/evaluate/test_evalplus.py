@@ -38,7 +38,10 @@ def passes(out: Any, right: Any, tolerance: float = 0, rule: str = "equal", argu
         (None, [], False),
         (None, 1.0, False),
         ("a", "a", True),
-        (numpy.array([1, 2]), [1, 2], True),
+        (numpy.array([1]), [1], True),  # an array of one element has a truth value …
+        (numpy.array([1, 2]), [1, 2], False),  # … one of several has none
+        (numpy.float64(1.0), 1.0, True),
+        (numpy.float64(1.0 + 1e-7), 1.0, False),  # close, but of another type
         (True, True, True),
     ],
 )

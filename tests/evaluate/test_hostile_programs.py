@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
+import platform
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -18,48 +17,34 @@ from typing import Any
 import pytest
 
 from fcsd.errors import UserError
-from fcsd.evaluate import sandbox
 from fcsd.evaluate.problems import Problem
-from fcsd.evaluate.sandbox import codec
-from fcsd.evaluate.scorer import LAYERS, CodeScorer, Outcome, ScorerError
+from fcsd.evaluate.scorer import LAYERS, CodeScorer, ScorerError
+from tests.evaluate.attacks import ATTACKED, CONFIGURATIONS, PROBLEM, attack, run
 
 MARK = 40417  # an unlikely argument, by which a test finds what a program left behind
-PROBLEM = Problem(
-    "p", "add one", "def f(x):\n    return x + 1\n", ("assert f(41) == 42\nassert f(1) == 2\n",)
-)
-# f returns True when the attack has succeeded; the test of ATTACKED passes in exactly that case.
-ATTACKED = Problem("a", "attack", "def f():\n    return True\n", ("assert f() is True\n",))
 
-# Namespaces forbidden (as in most containers), and Landlock alone with namespaces: both above the floor.
-CONFIGURATIONS: dict[str, tuple[str, ...]] = {
-    "all layers": (),
-    "no namespaces": ("namespaces",),
-    "no seccomp": ("seccomp",),
-}
+
+def opened(configuration: str) -> CodeScorer:
+    return CodeScorer(
+        num_workers=1,
+        timeout_s=2.0,
+        memory_bytes=1 << 30,
+        disable=CONFIGURATIONS[configuration],
+        allow_weak_sandbox=configuration == "no seccomp",
+    )
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def scorer(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
-    with CodeScorer(
-        num_workers=1, timeout_s=2.0, memory_bytes=1 << 30, disable=CONFIGURATIONS[request.param]
-    ) as s:
+    with opened(request.param) as s:
         yield s
 
 
-def run(scorer: CodeScorer, code: str, problem: Problem = PROBLEM) -> Outcome:
-    """The outcome of a program, after which the server must still judge rightly."""
-    outcome = scorer.score([problem], {problem.task_id: code})[0]
-    again = scorer.score([PROBLEM], {"p": PROBLEM.canonical})[0]
-    assert again.passed, f"after {code!r}: {again}"
-    return outcome
-
-
-def attack(scorer: CodeScorer, body: str) -> Outcome:
-    """Run `body` as the inside of a function that returns True if it gets through."""
-    lines = "\n".join("    " + line for line in body.strip().splitlines())
-    outcome = run(scorer, f"def f():\n{lines}\n    return True\n", ATTACKED)
-    assert not outcome.passed, outcome
-    return outcome
+@pytest.fixture(scope="module", params=["all layers", "no namespaces"])
+def shielded(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
+    """For what seccomp alone forbids."""
+    with opened(request.param) as s:
+        yield s
 
 
 def children() -> set[int]:
@@ -119,6 +104,15 @@ def test_an_abstract_unix_socket_cannot_be_reached(scorer: CodeScorer) -> None:
         attack(scorer, f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})")
 
 
+def test_a_unix_socket_with_a_path_cannot_be_reached(shielded: CodeScorer, tmp_path: Path) -> None:
+    """A network namespace does not forbid it: without seccomp a container engine's socket would be in reach."""
+    with socket.socket(socket.AF_UNIX) as server:
+        path = str(tmp_path / "s")
+        server.bind(path)
+        server.listen()
+        attack(shielded, f"import socket\nsocket.socket(socket.AF_UNIX).connect({path!r})")
+
+
 def test_secrets_outside_cannot_be_read(scorer: CodeScorer, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("key")
@@ -139,7 +133,9 @@ def test_the_environment_of_the_parent_is_not_there(
     scorer: CodeScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FCSD_TEST_SECRET", "key")
-    with CodeScorer(num_workers=1, timeout_s=2.0, disable=scorer.disable) as fresh:
+    with CodeScorer(
+        num_workers=1, timeout_s=2.0, disable=scorer.disable, allow_weak_sandbox=scorer.allow_weak_sandbox
+    ) as fresh:
         attack(fresh, "import os\nassert 'FCSD_TEST_SECRET' in os.environ")
 
 
@@ -293,6 +289,77 @@ def test_the_process_that_asked_survives_a_kill_by_ctypes(scorer: CodeScorer) ->
     attack(scorer, f"import ctypes\nctypes.CDLL(None).kill({os.getpid()}, 9)\nraise ValueError")
 
 
+@pytest.mark.parametrize("target", ["os.getppid() or 1", "os.getpid() + 1", "os.getpid()", "{outside}"])
+def test_the_kernel_kills_no_process_for_a_program(shielded: CodeScorer, target: str) -> None:
+    """A descriptor's owner gets the signal of the program's choice when it is ready: kill() by another way."""
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        attack(
+            shielded,
+            f"""
+import fcntl, os, time
+r, w = os.pipe()
+fcntl.fcntl(r, 10, 9)  # F_SETSIG
+fcntl.fcntl(r, fcntl.F_SETOWN, {target.format(outside=victim.pid)})
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)
+os.write(w, b"x")
+time.sleep(0.2)
+""",
+        )
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["os.setpriority(os.PRIO_PROCESS, os.getppid() or 1, 19)", "os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+     "os.sched_setaffinity(os.getppid() or 1, {0})",
+     "resource.prlimit(os.getppid() or 1, resource.RLIMIT_NOFILE, (0, 0))"],
+)  # fmt: skip
+def test_other_processes_are_not_slowed_or_limited(shielded: CodeScorer, call: str) -> None:
+    attack(shielded, f"import os, resource\n{call}")
+    assert run(
+        shielded, "import os\ndef f():\n    os.sched_setaffinity(0, {0})\n    return True\n", ATTACKED
+    ).passed
+
+
+@pytest.mark.parametrize(
+    ("call", "machine"),
+    [
+        ("l.shmget(0, 4096, 0o1600)", ""),
+        ("l.shmctl(0, 0, 0)", ""),  # IPC_RMID of another's segment
+        ("l.inotify_init1(0)", ""),
+        ("l.ptrace(16, os.getppid() or 1, 0, 0)", ""),
+        ("l.syscall(472, 0, 0, 0, 0)", ""),  # newer than the table
+        ("l.syscall(56, 17, 0, 0, 0, 0)", "x86_64"),  # clone of a process
+        ("l.syscall(0x40000000 + 39)", "x86_64"),  # the x32 getpid
+    ],
+)
+def test_system_calls_that_no_program_needs_are_refused(
+    shielded: CodeScorer, call: str, machine: str
+) -> None:
+    if machine and platform.machine() != machine:
+        pytest.skip(f"a number of {machine}")
+    body = f"import ctypes, os\nl = ctypes.CDLL(None, use_errno=True)\nif {call} == -1: return ctypes.get_errno()"
+    code = "def f():\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    refused = Problem("e", "", "", ("assert f() in (1, 38)\n",))  # EPERM, ENOSYS
+    assert run(shielded, code, refused).passed
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the 32-bit calls of x86_64")
+def test_the_calls_of_another_architecture_end_the_program(shielded: CodeScorer) -> None:
+    """int 0x80 has other numbers: 20 is getpid there and writev here."""
+    body = """
+import ctypes, mmap
+m = mmap.mmap(-1, 4096, prot=7)
+m.write(bytes.fromhex("b814000000cd80c3"))
+ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()
+"""
+    assert "signal 31" in attack(shielded, body).message
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -342,7 +409,7 @@ def strings(thing, depth):
 def f():
     places, frame = [], sys._getframe()
     while frame is not None:
-        places += [frame.f_locals, frame.f_globals, frame.f_code]
+        places += [dict(frame.f_locals), frame.f_globals, frame.f_code]
         frame = frame.f_back
     places += [thing for thing in gc.get_objects() if thing is not places]
     for place in places:
@@ -464,14 +531,14 @@ def test_limits_cannot_be_raised_and_pipes_of_the_server_are_closed(scorer: Code
 
 
 def test_the_layers_that_are_active_are_reported(scorer: CodeScorer) -> None:
-    assert scorer.layers["network_off"] and scorer.layers["writes_restricted"]
-    assert scorer.layers["seccomp"] == ("seccomp" not in scorer.disable)
+    assert scorer.layers["writes_restricted"] and scorer.layers["no_capabilities"]
+    assert scorer.layers["seccomp"] == scorer.layers["network_off"] == ("seccomp" not in scorer.disable)
     assert bool(scorer.layers["namespaces"]) == ("namespaces" not in scorer.disable)
 
 
 def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
     for disable, word in (
-        (("namespaces", "seccomp"), "off the network"),
+        (("seccomp",), "off the network"),
         (("landlock",), "from writing files"),
         (LAYERS, "off the network"),
     ):
@@ -535,51 +602,3 @@ def test_closing_leaves_no_process_and_no_folder() -> None:
         assert scorer.self_check([PROBLEM] * 4)[0].passed
     assert not any(Path(folder).exists() for folder in folders)
     assert not [line for line in command_lines() if any(folder in line for folder in folders)]
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_the_server_of_an_ordinary_user_is_above_the_floor_too(tmp_path: Path) -> None:
-    python = shutil.which("python3", path="/usr/bin:/bin")
-    if (
-        python is None
-        or subprocess.run([python, "-c", "import sys; assert sys.version_info >= (3, 11)"]).returncode
-    ):
-        pytest.skip("no Python 3.11 that an ordinary user can read")
-    base = Path(tempfile.mkdtemp(prefix="fcsd-test-"))  # pytest's folders are closed to other users
-    try:
-        base.chmod(0o755)
-        for file in Path(sandbox.__file__).parent.glob("*.py"):
-            shutil.copy(file, base)
-        folder = base / "scratch"
-        folder.mkdir()
-        os.chown(folder, 65534, 65534)
-        config = {"folder": str(folder), "memory_bytes": 1 << 30, "disable": []}
-        codes = [
-            "def f(): return 1",
-            "import socket; socket.socket()",
-            "open('/etc/passwd')",
-            "open('../x', 'w')",
-        ]
-        jobs = b""
-        for number, code in enumerate(codes):
-            body = json.dumps({"code": code, "tests": ["assert f() == 1"], "names": None}).encode()
-            jobs += f"{number:016x}{len(body):016x}{5000:016x}".encode() + body
-        server = subprocess.Popen(
-            [python, "-I", str(base / "server.py"), json.dumps(config)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, user=65534, group=65534, extra_groups=[], env={},
-        )  # fmt: skip
-        assert server.stdin is not None and server.stdout is not None
-        try:
-            layers = codec.read_frame(server.stdout.fileno())["layers"]
-            server.stdin.write(jobs)
-            server.stdin.flush()
-            replies = [codec.read_frame(server.stdout.fileno()) for _ in range(2 * len(codes))]
-        finally:
-            server.stdin.close()
-            server.stdout.close()
-            assert server.wait(10) == 0
-    finally:
-        shutil.rmtree(base)
-    assert layers["network_off"] and layers["writes_restricted"], layers
-    outcomes = [reply["outcome"] for reply in replies if "outcome" in reply]
-    assert outcomes == ["passed", "error", "error", "error"]

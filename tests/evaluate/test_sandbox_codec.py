@@ -15,6 +15,7 @@ PLAIN: list[Any] = [
     None, True, 0, -1, 2**200, 1.5, -0.0, math.inf, "", "a\ud800\n", b"\x00\xff", 1 + 2j, range(1, 9, 2),
     [], (), {}, set(), frozenset({1}), [[1, (2, [3])], {"a": (1,)}], {(1, 2): {3}}, [(1, "a"), (2.0, None)],
     [(1,), (1, 2)], [()], deque([1, 2]), Counter("abba"), OrderedDict(b=1, a=2), Decimal("1.10"), Fraction(1, 3),
+    Fraction(7**20000, 2), Decimal("-Infinity"),
     [True, 1, 1.0], {1: "a", "1": "b"}, bytearray(b"x"), -(7**20000), [7**20000, "a"], [(1, 7**20000)],
 ]  # fmt: skip
 
@@ -30,7 +31,7 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return same(list(a.items()), list(b.items()))
-    return bool(a == b) and (isinstance(a, int) or repr(a) == repr(b))
+    return bool(a == b) and (isinstance(a, int | Fraction) or repr(a) == repr(b))
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
@@ -47,7 +48,13 @@ def test_arrays_and_numpy_scalars_arrive_with_shape_and_type(dtype: str) -> None
     array = numpy.arange(6).reshape(2, 3).astype(dtype)
     made = through(array)
     assert made.dtype == array.dtype and made.shape == (2, 3) and (made == array).all()
-    assert through(array[1, 1]) == array[1, 1]
+    assert through(array[1, 1]) == array[1, 1] and type(through(array[1, 1])) is type(array[1, 1])
+
+
+def test_a_numpy_float64_stays_one_though_it_is_a_float() -> None:
+    """EvalPlus asks for the same type where an answer is close and not equal."""
+    assert type(through(numpy.float64(0.1))) is type(through([numpy.float64(0.1)])[0]) is numpy.float64
+    assert type(through(numpy.str_("a"))) is str
 
 
 def test_iterators_arrive_as_iterators() -> None:

@@ -60,9 +60,11 @@ class Codec:
             return [self.encode(item) for item in value]
         if kind is Handle:
             return {"t": "handle", "v": value.number}
-        if isinstance(
-            value, bool | int | float | str
-        ):  # a subclass (an Enum, numpy.float64): its plain value
+        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+            flat = value.ravel()
+            parts = flat.view(flat.real.dtype) if value.dtype.kind == "c" else flat
+            return {"t": "numpy", "v": [value.dtype.str, list(value.shape), parts.tolist()]}
+        if isinstance(value, bool | int | float | str):  # a subclass (an Enum): its plain value
             for base in (int, float, str):
                 if isinstance(value, base):
                     return base(value)
@@ -89,11 +91,10 @@ class Codec:
             return {"t": "dict_keys", "v": self.encode(list(value))}
         if isinstance(value, _ITERATORS):
             return {"t": "iterator", "v": self.encode(list(value))}
-        if isinstance(value, Fraction | Decimal):
-            return {"t": "Fraction" if isinstance(value, Fraction) else "Decimal", "v": str(value)}
-        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
-            parts = value.view(value.real.dtype) if value.dtype.kind == "c" else value
-            return {"t": "numpy", "v": [value.dtype.str, list(value.shape), parts.ravel().tolist()]}
+        if isinstance(value, Fraction):
+            return {"t": "Fraction", "v": [self.encode(value.numerator), self.encode(value.denominator)]}
+        if isinstance(value, Decimal):
+            return {"t": "Decimal", "v": str(value)}
         return self._handle(value)
 
     def _handle(self, value: Any) -> Any:
@@ -149,8 +150,10 @@ class Codec:
             return complex(*value)
         if name == "range":
             return range(*value)
-        if name in ("Fraction", "Decimal"):
-            return {"Fraction": Fraction, "Decimal": Decimal}[name](value)
+        if name == "Fraction":
+            return Fraction(*self.decode(value))
+        if name == "Decimal":
+            return Decimal(value)
         if name == "numpy":
             return _numpy(*value)
         raise ValueError(f"not a value: {name}")

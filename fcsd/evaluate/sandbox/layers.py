@@ -1,17 +1,19 @@
 """What the kernel forbids to generated programs, layer by layer. Standard library only.
 
-    namespaces    own user, process, network, IPC and host-name space: no network, no process outside
+    namespaces    own user, process, network, IPC and host-name space: no network but for the sockets that lie
+                  in folders and those to a hypervisor, no process outside
     scratch       a small tmpfs as the only writable folder (needs the user namespace); else no file can
                   be written
     landlock      files: read the Python installation and /usr, write only the scratch folder
     seccomp       no system calls that no benchmark program needs: sockets, exec, mount, ptrace, keys, …;
-                  in a job also no fork, no signals to others, no chmod, no foreign limits
+                  in a job also no fork, no signals to others, no chmod, no foreign limits or priorities;
+                  and nothing that is newer than the kernel whose table was read
     rlimits       address space, CPU time, file size, open files, processes
     capabilities  none left; no_new_privs
 
 Each function applies one layer to the calling process for ever and returns whether it holds. Structures and
 numbers: linux/landlock.h, linux/seccomp.h, linux/filter.h, and the system call tables of x86_64 and of
-asm-generic (aarch64).
+asm-generic (aarch64) of Linux 7.2.
 """
 
 import contextlib
@@ -56,8 +58,18 @@ _SYSTEM: dict[str, tuple[int | None, int | None]] = {
     "quotactl": (179, 60), "personality": (135, 92), "syslog": (103, 116),
     "settimeofday": (164, 170), "adjtimex": (159, 171), "clock_settime": (227, 112),
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
-    "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None),
+    "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
+    "uselib": (134, None), "open_tree_attr": (467, 467), "quotactl_fd": (443, 443), "kcmp": (312, 272),
+    "process_mrelease": (448, 448), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "get_robust_list": (274, 100), "lsm_set_self_attr": (460, 460), "statmount": (457, 457),
+    "listmount": (458, 458), "listns": (470, 470), "lookup_dcookie": (212, 18), "io_setup": (206, 0),
+    "splice": (275, 76), "vmsplice": (278, 75), "tee": (276, 77), "inotify_init": (253, None),
+    "inotify_init1": (294, 26), "shmctl": (31, 195), "semctl": (66, 191), "semop": (65, 193),
+    "semtimedop": (220, 192), "msgctl": (71, 187), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "mq_unlink": (241, 181),
 }  # fmt: skip
+# What a later kernel adds is refused until someone has looked at it: the last call in the tables of Linux 7.2.
+_NEWEST = 471
 # Denied to the two processes of a job. Landlock does not know file modes, owners, times and attributes.
 _JOB: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
@@ -68,16 +80,19 @@ _JOB: dict[str, tuple[int | None, int | None]] = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "removexattrat": (466, 466), "utime": (132, None), "utimes": (235, None),
     "futimesat": (261, None), "utimensat": (280, 88), "truncate": (76, 45),
-    "file_setattr": (469, 469),
+    "file_setattr": (469, 469), "getxattr": (191, 8), "lgetxattr": (192, 9), "getxattrat": (464, 464),
+    "listxattr": (194, 11), "llistxattr": (195, 12), "listxattrat": (465, 465),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "sync": (162, 81), "syncfs": (306, 267),
 }  # fmt: skip
-_CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT, _PRCTL = (
-    (56, 220),
-    (435, 435),
-    (62, 129),
-    (234, 131),
-    (302, 261),
-    (157, 167),
-)
+# Denied to a job for some arguments.
+_CHECKED: dict[str, tuple[int, int]] = {
+    "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131),
+    "prlimit64": (302, 261), "prctl": (157, 167), "sched_setaffinity": (203, 122), "fcntl": (72, 25),
+}  # fmt: skip
+# Set who gets which signal when a descriptor is ready (F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY):
+# the kernel would send SIGKILL to another process for a program that may not.
+_FCNTL_SIGNALS = (8, 10, 15, 1024, 1026)
 _ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 
 
@@ -134,14 +149,15 @@ def restrict_files(scratch: str | None) -> int:
     abi = int(_libc.syscall(create, None, ctypes.c_size_t(0), 1))
     if abi < 1:
         return 0
-    refer, truncate, ioctl = 1 << 13, 1 << 14, 1 << 15
+    refer, truncate, ioctl, resolve_unix = 1 << 13, 1 << 14, 1 << 15, 1 << 16
     handled = (
         (1 << 13) - 1
         | (refer if abi >= 2 else 0)
         | (truncate if abi >= 3 else 0)
         | (ioctl if abi >= 5 else 0)
+        | (resolve_unix if abi >= 9 else 0)
     )
-    net = 3 if abi >= 4 else 0  # bind and connect of TCP
+    net = (3 if abi >= 4 else 0) | (12 if abi >= 10 else 0)  # bind and connect of TCP, of UDP
     scoped = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", handled, net, scoped), 24)
@@ -167,7 +183,7 @@ def restrict_files(scratch: str | None) -> int:
     for path in sorted(readable):
         allow(path, read_file | read_dir)
     allow("/dev/null", read_file | write_file)
-    whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11)  # no programs, devices, sockets
+    whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11 | resolve_unix)  # no programs, devices, sockets
     if scratch is not None and not allow(scratch, whole):
         return 0
     held = _libc.syscall(restrict_self, ruleset, 0) == 0
@@ -175,22 +191,20 @@ def restrict_files(scratch: str | None) -> int:
     return abi if held else 0
 
 
-def forbid_system_calls(*, job: bool) -> bool:
-    """Seccomp: the deny list of the sandbox, or (`job=True`, on top of it) that of one job's processes."""
-    if platform.machine() not in _ARCH or struct.calcsize("P") != 8 or sys.byteorder != "little":
-        return False
-    column, audit = _ARCH[platform.machine()]
+def filter_program(machine: str, *, job: bool) -> bytes:
+    """The seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, which this one is."""
+    column, audit = _ARCH[machine]
     kill_process, refuse, allow = (0x06, 0, 0, 0x80000000), 0x00050000, (0x06, 0, 0, 0x7FFF0000)
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
-    number, architecture, first_argument = 0, 4, 16
+    number, architecture, first_argument, second_argument = 0, 4, 16, 24
     program: list[tuple[int, int, int, int]] = [
         (load, 0, 0, architecture), (equal, 1, 0, audit), kill_process, (load, 0, 0, number),
     ]  # fmt: skip
-    if column == 0:
-        program += [(at_least, 0, 1, 0x40000000), (0x06, 0, 0, refuse | EPERM)]  # the x32 calls
+    # The x32 calls of x86_64 have high numbers, too.
+    program += [(at_least, 0, 1, _NEWEST + 1), (0x06, 0, 0, refuse | ENOSYS)]
 
-    def when(call: tuple[int, int], *then: tuple[int, int, int, int]) -> None:
-        program.extend([(equal, 0, len(then), call[column]), *then])
+    def when(call: str, *then: tuple[int, int, int, int]) -> None:
+        program.extend([(equal, 0, len(then), _CHECKED[call][column]), *then])
 
     stop, argument = (0x06, 0, 0, refuse | EPERM), (load, 0, 0, first_argument)
     for numbers in (_JOB if job else _SYSTEM).values():
@@ -198,19 +212,27 @@ def forbid_system_calls(*, job: bool) -> bool:
             program += [(equal, 0, 1, int(numbers[column] or 0)), stop]
     if job:
         own = os.getpid()
-        when(_CLONE, argument, (any_bit, 0, 1, 0x10000), allow, stop)  # threads, not processes
-        when(_CLONE3, (0x06, 0, 0, refuse | ENOSYS))  # its flags lie in memory; glibc then uses clone
-        when(_KILL, argument, (equal, 0, 1, own), allow, stop)
-        when(_TGKILL, argument, (equal, 0, 1, own), allow, stop)
-        when(_PRLIMIT, argument, (equal, 0, 1, 0), allow, stop)
-        when(_PRCTL, argument, (equal, 0, 1, PR_SET_PDEATHSIG), stop, allow)
+        when("clone", argument, (any_bit, 0, 1, 0x10000), allow, stop)  # threads, not processes
+        when("clone3", (0x06, 0, 0, refuse | ENOSYS))  # its flags lie in memory; glibc then uses clone
+        when("kill", argument, (equal, 0, 1, own), allow, stop)
+        when("tgkill", argument, (equal, 0, 1, own), allow, stop)
+        when("prlimit64", argument, (equal, 0, 1, 0), allow, stop)
+        when("sched_setaffinity", argument, (equal, 1, 0, 0), (equal, 0, 1, own), allow, stop)
+        when("prctl", argument, (equal, 0, 1, PR_SET_PDEATHSIG), stop, allow)
+        commands = [each for command in _FCNTL_SIGNALS for each in ((equal, 0, 1, command), stop)]
+        when("fcntl", (load, 0, 0, second_argument), *commands, allow)
     program.append(allow)
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def forbid_system_calls(*, job: bool) -> bool:
+    """Seccomp: apply `filter_program`, where this machine has one."""
+    if platform.machine() not in _ARCH or struct.calcsize("P") != 8 or sys.byteorder != "little":
+        return False
+    code = filter_program(platform.machine(), job=job)
     buffer = ctypes.create_string_buffer(code, len(code))
-    filter_program = ctypes.create_string_buffer(
-        struct.pack("=HxxxxxxQ", len(program), ctypes.addressof(buffer)), 16
-    )
-    return bool(_libc.prctl(PR_SET_SECCOMP, 2, filter_program, 0, 0) == 0)
+    header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    return bool(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header, 16), 0, 0) == 0)
 
 
 def limit_resources(memory_bytes: int, cpu_s: int) -> bool:

@@ -19,6 +19,7 @@ import ctypes
 import gc
 import importlib.util
 import json
+import math
 import os
 import select
 import shutil
@@ -43,6 +44,7 @@ def _sibling(name: str) -> Any:
 codec, layers = _sibling("codec"), _sibling("layers")
 
 JOBS, REPLIES = 0, 1
+RECURSION_LIMIT = 1000  # Python's own, for programs; a recursion that is too deep elsewhere is too deep here
 # Imported once, so that a job does not pay for it.
 PRELOAD = (
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
@@ -57,6 +59,7 @@ PRELOAD = (
 def program(requests: int, answers: int) -> None:
     """Run the generated code, then answer the examiner's calls until it closes the pipe."""
     values = codec.Codec()
+    sys.setrecursionlimit(RECURSION_LIMIT)
     module = types.ModuleType("program")
     sys.modules["program"] = module  # dataclasses and typing look for it
     namespace = module.__dict__
@@ -119,7 +122,9 @@ class Link:
             return self.values.decode(reply["value"])
         name, text = str(reply["error"]), str(reply["text"])
         kind = getattr(builtins, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, UnicodeError):
+        # The end of an iteration would end a loop of the test before it has compared everything.
+        special = (UnicodeError, ExceptionGroup, StopIteration, StopAsyncIteration)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, special):
             kind, text = RuntimeError, f"{name}: {text}"
         error = kind(text)
         error.fcsd_from_program = name  # type: ignore[attr-defined]
@@ -150,6 +155,7 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
             name: link.function(name)
             for name in names
             if isinstance(name, str)
+            and not name.startswith("__")
             and (name in allowed if allowed is not None else not hasattr(builtins, name))
         })  # fmt: skip
         for test in job["tests"]:
@@ -166,12 +172,13 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
 
 
 def examiner(link: Link, number: int, length: int, done: int) -> None:
-    """Read the job, examine, reply; one byte on `done`: r replied, d the program died, f the examiner
-    failed."""
+    """Read the job, examine, reply; bytes on `done`: j read the job, then r replied or d the program died."""
     start = time.monotonic()
     try:
-        job = json.loads(codec.read_exactly(JOBS, length))
-        outcome, message = examine(job, link)
+        body = codec.read_exactly(JOBS, length)
+        os.write(done, b"j")
+        start = time.monotonic()
+        outcome, message = examine(json.loads(body), link)
     except Died:
         os.write(done, b"d")
         return
@@ -230,15 +237,18 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
     poll.register(done[0], select.POLLIN)
     poll.register(JOBS, 0)  # only its end is of interest here
     verdict, here = b"", True
-    deadline = start + timeout_s
+    deadline = math.inf  # the time of a program begins when its job has been read, and all of it
     while (left := deadline - time.monotonic()) > 0:
-        events = dict(poll.poll(left * 1000))
+        events = dict(poll.poll(None if left == math.inf else left * 1000))
         if events.get(JOBS):
             here = False
             break
         if done[0] in events:
             verdict = os.read(done[0], 1) or b"f"
-            break
+            if verdict != b"j":
+                break
+            verdict, start = b"", time.monotonic()
+            deadline = start + timeout_s
     in_time = time.monotonic() < deadline
     if verdict == b"d":
         _wait(pid, 0.2)  # the program is ending: its own status is the one that counts
@@ -344,7 +354,8 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
         "no_capabilities": capabilities,
         "rlimits": "rlimits" not in disable,
         "scratch": "tmpfs" if scratch else ("none" if landlock else "unlimited"),
-        "network_off": "net" in namespaces or seccomp,
+        # A network namespace alone leaves sockets with a path (a container engine's!) and those to a hypervisor.
+        "network_off": seccomp,
         "writes_restricted": landlock > 0,
     }
     codec.write_frame(REPLIES, {"layers": report})
@@ -379,6 +390,7 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     scorer = os.getppid()
     namespaces = [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
+    layers.prctl(layers.PR_SET_DUMPABLE, 0)  # no program of the same user reads or writes this memory
     pid = os.fork()
     if pid == 0:
         layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
