@@ -64,6 +64,8 @@ def write_lm_eval(
             )
             lines = [json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in rows]
             write_text(place / f"samples_{part}_{time}.jsonl", _plain("".join(lines)))
+    if not whole["groups"]:  # as lm-eval has it
+        del whole["groups"]
     write_json(place / f"results_{time}.json", whole)
     return place
 
@@ -99,6 +101,7 @@ def _add_group(
     found[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
     whole["results"][name] = whole["groups"][name] = found
     whole["group_subtasks"][name] = list(members)
+    whole["n-shot"][name] = row["num_fewshot"]
     whole["versions"][name] = "fcsd"
     whole["higher_is_better"][name] = {metric: True}
 

@@ -36,6 +36,8 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
     if (folder / "results.json").is_file() or not folder.is_dir():
         return read_result(folder)
     files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
+    if not files and (folder / "stage.json").is_file():
+        return read_result(folder)  # says that it is not finished
     if not files:
         raise UserError(
             f"{folder}: holds no result of `fcsd evaluate` (results.json) or of lm_eval (results_*.json)"

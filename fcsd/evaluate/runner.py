@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SCHEMA_VERSION = 1
+_ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
 _VERSIONS = ("lm-eval", "transformers", "torch", "datasets")
 
 Samples = dict[str, list[dict[str, Any]]]
@@ -378,8 +379,16 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         UserError: no result there, a damaged file, or a version of the format that this fcsd does not know.
     """
     path = folder / "results.json"
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file; give the folder that it lies in")
     if not path.is_file():
-        raise UserError(f"{folder}: no results.json; this is not a folder that `fcsd evaluate` wrote")
+        unfinished = (folder / "stage.json").is_file()
+        why = (
+            "the evaluation is not finished; run it again, and it goes on"
+            if unfinished
+            else "this is not a folder that `fcsd evaluate` wrote"
+        )
+        raise UserError(f"{folder}: no results.json; {why}")
     result = _parse(path, path.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
@@ -388,8 +397,12 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
             f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads {SCHEMA_VERSION};"
             " evaluate again"
         )
+    if "limit" not in (result.get("settings") or {}):
+        raise UserError(f"{path}: lacks settings.limit; evaluate again")
     samples: Samples = {}
     for task, row in result["tasks"].items():
+        if missing := [key for key in _ROW_KEYS if key not in row]:
+            raise UserError(f"{path}: task {task} lacks {', '.join(missing)}; evaluate again")
         file = folder / f"samples_{task}.jsonl"
         if not file.is_file():
             raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")

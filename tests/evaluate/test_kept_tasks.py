@@ -85,6 +85,9 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
     asked.clear()
     assert judge(place, tmp_path / "cut", batch_size=2) == whole and asked == ["gsm8k"]
     assert not (tmp_path / "cut" / FINISHED_TASKS).exists()
+    assert len(list((tmp_path / "cut" / "lm_eval").glob("*/results_*.json"))) == 1, (
+        "beside, for lm-eval's tools"
+    )
     for name in ("piqa", "sciq", "gsm8k"):
         one, other = ((tmp_path / x / f"samples_{name}.jsonl").read_text() for x in ("whole", "cut"))
         assert [s["doc_hash"] for s in map(json.loads, one.splitlines())] == [

@@ -1,17 +1,21 @@
 """`fcsd compare`: results set against each other, in a folder with figures, answers and lm-eval's files."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fcsd.artifact import write_json, write_text
 from fcsd.cli import main
 from fcsd.evaluate.lm_eval_files import write_lm_eval
 from fcsd.evaluate.lm_eval_results import read_results
 from fcsd.evaluate.runner import write_result
 from fcsd.evaluate.scores import by_member, compare
 from fcsd.report.comparison import read_evaluated
+from fcsd.report.table import paired_table
+from fcsd.report.verdict import quick_look, verdict
 from tests.report.test_report import result
 
 SUBJECTS = {"mmlu_law": ([1, 1, 0, 1], [1, 0, 0, 0]), "mmlu_art": ([0, 1], [1, 1])}
@@ -169,3 +173,185 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
     results = next(third.glob("results_*"))
     results.write_text(results.read_text().replace('"acc,none": 0.5', '"acc,none": 0.25'))
     assert "no metric" in error_of(capsys, place, third)
+
+
+def test_an_answer_with_every_character_comes_back_from_lm_evals_files(tmp_path: Path) -> None:
+    """Line ends of Unicode stand in the middle of a line there; halves of characters have no place in UTF-8."""
+    whole, samples = with_a_group(0)
+    text = "a\u2028b\u0085c\x0bd\x1ce\r\nf\x00 \U0001f600"
+    samples["code"] = [sample | {"completion": text, "outcome": "wrong"} for sample in samples["code"]]
+    samples["choice"][0]["target"] = "\ud800"
+    back, rows = read_results(write_lm_eval(whole, samples, tmp_path), like=whole)
+    assert [row["completion"] for row in rows["code"]] == [text] * 4
+    assert rows["choice"][0]["target"] == "?" and back["tasks"].keys() == whole["tasks"].keys()
+
+
+def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "other"
+
+    def changed(file: str, change: Any) -> str:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folders[1], place)
+        text = change((place / file).read_text())
+        (place / file).unlink()
+        if text:
+            (place / file).write_text(text)
+        return error_of(capsys, folders[0], place)
+
+    samples = "samples_mmlu.jsonl"
+    assert "samples_mmlu.jsonl: no such file" in changed(samples, lambda _: "")
+    assert "5 samples, but results.json says 6" in changed(samples, lambda text: text[text.index("\n") + 1 :])
+    assert "line 1: not valid JSON" in changed(samples, lambda text: text[3:])
+    assert "line 1: not a sample" in changed(samples, lambda text: text.replace("doc_hash", "hash", 1))
+    mixed = changed(samples, lambda text: text.replace('"score": 0.0', '"score": 1.0', 1))
+    assert "average 0.666667, but results.json says 0.5: they are not of one evaluation" in mixed
+    assert "results.json: not valid JSON" in changed("results.json", lambda text: text[:300])
+    assert "schema_version is 7, this fcsd reads 1" in changed(
+        "results.json", lambda text: text.replace('"schema_version": 1', '"schema_version": 7')
+    )
+    assert "task code lacks metric" in changed(
+        "results.json", lambda text: text.replace('"metric"', '"m"', 1)
+    )
+    changed("results.json", lambda _: "")
+    (place / "stage.json").write_text("{}")
+    assert "the evaluation is not finished; run it again" in error_of(capsys, folders[0], place)
+    assert "is a file; give the folder" in error_of(capsys, folders[0], place / samples)
+
+
+def test_many_results_of_any_time_are_set_against_the_first(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One older, in another precision, one of lm-eval; each has its table and verdict, and what differs is said."""
+    whole, samples = with_a_group(1)
+    settings = whole["settings"] | {"dtype": "bfloat16", "versions": {"fcsd": "0.0.1"}}
+    write_result(whole | {"settings": settings}, samples, tmp_path / "old" / "fcsd")
+    foreign = write_lm_eval(whole | {"model": "plain"}, samples, tmp_path)
+    words = ["compare", *map(str, (*folders, tmp_path / "old" / "fcsd", foreign))]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    for name in ("results/fcsd", "old/fcsd", f"{tmp_path.name}/plain"):
+        assert f"{name} (model) against results/original (original)" in text
+    said = "float32 (results/original), float32 (results/fcsd), bfloat16 (old/fcsd)"
+    page = (tmp_path / "out" / "comparison.md").read_text()
+    assert said in text and said in page and page.count("| mean ") == 3
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert list(found["comparisons"]) == ["results/fcsd", "old/fcsd", f"{tmp_path.name}/plain"]
+    assert found["settings_that_differ"]["dtype"]["old/fcsd"] == "bfloat16"
+    assert len(list((tmp_path / "out" / "lm_eval").iterdir())) == 4, "each in its own folder"
+    samples["mmlu"][0]["prompt_hash"] = "q"
+    write_result(whole, samples, tmp_path / "old" / "fcsd")
+    assert "results/original against old/fcsd: mmlu: the prompts differ" in error_of(capsys, *words[1:])
+
+
+def test_tasks_that_not_all_results_have_are_left_out_on_request(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, samples = with_a_group(1)
+    del whole["tasks"]["code"], samples["code"]
+    write_result(whole, samples, tmp_path / "less")
+    assert "(code in one only)" in error_of(capsys, folders[0], tmp_path / "less")
+    out = tmp_path / "out"
+    assert (
+        main(
+            [
+                "compare",
+                str(folders[0]),
+                str(tmp_path / "less"),
+                "--tasks",
+                "mmlu,choice",
+                "--output",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    (comparison,) = json.loads((out / "comparison.json").read_text())["comparisons"].values()
+    assert list(comparison["tasks"]) == ["choice", "mmlu"] and comparison["mean"]["num_tasks"] == 2
+
+
+def test_a_quick_look_is_marked_in_everything_that_is_written(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model, folder in enumerate(folders):
+        whole, samples = with_a_group(model)
+        whole["settings"]["limit"] = 4
+        whole["tasks"]["code"]["num_items_total"] = 378
+        write_result(whole | {"complete": False}, samples, folder)
+    out, mark = tmp_path / "out", "Only the first 4 items of every task: a quick look, not a result."
+    assert main(["compare", *map(str, folders), "--output", str(out)]) == 0
+    assert capsys.readouterr().out.count(mark) == 1
+    page = (out / "comparison.md").read_text()
+    assert f"**{mark}**" in page and page.count(mark) == 5, (
+        "at the top, and under both figures (text and caption)"
+    )
+    whole = json.loads((out / "comparison.json").read_text())
+    assert whole["complete"] is False and whole["comparisons"]["fcsd"]["limit"] == 4
+    assert mark in (out / "items.html").read_text()
+    (results,) = (out / "lm_eval" / "fcsd").glob("results_*")
+    found = json.loads(results.read_text())
+    assert found["config"]["limit"] == 4 and found["n-samples"]["code"] == {"original": 378, "effective": 4}
+    assert main(["compare", *map(str, folders), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fcsd"]["complete"] is False
+    assert quick_look(0.05) == "Only the first 5 % of the items of every task: a quick look, not a result."
+
+
+def test_the_curve_of_the_training_that_left_the_model_stands_beside(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found by the weights that were judged, in a run and where any evaluation of its model lies; never of others."""
+    training = tmp_path / "run" / "distill"
+    (training / "model").mkdir(parents=True)
+    write_json(training / "manifest.json", {"outputs": {"model": "weights"}})
+    write_text(
+        training / "history.jsonl",
+        '{"step": 1, "loss": 2.0, "kl": 2.0}\n{"step": 2, "loss": 1.0, "kl": 1.0}\n',
+    )
+    write_json(training / "scores.json", {"metric": "pass@1", "history": [[0, 0.0], [2, 0.5]]})
+    whole, samples = with_a_group(1)
+    for place, weights, drawn in (
+        (tmp_path / "run" / "evaluate" / "fcsd", "weights", True),
+        (tmp_path / "anywhere", "weights", True),
+        (tmp_path / "other", "other weights", False),
+    ):
+        write_result(whole | {"model": str(training / "model")}, samples, place)
+        write_json(place / "manifest.json", {"inputs": {"model": weights}})
+        out = tmp_path / f"out-{place.name}"
+        assert main(["compare", str(folders[0]), str(place), "--output", str(out)]) == 0
+        page = (out / "comparison.md").read_text()
+        for figure in ("loss.png", "pass_at_1.png"):
+            assert (out / figure).is_file() == drawn and (f"({figure})" in page) == drawn
+
+
+def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
+    def evaluated(scores: dict[str, list[float]]) -> dict[str, Any]:
+        rows = {
+            task: {"metric": "acc,none", "num_fewshot": 0, "kind": "likelihood", "headline": task != "extra"}
+            for task in scores
+        }
+        samples = {
+            task: [
+                {"doc_id": i, "doc_hash": "d", "prompt_hash": "p", "score": score}
+                for i, score in enumerate(values)
+            ]
+            for task, values in scores.items()
+        }
+        return {"result": {"tasks": rows, "settings": {"limit": None}}, "samples": samples}
+
+    a = evaluated({"hard": [1.0] * 100, "even": [1.0, 0.0] * 50, "extra": [0.0] * 10})
+    b = evaluated(
+        {"hard": [0.0] * 20 + [1.0] * 80, "even": [0.0, 1.0] * 2 + [1.0, 0.0] * 48, "extra": [0.0] * 10}
+    )
+    text = verdict("fcsd", compare(a, b))
+    assert text.startswith("**fcsd**: the mean over 2 tasks changed by -10.0 points (95 % interval -14.")
+    assert (
+        "): a loss beyond noise. Lost beyond noise: hard -20.0 (p <0.001). Within noise: even, extra;" in text
+    )
+    # `extra`: 0 of 10 changed, so half an item each way of 12: 1.96 / 12
+    assert text.endswith("losses of up to 16.3 points (extra).")
+    assert "Gained" not in text
+    same = compare(a, a)
+    assert verdict("x", same) == "**x**: none of 210 items has another score than the original's."
+    table = paired_table(same)
+    assert "| extra (not in the mean) |" in table and "| mean " in table
