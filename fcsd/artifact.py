@@ -60,6 +60,8 @@ class Stage:
             UserError: the folder holds the same stage with other settings or inputs, or something else altogether. A
                 stage that was begun and has left nothing yet (its settings were refused) may be begun with others.
         """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: is a file; stage '{self.name}' needs a folder of its own")
         if not any(path.is_file() and path.name != "stage.json" for path in self.folder.rglob("*")):
             return "absent"
         for file in ("manifest.json", "stage.json"):

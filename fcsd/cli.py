@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fcsd import __version__, rank_failure
-from fcsd.errors import Interrupted, UserError, is_out_of_memory
+from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from fcsd.recipe import Recipe
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments) or 0
     except UserError as error:
         return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 2, error)
+    except ScorerError as error:
+        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 1, error)
     except Interrupted as interruption:
         if os.environ.get("RANK", "0") == "0":
             print(f"fcsd {arguments.command}: {interruption}", file=sys.stderr)

@@ -20,6 +20,13 @@ class Interrupted(Exception):
         self.status = 128 + signal_number
 
 
+class ScorerError(RuntimeError):
+    """The scorer of code tasks, or its data, is broken: nothing is known about the score.
+
+    The command line prints it as a single line and exits with status 1.
+    """
+
+
 _NO_MEMORY = (
     "out of memory",
     "can't allocate memory",

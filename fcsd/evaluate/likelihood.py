@@ -80,6 +80,15 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
             raise UserError(
                 f"task {row.task}: not defined in {folder}{did_you_mean(row.task, known.all_tasks)}"
             )
+        if row.task in known.all_tags:
+            members = sorted(name for name in known.task_index[row.task].tags)
+            raise UserError(
+                f"task {row.task}: is a tag of lm-eval, neither task nor group; give its tasks rows of their own:"
+                f" {', '.join(members)}"
+            )
+        if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
+            # Loading it would fetch and run a metric's code, or take `code_eval` from the working directory.
+            raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
         kind = "group" if row.task in known.all_groups else "task"
         # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file (research: inline
         # dicts fail).
@@ -89,7 +98,8 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
             manager = TaskManager(include_path=[str(folder), overlay], include_defaults=False)
             tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
         except Exception as error:
-            what = f"cannot be loaded with the data set {location}: {first_line(error)}"
+            reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
+            what = f"cannot be loaded with the data set {location}: {reason}"
             raise UserError(f"task {row.task}: {what}{_advice(row, data_root)}") from error
     for name, task in tasks.items():
         _apply(task, row)

@@ -7,27 +7,31 @@ what follows the prompt}, or one that `fcsd evaluate` wrote into samples_<task>.
 Not covered: EvalPlus's folder of .py files.
 """
 
+import gzip
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fcsd
+from fcsd.artifact import file_sha256
 from fcsd.errors import UserError
 from fcsd.evaluate.code import extract_code
 from fcsd.evaluate.problems import Problem, load_problems
-from fcsd.evaluate.runner import SCHEMA_VERSION, code_sample, task_result, text_hash, write_result
+from fcsd.evaluate.runner import SCHEMA_VERSION, code_sample, task_result, write_result
 from fcsd.evaluate.scorer import CodeScorer, Outcome, OutcomeClass, ScorerError, default_num_workers
 from fcsd.evaluate.scores import plain_mean
 from fcsd.evaluate.suites import SuiteTask, load_suite
 from fcsd.strict import did_you_mean
 
+_SUITE = "score "  # begins the name of the suite in a result
 _EVALPLUS = {
     "evalplus/mbppplus": ("mbpp", "Mbpp/", "MBPP"),
     "evalplus/humanevalplus": ("humaneval", "", "HUMANEVAL"),
@@ -59,6 +63,10 @@ def score_file(
         UserError: an empty file, a line or column that is missing or of the wrong type, an unknown problem, problems
             without a sample, or a scorer that cannot run.
     """
+    if timeout_s is not None and timeout_s <= 0:
+        raise UserError(f"--timeout-s: must be above 0, got {timeout_s:g}")
+    if output is not None:
+        _refuse_foreign(output)
     row = _row(dataset, timeout_s)
     problems = load_problems(row, data_root)
     programs = read_samples(samples, problems)
@@ -89,7 +97,7 @@ def score_file(
     mean, error = plain_mean([(task["value"], task["stderr"])])
     result = {
         "schema_version": SCHEMA_VERSION,
-        "suite": f"score {row.task}",
+        "suite": f"{_SUITE}{row.task}",
         "model": str(samples),
         "complete": not missing,
         "tasks": {row.task: task},
@@ -98,7 +106,7 @@ def score_file(
         "settings": {
             "limit": len(graded) if missing else None,
             "scorer": scorer,
-            "samples_sha256": text_hash(samples.read_text(encoding="utf-8")),
+            "samples_sha256": file_sha256(samples),
             "row": row.model_dump(mode="json"),
             "versions": {"fcsd": fcsd.__version__},
         },
@@ -129,7 +137,7 @@ def _row(dataset: str, timeout_s: float | None) -> SuiteTask:
 
 
 def read_samples(path: Path, problems: Sequence[Problem]) -> dict[str, list[str]]:
-    """task_id -> programs, of a file of samples; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
+    """task_id -> programs, of a .jsonl or .jsonl.gz file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
     Raises:
         UserError: names file, line and key.
@@ -138,7 +146,7 @@ def read_samples(path: Path, problems: Sequence[Problem]) -> dict[str, list[str]
         raise UserError(f"{path}: no such file")
     by_id = {problem.task_id: problem for problem in problems}
     found: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -156,6 +164,29 @@ def read_samples(path: Path, problems: Sequence[Problem]) -> dict[str, list[str]
     if not found:
         raise UserError(f"{path}: holds no samples; a line is {{'task_id': …, 'solution': …}}")
     return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        data = path.read_bytes()
+        # Not `splitlines`: a text in a line of JSON may hold line separators of Unicode.
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").split("\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is no .jsonl or .jsonl.gz file of UTF-8 text ({error})") from None
+
+
+def _refuse_foreign(output: Path) -> None:
+    """A result may replace an earlier one of this command, and nothing else."""
+    if not output.exists():
+        return
+    try:
+        earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["suite"]
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = ""
+    if not output.is_dir() or (any(output.iterdir()) and not str(earlier).startswith(_SUITE)):
+        raise UserError(
+            f"{output}: holds something else than a result of `fcsd score`; choose another --output"
+        )
 
 
 def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:

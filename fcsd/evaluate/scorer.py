@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from fcsd.errors import UserError
+from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code import extract_code
 from fcsd.evaluate.problems import Problem
 
@@ -48,10 +48,6 @@ _SLOWER = 4.0
 
 _SERVER = Path(__file__).parent / "sandbox" / "server.py"
 _START_S, _GRACE_S = 60.0, 30.0
-
-
-class ScorerError(RuntimeError):
-    """The scorer, not the program that it scored, has failed: nothing is known about the score."""
 
 
 @dataclass(frozen=True)

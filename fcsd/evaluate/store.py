@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import file_sha256, write_text
+from fcsd.artifact import file_sha256, write_text, writing
+from fcsd.errors import UserError
 from fcsd.evaluate.suites import SuiteTask
 
 SCHEMA_VERSION = 1
@@ -41,9 +42,14 @@ class TaskStore:
         folder: created when the first task is put there.
         identity: name -> fingerprint of everything that all tasks depend on (weights, connectivity, versions, limit).
         data: task -> fingerprint of its data.
+
+    Raises:
+        UserError: `folder` is a file; later, when a task cannot be written there.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], data: Mapping[str, str]):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder}: is a file; finished tasks need a folder")
         self.folder, self.identity, self.data = folder, dict(identity), dict(data)
 
     def _key(self, row: SuiteTask) -> dict[str, Any]:
@@ -72,6 +78,7 @@ class TaskStore:
 
     def put(self, row: SuiteTask, samples: Sequence[Mapping[str, Any]], num_items_total: int) -> None:
         """Keep a finished task; the file appears whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         content = {"key": self._key(row), "num_items_total": num_items_total, "samples": samples}
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")

@@ -174,6 +174,8 @@ def dataset_location(row: SuiteTask, data_root: Path | None) -> str:
     """
     if Path(row.dataset).is_absolute() or data_root is None:
         return row.dataset
+    if not data_root.is_dir():
+        raise UserError(f"{data_root}: no such folder (data root)")
     folder = data_root / row.dataset
     if not folder.exists():
         raise UserError(
@@ -203,5 +205,10 @@ def require_chat_template(tokenizer: Any, row: SuiteTask) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its name."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    """The first line of what an exception says, or its name; what `datasets` says around the reason is left out."""
+    if error.__cause__ is not None and str(error).startswith(
+        "An error occurred while generating the dataset"
+    ):
+        return first_line(error.__cause__)
+    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return text.partition(" with any supported extension")[0]

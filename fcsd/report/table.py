@@ -140,8 +140,16 @@ def score_table(result: Mapping[str, Any]) -> str:
             if row["metric"] != f"pass@{k}":
                 rows.append([task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)])
     table = markdown(["task", "metric", "shots", "n", "score"], rows)
-    note = quick_look(result["settings"]["limit"])
-    return f"{table}\n\n{note}" if note else table
+    limit = result["settings"]["limit"]
+    if not limit:
+        return table
+    # A file of ready samples holds those of any problems.
+    which = (
+        f"{limit} problems that have samples"
+        if "scorer" in result["settings"]
+        else f"first {limit} items of every task"
+    )
+    return f"{table}\n\nOnly the {which}: a quick look, not a result."
 
 
 def families_table(*, as_json: bool = False) -> str:
