@@ -4,13 +4,14 @@
 `generate_completions` both begin a task with its longest sequences, so a failure comes early and costs little. Scores
 do not depend on the size beyond float noise.
 
-Of several ranks that hold whole copies each may halve its own; before the next task they agree on the smallest.
+Every task begins with many again. Of several ranks that hold whole copies each may halve its own.
 
 Not covered: models whose weights are spread over the ranks, where one that tries again leaves the others waiting;
 "auto" is refused there.
 """
 
 import gc
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -39,12 +40,13 @@ class Batch:
                 "batch_size: 'auto' needs a rank that can try again alone, and the weights of this model are spread"
                 f" over {ranks.size}; give a number"
             )
-        self.size: int = size if isinstance(size, int) else _ON_CPU if model.device.type == "cpu" else _FIRST
+        self._first = _ON_CPU if model.device.type == "cpu" else _FIRST
+        self.size: int = size if isinstance(size, int) else self._first
 
-    def agree(self, ranks: Ranks) -> None:
-        """Take the smallest size of all ranks, which all call this before batches of it are dealt."""
+    def begin(self, count: int, ranks: Ranks) -> None:
+        """Before a task of `count` sequences: many again, for its prompts may be shorter, and some for every rank."""
         if self.automatic:
-            self.size = min(ranks.share(lambda: self.size))
+            self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
 
     def run(self, work: Callable[[int], Result]) -> Result:
         """work(size), with half the size again where memory ran out.

@@ -106,7 +106,7 @@ def generate_completions(
     if isinstance(batch_size, int):
         size = batch_size
     else:
-        batch_size.agree(ranks)
+        batch_size.begin(len(rows), ranks)
         size = batch_size.size
     batches = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
 

@@ -4,7 +4,9 @@ model is asked.
 Not covered: tasks that are not listed; what a text says.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fcsd.errors import UserError
@@ -87,6 +89,37 @@ def check_rows(task: str, rows: Iterable[Mapping[str, Any]], where: str) -> None
             raise UserError(
                 f"task {task}: {where}, row {index}: answerKey {row['answerKey']!r} is none of the labels {labels}"
             )
+
+
+def check_files(task: str, location: str, name: str | None, split: str) -> None:
+    """`check_rows` on the files of a local folder themselves, for what `datasets` cannot read as one table.
+
+    name: the configuration. Nothing is said of a folder whose files are not found so.
+    """
+    import datasets
+    import pyarrow.parquet
+
+    if not Path(location).is_dir():
+        return
+    try:
+        files = [
+            Path(file) for file in datasets.load_dataset_builder(location, name).config.data_files[split]
+        ]
+    except Exception:
+        return
+    for file in files:
+        if file.suffix == ".parquet":
+            check_rows(task, pyarrow.parquet.read_table(file).to_pylist(), str(file))
+        elif file.suffix in (".jsonl", ".json"):
+            rows = []
+            for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+                try:
+                    rows += [json.loads(line)] if line.strip() else []
+                except ValueError as error:
+                    raise UserError(f"task {task}: {file}, line {number}: not valid JSON ({error})") from None
+            if not rows:
+                raise UserError(f"task {task}: {file}: the file is empty")
+            check_rows(task, rows, str(file))
 
 
 def _shown(value: Any) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
+from fcsd.errors import UserError
 from fcsd.evaluate.batch import Batch
 from fcsd.evaluate.ranks import Ranks, input_device
 
@@ -35,6 +36,7 @@ class InMemory(HFLM):
         )
         self._device = input_device(model)
         self.batch, self.ranks, self.silent = batch, ranks, not (progress and ranks.first)
+        self.cut: set[str] = set()  # the prompts of which the model has seen the end only
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """lm-eval's, with bars on the first rank only."""
@@ -43,11 +45,19 @@ class InMemory(HFLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> Any:
-        self.batch.agree(self.ranks)
+        for (context, choice), prompt, answer in requests:
+            if not 0 < len(answer) <= self.max_length:
+                raise UserError(
+                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be judged; the model has"
+                    f" {self.max_length} positions"
+                )
+            if len(prompt) + len(answer) > self.max_length + 1:
+                self.cut.add(context)
         numbered = list(enumerate(requests))
         # As lm-eval does, one sequence answers all requests that differ in the last token only.
         sequences = Collator.group(numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts")
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
+        self.batch.begin(len(order), self.ranks)
         batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=self.batch.size)
         ask = super()._loglikelihood_tokens
         return self._shared(
@@ -59,7 +69,17 @@ class InMemory(HFLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """lm-eval's, each rank its share."""
-        self.batch.agree(self.ranks)
+        self.batch.begin(len(requests), self.ranks)
+        for request in requests:
+            context, settings = request.args
+            new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+            if new >= self.max_length:
+                raise UserError(
+                    f"max_new_tokens {new} leave no room for a prompt in the model's {self.max_length} positions;"
+                    " lower max_new_tokens"
+                )
+            if len(self.tok_encode(context)) > self.max_length - new:
+                self.cut.add(context)
         numbered = list(enumerate(requests))
         alike = Collator.group(numbered, lambda each: each[1].args[1], "gen_kwargs")
 

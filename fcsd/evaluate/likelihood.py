@@ -1,9 +1,10 @@
 """Likelihood and generation tasks: lm-eval on a model in memory, task by task, without the network.
 
 Our numbers are those of plain lm-eval: the same task, the same requests, the mean of the same item scores.
-Only means over items are reported, because everything downstream compares item by item.
+Only means over items are reported, because everything downstream compares item by item. Prompts that are longer than
+the model's positions are cut on the left, as lm-eval does; such samples are marked.
 
-Not covered: prompts that are longer than the model's positions are cut on the left by lm-eval.
+Not covered: tasks that lm-eval scores in another way than by likelihood of choices or from generated text.
 """
 
 import math
@@ -15,7 +16,8 @@ import yaml
 
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import Batch
-from fcsd.evaluate.columns import COLUMNS, check_rows
+from fcsd.evaluate.columns import COLUMNS, check_files, check_rows
+from fcsd.evaluate.progress import Work
 from fcsd.evaluate.question import shown_question
 from fcsd.evaluate.ranks import ALONE, Ranks
 from fcsd.evaluate.state import quiet
@@ -98,6 +100,7 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
             manager = TaskManager(include_path=[str(folder), overlay], include_defaults=False)
             tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
         except Exception as error:
+            _name_the_row(row, known, location)
             reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
             what = f"cannot be loaded with the data set {location}: {reason}"
             raise UserError(f"task {row.task}: {what}{_advice(row, data_root)}") from error
@@ -105,6 +108,19 @@ def load_task(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: A
         _apply(task, row)
         _check_data(name, task, row, location)
     return tasks
+
+
+def _name_the_row(row: SuiteTask, known: Any, location: str) -> None:
+    """Where lm-eval could not read the data: the row and the column at fault, if there is one."""
+    if row.task not in COLUMNS:
+        return
+    entry = known.task_index[row.task].cfg
+    members = [known.task_index[name].cfg for name in known.all_subtasks]
+    for settings in [entry] if row.task in known.all_subtasks else members:
+        graded = row.split or settings.get("test_split") or settings.get("validation_split")
+        shots = settings.get("fewshot_split") or settings.get("training_split")
+        for split in dict.fromkeys([graded, *([shots] if row.num_fewshot else [])]):
+            check_files(row.task, location, row.dataset_name or settings.get("dataset_name"), split)
 
 
 def _advice(row: SuiteTask, data_root: Path | None) -> str:
@@ -175,13 +191,43 @@ def num_items(tasks: dict[str, Any], limit: int | None) -> int:
     return sum(counts if limit is None else [min(count, limit) for count in counts])
 
 
+def work(row: SuiteTask, tasks: dict[str, Any], limit: int | None) -> Work:
+    """What a row asks of a model, estimated from a few prompts of every task."""
+    items = num_items(tasks, limit)
+    if row.kind == "generation":
+        tokens = [(task.config.generation_kwargs or {}).get("max_gen_toks", 256) for task in tasks.values()]
+        return Work(items, "tokens", items * max(tokens))
+    characters = 0.0
+    for task in tasks.values():
+        documents = task.eval_docs
+        count = len(documents) if limit is None else min(limit, len(documents))
+        chosen = {count * part // 4 for part in range(4)}
+        read = sum(_characters_read(task, documents[index]) for index in chosen)
+        characters += count * read / len(chosen)
+    return Work(items, "characters", characters)
+
+
+def _characters_read(task: Any, document: Any) -> int:
+    """Of one item: lm-eval asks for all choices at once where they are single tokens."""
+    context = task.fewshot_context(document, task.config.num_fewshot or 0)
+    requests = task.construct_requests(doc=document, ctx=context, metadata=(task.task_name, 0, 1))
+    asked = [request.args for request in (requests if isinstance(requests, list) else [requests])]
+    letters = len({context for context, _ in asked}) == 1 and all(
+        len(choice.strip()) == 1 for _, choice in asked
+    )
+    return sum(len(context) + len(choice) for context, choice in (asked[:1] if letters else asked))
+
+
 def run_task(
     language_model: Any, row: SuiteTask, tasks: dict[str, Any], limit: int | None
 ) -> list[dict[str, Any]]:
     """Evaluate one row; its samples in the order of the data set (group members one after another).
 
     Each sample: doc_id, doc_hash, prompt_hash, score, target, the end of the prompt, and `completion`
-    (generation) or `choices` and their `loglikelihoods`.
+    (generation) or `choices` and their `loglikelihoods`; `cut` if the model has been shown the end of the prompt only.
+
+    Raises:
+        UserError: a metric that is not a mean; what the model's positions cannot hold; too little memory.
     """
 
     for task in tasks.values():
@@ -191,15 +237,18 @@ def run_task(
     with quiet():
         from lm_eval.evaluator import evaluate
 
-        output: Any = evaluate(
-            lm=language_model,
-            task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=True,
-            apply_chat_template=row.chat_template,
-            fewshot_as_multiturn=row.chat_template,
-        )
+        try:
+            output: Any = evaluate(
+                lm=language_model,
+                task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
+                limit=limit,
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=row.chat_template,
+                fewshot_as_multiturn=row.chat_template,
+            )
+        except UserError as error:
+            raise UserError(f"task {row.task}: {error}") from error
     metric, name = row.metric.split(",", 1)
     samples = []
     for task, items in output["samples"].items():
@@ -208,7 +257,9 @@ def run_task(
         )
         scores = [float(item[metric]) for item in chosen]
         _require_mean(row, float(output["results"][task][row.metric]), scores)
-        samples += [_sample(item, score, row, task) for item, score in zip(chosen, scores, strict=True)]
+        for item, score in zip(chosen, scores, strict=True):
+            cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
+            samples.append(_sample(item, score, row, task) | ({"cut": True} if cut else {}))
     return samples
 
 

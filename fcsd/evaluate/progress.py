@@ -6,20 +6,34 @@ Not covered: the bars within a task, which are those of lm-eval and tqdm.
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one task asks of a model: an item of MMLU with five shots takes as long as ten of PIQA.
+
+    Attributes:
+        unit: of `amount`: characters that the model reads, or tokens that it may write; each has its own pace.
+    """
+
+    items: int
+    unit: Literal["characters", "tokens"]
+    amount: float
 
 
 class Progress:
-    """Counts tasks and items; the time left is that of the items still to come, at the pace of their kind so far.
+    """Counts tasks; the time left is that of the work still to come, at the pace of its kind so far.
 
     Args:
-        tasks: task -> (kind, number of items), of the tasks still to do, in order.
+        tasks: task -> its work, of the tasks still to do, in order.
         kept: how many tasks of the suite were finished before.
     """
 
     def __init__(
         self,
-        tasks: Mapping[str, tuple[str, int]],
+        tasks: Mapping[str, Work],
         kept: int = 0,
         *,
         stream: TextIO | None = None,
@@ -27,7 +41,7 @@ class Progress:
     ):
         self.tasks, self.kept, self._stream, self._clock = dict(tasks), kept, stream, clock
         self._began = clock()
-        self._spent: dict[str, tuple[float, int]] = {}
+        self._spent: dict[str, tuple[float, float]] = {}
         self._current: tuple[str, float] | None = None
 
     def start(self, task: str) -> None:
@@ -36,7 +50,7 @@ class Progress:
         self._current = (task, self._clock())
         names = list(self.tasks)
         place = self.kept + names.index(task) + 1
-        line = f"[{place}/{self.kept + len(names)}] {task}: {self.tasks[task][1]} items"
+        line = f"[{place}/{self.kept + len(names)}] {task}: {self.tasks[task].items} items"
         left = self.seconds_left(names[names.index(task) :])
         if left is not None:
             line += f"; {duration(self._clock() - self._began)} so far, {left[0]}{duration(left[1])} left"
@@ -46,22 +60,22 @@ class Progress:
         """The current task has ended."""
         if self._current is not None:
             task, start = self._current
-            kind, items = self.tasks[task]
-            seconds, counted = self._spent.get(kind, (0.0, 0))
-            self._spent[kind] = seconds + self._clock() - start, counted + items
+            work = self.tasks[task]
+            seconds, done = self._spent.get(work.unit, (0.0, 0.0))
+            self._spent[work.unit] = seconds + self._clock() - start, done + work.amount
             self._current = None
 
     def seconds_left(self, names: list[str]) -> tuple[str, float] | None:
         """("about " or "at least ", seconds) for these tasks; None while nothing has been measured.
 
-        "at least" where a kind of task is still to come for which there is no pace yet.
+        "at least" where a kind of work is still to come for which there is no pace yet.
         """
-        if not self._spent:
+        pace = {unit: seconds / done for unit, (seconds, done) in self._spent.items() if done}
+        if not pace:
             return None
-        pace = {kind: seconds / items for kind, (seconds, items) in self._spent.items() if items}
-        known = [(kind, items) for kind, items in map(self.tasks.__getitem__, names) if kind in pace]
+        known = [work for work in map(self.tasks.__getitem__, names) if work.unit in pace]
         word = "about " if len(known) == len(names) else "at least "
-        return word, sum(pace[kind] * items for kind, items in known)
+        return word, sum(pace[work.unit] * work.amount for work in known)
 
 
 def duration(seconds: float) -> str:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fcsd
-from fcsd.errors import UserError
+from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate import likelihood
 from fcsd.evaluate.batch import Batch, BatchSize
 from fcsd.evaluate.code import generate_completions, prompts
 from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.problems import Problem, load_problems
-from fcsd.evaluate.progress import Progress
+from fcsd.evaluate.progress import Progress, Work
 from fcsd.evaluate.question import end_of
 from fcsd.evaluate.ranks import ALONE, Ranks, input_device
 from fcsd.evaluate.scorer import CodeScorer, Outcome, pass_at_k
@@ -142,14 +142,17 @@ def judging(
                 if row.kind == "code":
                     if scorer is None:
                         scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
-                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+                    try:
+                        scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+                    except ScorerError as error:
+                        raise ScorerError(f"task {row.task}: {error}") from error
             return scorer.layers if scorer is not None else None
 
         layers = ranks.from_first(checked)
-        counts = {
-            row.task: (row.kind, len(prepared[row.task]))
+        work = {
+            row.task: _code_work(row, prepared[row.task])
             if row.kind == "code"
-            else (row.kind, likelihood.num_items(prepared[row.task], limit))
+            else likelihood.work(row, prepared[row.task], limit)
             for row in missing
         }
 
@@ -157,7 +160,7 @@ def judging(
             start = time.monotonic()
             samples = {task: found for task, (found, _) in kept.items()}
             batch = Batch(batch_size, model, ranks)
-            steps = Progress(counts, len(kept))
+            steps = Progress(work, len(kept))
             with preserved(model, tokenizer):
                 model.eval()
                 wrapper = None
@@ -224,6 +227,11 @@ def _result(
             "versions": {"python": platform.python_version(), **_versions()},
         },
     }
+
+
+def _code_work(row: SuiteTask, problems: Sequence[Problem]) -> Work:
+    tokens = len(problems) * (row.num_samples or 1) * (row.max_new_tokens or 0)
+    return Work(len(problems), "tokens", tokens)
 
 
 def _run_code(
@@ -308,6 +316,8 @@ def task_result(
     }
     if row.kind == "code":
         result |= code_numbers(samples)
+    else:
+        result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
     return result
 
 

@@ -140,16 +140,17 @@ def score_table(result: Mapping[str, Any]) -> str:
             if row["metric"] != f"pass@{k}":
                 rows.append([task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)])
     table = markdown(["task", "metric", "shots", "n", "score"], rows)
+    notes = [
+        f"{task}: {row['prompts_cut']} prompts are longer than the model's positions and were cut on the left."
+        for task, row in result["tasks"].items()
+        if row.get("prompts_cut")
+    ]
     limit = result["settings"]["limit"]
-    if not limit:
-        return table
-    # A file of ready samples holds those of any problems.
-    which = (
-        f"{limit} problems that have samples"
-        if "scorer" in result["settings"]
-        else f"first {limit} items of every task"
-    )
-    return f"{table}\n\nOnly the {which}: a quick look, not a result."
+    if limit and "scorer" in result["settings"]:  # a file of ready samples, which holds those of any problems
+        notes.append(f"Only the {limit} problems that have samples: a quick look, not a result.")
+    elif limit:
+        notes.append(quick_look(limit))
+    return "\n\n".join([table, *notes])
 
 
 def families_table(*, as_json: bool = False) -> str:

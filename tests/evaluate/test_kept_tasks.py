@@ -14,7 +14,8 @@ from fcsd.artifact import read_json
 from fcsd.errors import UserError
 from fcsd.evaluate import likelihood, runner
 from fcsd.evaluate.batch import Batch
-from fcsd.evaluate.progress import Progress, duration
+from fcsd.evaluate.progress import Progress, Work, duration
+from fcsd.evaluate.ranks import ALONE, Ranks
 from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint
 from fcsd.evaluate.store import TaskStore
 from fcsd.evaluate.suites import SuiteTask
@@ -156,13 +157,13 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> N
     assert store.get(row) is None
 
 
-def test_the_time_left_is_that_of_the_items_to_come_at_the_pace_of_their_kind() -> None:
+def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> None:
     now, out = [0.0], io.StringIO()
     tasks = {
-        "a": ("likelihood", 100),
-        "b": ("likelihood", 50),
-        "c": ("generation", 10),
-        "d": ("likelihood", 100),
+        "a": Work(100, "characters", 1000),
+        "b": Work(50, "characters", 500),
+        "c": Work(10, "tokens", 10),
+        "d": Work(10, "characters", 1000),  # fewer items, and longer ones
     }
     steps = Progress(tasks, kept=1, stream=out, clock=lambda: now[0])
     for task, seconds in (("a", 200), ("b", 100), ("c", 3600), ("d", 0)):
@@ -172,7 +173,7 @@ def test_the_time_left_is_that_of_the_items_to_come_at_the_pace_of_their_kind() 
         "[2/5] a: 100 items",
         "[3/5] b: 50 items; 3 min so far, at least 5 min left",
         "[4/5] c: 10 items; 5 min so far, at least 3 min left",
-        "[5/5] d: 100 items; 1 h 05 min so far, about 3 min left",
+        "[5/5] d: 10 items; 1 h 05 min so far, about 3 min left",
     ]
     assert [duration(s) for s in (0, 59.4, 60, 3599, 7500)] == [
         "0 s",
@@ -187,7 +188,8 @@ class _Model:
     device = torch.device("meta")
 
 
-def test_an_automatic_batch_size_is_halved_until_it_fits() -> None:
+def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gc.collect", lambda: None)  # slow beside everything that the tests have loaded
     asked: list[int] = []
 
     def work(size: int) -> int:
@@ -199,6 +201,12 @@ def test_an_automatic_batch_size_is_halved_until_it_fits() -> None:
     batch = Batch("auto", _Model())  # type: ignore[arg-type]
     assert batch.run(work) == 16 and asked == [128, 64, 32, 16]
     assert batch.run(work) == 16 and len(asked) == 5  # remembered
+    batch.begin(1000, ALONE)
+    assert batch.run(work) == 16 and asked[5:] == [128, 64, 32, 16]  # another task, with prompts of its own
+    batch.begin(11, ALONE)
+    assert batch.run(work) == 11
+    batch.begin(11, Ranks(0, 4))
+    assert batch.run(work) == 3  # some for every rank
     with pytest.raises(UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"):
         Batch(32, _Model()).run(work)  # type: ignore[arg-type]
 
