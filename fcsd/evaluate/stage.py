@@ -59,7 +59,7 @@ def evaluate_stage(recipe: Recipe, name: str, path: Path) -> Stage:
     if begin(stage) == "finished":
         return stage
     free_memory()  # of the trainings before
-    tokenizer = load_tokenizer(path, recipe.model)
+    tokenizer = load_tokenizer(path, trust_remote_code=recipe.model.trust_remote_code)
     loading = recipe.model.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
     cache = Path(plan.cache) if plan.cache is not None else None
     with judging(

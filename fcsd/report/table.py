@@ -141,6 +141,11 @@ def score_table(result: Mapping[str, Any]) -> str:
                 rows.append([task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)])
     table = markdown(["task", "metric", "shots", "n", "score"], rows)
     notes = [
+        f"{task}: {', '.join(f'{count} {name}' for name, count in row['outcomes'].items())}"
+        for task, row in result["tasks"].items()
+        if "outcomes" in row
+    ]
+    notes += [
         f"{task}: {row['prompts_cut']} prompts are longer than the model's positions and were cut on the left."
         for task, row in result["tasks"].items()
         if row.get("prompts_cut")

@@ -127,12 +127,12 @@ def test_a_column_of_one_subject_of_mmlu_is_found(
         "validation": rows_of("cais/mmlu", 1),
     }
     wrong = good | {"test": [row | {"choices": "abcd"} for row in rows_of("cais/mmlu", 2)]}
-    subjects = {name: wrong if name == "virology" else good for name in mmlu_subjects()}
+    subjects = {name: wrong if name == "abstract_algebra" else good for name in mmlu_subjects()}
     write_repository(root / "cais/mmlu", subjects)
     task = {"task": "mmlu", "kind": "likelihood", "metric": "acc,none", "dataset": "cais/mmlu"}
     said = error_of(words(model, root, task), capsys)
     assert said.startswith(
-        f"task mmlu: {root}/cais/mmlu/virology/test.jsonl, row 0: choices must be a list of 4 texts, got 'abcd'"
+        f"task mmlu: {root}/cais/mmlu/abstract_algebra/test.jsonl, row 0: choices must be a list of 4 texts, got 'abcd'"
     )
 
 

@@ -120,3 +120,19 @@ def test_files_that_change_an_answer_identify_a_configuration_and_no_others(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
     assert (configuration_fingerprint(tmp_path) != before) == counts
+
+
+def test_a_revision_belongs_to_the_original_on_the_hub_and_not_to_the_models_of_the_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def judging(tokenizer: Any, *_: Any, **__: Any) -> Iterator[Any]:
+        yield lambda model, name: ({"name": name, "vocabulary": len(tokenizer)}, {})
+
+    left: list[dict[str, Any]] = []
+    monkeypatch.setattr(stage, "_leave", lambda _, result, samples: left.append(result))
+    monkeypatch.setattr(stage, "judging", judging)
+    monkeypatch.setattr(stage, "find_folder", lambda path, revision: bench.base)
+    recipe = load_recipe(bench.recipe(model={"path": "owner/name", "revision": "a" * 40}))
+    stage.evaluate_stage(recipe, "converted", bench.base)
+    assert left[0]["name"] == "converted" and left[0]["vocabulary"] > 0
