@@ -292,12 +292,15 @@ def test_damaged_results_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no results\.json; this is not a folder that `fcsd evaluate` wrote"):
         read_result(tmp_path)
     good = {"schema_version": 1, "tasks": {"t": {"num_items": 2}}}
-    write_result(good, {"t": [{"score": 1.0}, {"score": 0.0}]}, tmp_path)
+    item = {"doc_id": 0, "doc_hash": "d", "prompt_hash": "p"}
+    write_result(good, {"t": [item | {"score": 1.0}, item | {"score": 0.0}]}, tmp_path)
     file = tmp_path / "samples_t.jsonl"
     whole = file.read_text()
     for text, message in (
         (whole.splitlines()[0] + "\n", "1 samples, but results.json says 2"),
         (whole[:-6], "line 2: not valid JSON"),
+        (whole.replace("doc_hash", "hash"), r"line 1: not a sample \(doc_id, doc_hash, prompt_hash, score\)"),
+        ("", "0 samples, but results.json says 2"),
     ):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
