@@ -374,7 +374,8 @@ def _parser() -> argparse.ArgumentParser:
         "chat",
         _chat,
         "Talk to a model, or to a converted one and its original side by side (paper App. B).",
-        "Replies stream with the model's own generation settings. Without a terminal every line of stdin is a turn.",
+        "Replies stream with the model's own generation settings. Without a terminal every line of stdin is a turn."
+        " MODEL computes on the accelerator if there is one.",
     )
     _model_argument(chat)
     chat.add_argument(
@@ -383,6 +384,17 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument(
         "--max-new-tokens", type=int, help="longest reply (default: the model's own setting, or 2048)"
+    )
+    chat.add_argument(
+        "--greedy",
+        action="store_true",
+        help="always the likeliest token, so that two models differ by nothing else",
+    )
+    chat.add_argument(
+        "--no-thinking", action="store_true", help="ask a hybrid model for answers without thoughts"
+    )
+    chat.add_argument(
+        "--device-map", metavar="MAP", help='transformers\' device_map, for example "auto": several GPUs'
     )
 
     push = command(
@@ -727,13 +739,23 @@ def _chat(arguments: argparse.Namespace) -> None:
 
     _quiet_transformers()
     logging.set_verbosity_error()  # advice on generation settings would stand between the replies
-    trust = {"trust_remote_code": arguments.trust_remote_code}
-    speakers = [load_speaker(arguments.model, revision=arguments.revision, **trust)]
+    options = {
+        "trust_remote_code": arguments.trust_remote_code,
+        "device_map": arguments.device_map,
+        "thinking": not arguments.no_thinking,
+    }
+    speakers = [load_speaker(arguments.model, revision=arguments.revision, **options)]
     if arguments.beside is not None:
-        speakers.append(load_speaker(arguments.beside, **trust))
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")
-    chat(speakers, system=arguments.system, max_new_tokens=arguments.max_new_tokens)
+        speakers.append(load_speaker(arguments.beside, **options))
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    chat(
+        speakers,
+        system=arguments.system,
+        max_new_tokens=arguments.max_new_tokens,
+        greedy=arguments.greedy,
+    )
 
 
 def _push(arguments: argparse.Namespace) -> None:

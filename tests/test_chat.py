@@ -16,9 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fcsd.chat import Reply, Speaker, chat, first_row, load_speaker, printable, side_by_side
+from fcsd.chat import Reply, Speaker, chat, load_speaker
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
+from fcsd.terminal import cells, ending, first_row, printable, side_by_side
 from tests.support import ROOT
 
 
@@ -30,10 +31,19 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
+    """What a chat without a terminal answers: without the turns, which it repeats, and notes of the limit."""
+    text = "\n" + transcript(speakers, *lines, **options)
+    for line in lines[: lines.index("/exit") + 1 if "/exit" in lines else None]:
+        assert not line or f"\n> {line}\n" in text
+        text = text.replace(f"\n> {line}\n", "", 1)
+    return re.sub(r"\((\S+: )?cut after \d+ tokens; --max-new-tokens allows more\)\n", "", text).splitlines()
+
+
+def transcript(speakers: list[Speaker], *lines: str, **options: object) -> str:
     """What a chat without a terminal prints."""
     sink = io.StringIO()
     chat(speakers, source=io.StringIO("\n".join(lines) + "\n"), sink=sink, **options)  # type: ignore[arg-type]
-    return sink.getvalue().splitlines()
+    return sink.getvalue()
 
 
 def by_hand(folder: Path, messages: list[dict[str, str]], new_tokens: int) -> str:
@@ -78,6 +88,53 @@ def test_the_models_own_generation_settings_hold(base_checkpoint: Path, tmp_path
     )
 
 
+def test_greedy_overrules_settings_that_sample(base_checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 5.0, "top_p": 0.9, "eos_token_id": 2, "pad_token_id": 0}'
+    )
+    speaker = load_speaker(str(folder))
+    assert speaker.settings(False) == "temperature 5, top_p 0.9; float32 on cpu"
+    assert speaker.settings(True) == "greedy; float32 on cpu"
+    said([speaker], "hello", max_new_tokens=12, greedy=True)
+    greedy = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 12)
+    assert speaker.messages[-1]["content"] == greedy
+    torch.manual_seed(0)
+    said([speaker], "hello", max_new_tokens=12)
+    assert speaker.messages[-1]["content"] != greedy
+
+
+def test_a_reply_that_the_limit_ended_says_so_and_one_that_the_model_ended_does_not(
+    base_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaker = load_speaker(str(base_checkpoint))
+    text = transcript([speaker], "hello", "x" * 60, max_new_tokens=20)
+    assert text.splitlines()[0] == "> hello" and "\n\n> xxx" in text
+    assert text.count("(cut after 20 tokens; --max-new-tokens allows more)\n") == 1
+    assert text.endswith("(cut: the model's 128 positions are full; /reset begins anew)\n")
+    first = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 1)
+    (token,) = speaker.tokenizer.encode(first, add_special_tokens=False)
+    monkeypatch.setattr(speaker.model.generation_config, "eos_token_id", token)
+    assert "cut" not in transcript([speaker], "hello", max_new_tokens=1)
+
+
+def test_a_message_can_be_answered_again_and_a_hybrid_asked_not_to_think(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(
+        template + "{% if enable_thinking is false %}quick{% endif %}"
+    )
+    speaker, quick = load_speaker(str(folder)), load_speaker(str(folder), thinking=False)
+    once = said([quick], "hello", max_new_tokens=6)
+    assert said([quick], "hello", "/again", max_new_tokens=6) == [*once, *once]
+    assert len(quick.messages) == 2 and said([quick], "/again") == ["There is no message yet."]
+    quick.messages = speaker.messages = [{"role": "user", "content": "hello"}]
+    told = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
+    assert told == speaker.tokenizer.decode(speaker.prompt()["input_ids"][0]) + "quick"
+
+
 def test_side_by_side_each_model_answers_its_own_conversation(
     base_checkpoint: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +148,19 @@ def test_side_by_side_each_model_answers_its_own_conversation(
     assert speakers[0].messages[1] != speakers[1].messages[1], "or this test shows nothing"
     assert rows[0].split(" │ ")[0].strip()[:10] == str(converted)[:10]
     assert all(" │" in row for row in rows)
+
+
+def test_without_room_for_columns_the_replies_stand_one_below_the_other(
+    base_checkpoint: Path, converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    speakers = [load_speaker(str(converted)), load_speaker(str(base_checkpoint))]
+    rows = said(speakers, "hello", max_new_tokens=4)
+    replies = [plain(speaker.messages[-1]["content"]) for speaker in speakers]
+    heads = [f"── {speaker.name}" for speaker in speakers]
+    assert rows == "\n".join(f"{head}\n{reply}" for head, reply in zip(heads, replies, strict=True)).split(
+        "\n"
+    )
 
 
 def test_commands_that_do_not_exist_and_empty_lines_are_no_turns(base_checkpoint: Path) -> None:
@@ -124,7 +194,8 @@ def test_a_model_that_fails_ends_its_reply_and_not_the_chat(
 
     monkeypatch.setattr(speaker.model, "generate", fail)
     rows = said([speaker], "hello", "/help")
-    assert rows[1].endswith("RuntimeError: out of memory") and "/reset" in "\n".join(rows[2:])
+    assert rows[1] == "error: RuntimeError: out of memory" and "/reset" in "\n".join(rows[2:])
+    assert speaker.messages == [], "what was not answered is not part of the conversation"
 
 
 def test_ctrl_c_while_the_last_step_ends_is_waited_out(
@@ -221,6 +292,24 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(base_checkpoint: Path, tmp_p
         child.kill()
         child.wait()
         os.close(terminal)
+
+
+def test_ctrl_c_without_a_terminal_ends_the_command(
+    base_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(reply: Reply) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reply, "__iter__", press)
+    with pytest.raises(KeyboardInterrupt):
+        transcript([load_speaker(str(base_checkpoint))], "hello", "never asked", max_new_tokens=2)
+
+
+def test_cells_are_those_of_a_terminal() -> None:
+    # wide; a letter with a combining accent; woman + joiner + rocket, whose parts terminals show
+    texts = ("日本", "e\u0301", "\U0001f469\u200d\U0001f680", "a\ufe0f")
+    assert list(map(cells, texts)) == [4, 1, 4, 1]
+    assert ending("/a/long/path", 8) == "…ng/path" and ending("short", 8) == "short"
 
 
 def test_a_model_cannot_move_the_cursor() -> None:

@@ -1,0 +1,91 @@
+"""Text on a terminal: what may be shown, how wide it is, and two texts side by side while they grow.
+
+Not covered: Markdown, colours.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+GAP = " │ "
+_DIRECTIONS = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]))
+
+
+def printable(text: str) -> str:
+    """Without control characters and changes of direction, with which a model could write over the terminal."""
+    return "".join(
+        c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in _DIRECTIONS)
+    )
+
+
+def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
+    """Rows of two texts that arrive in pieces, each wrapped to `width` cells.
+
+    A row is given as soon as both columns have theirs, or one has ended. The columns are read in turns, a piece each.
+    """
+    width = max(width, 10)
+    sources = [iter(column) for column in columns]
+    rest, ended = [""] * len(sources), [False] * len(sources)
+    while True:
+        for index, source in enumerate(sources):
+            if not ended[index] and not complete(rest[index], width):
+                piece = next(source, None)
+                ended[index] = piece is None
+                rest[index] += (piece or "").expandtabs(4)
+        while all(over or complete(text, width) for text, over in zip(rest, ended, strict=True)):
+            if not any(rest):
+                break
+            cells = []
+            for index, text in enumerate(rest):
+                row, rest[index] = first_row(text, width)
+                cells.append(row)
+            yield GAP.join(_padded(cell, width) for cell in cells).rstrip()
+        if all(ended) and not any(rest):
+            return
+
+
+def complete(text: str, width: int) -> bool:
+    """Whether the first row of a text that still grows cannot change any more."""
+    return "\n" in text or cells(text) > width
+
+
+def first_row(text: str, width: int) -> tuple[str, str]:
+    """The first wrapped row of `text`, broken at a space where there is one, and what follows it."""
+    line, newline, more = text.partition("\n")
+    if cells(line) <= width:
+        return line, more
+    end = 0
+    used = 0
+    while used + cells(line[end]) <= width:
+        used += cells(line[end])
+        end += 1
+    if line[end] == " ":
+        return line[:end], line[end + 1 :] + newline + more
+    space = line.rfind(" ", 0, end)
+    if space > 0:
+        return line[:space], line[space + 1 :] + newline + more
+    return line[:end], line[end:] + newline + more
+
+
+def cells(text: str) -> int:
+    """Cells of a terminal: 2 for wide characters, 0 for combining and joining ones."""
+    return sum(
+        0
+        if unicodedata.category(c) in ("Mn", "Me", "Cf")
+        else 2
+        if unicodedata.east_asian_width(c) in "WF"
+        else 1
+        for c in text
+    )
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - cells(text))
+
+
+def ending(name: str, width: int) -> str:
+    """The end of a long path, which tells more than its beginning."""
+    return name if cells(name) <= width else "…" + name[1 - width :]
+
+
+__all__ = ["GAP", "cells", "ending", "first_row", "printable", "side_by_side"]
