@@ -4,7 +4,7 @@ Reads only what the stages left; writes `report.md`, `report.json`, figures, `it
 and `lm_eval/` (the results in lm-eval's files).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from fcsd.artifact import new_folder, read_json, versions, write_json, write_tex
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import read_result
 from fcsd.layers import read_study
-from fcsd.recipe import Recipe, to_yaml
+from fcsd.recipe import EarlyStopping, Recipe, to_yaml
 from fcsd.report.comparison import (
     compare_all,
     settings_text,
@@ -23,13 +23,13 @@ from fcsd.report.comparison import (
 )
 from fcsd.report.plots import plot_layers, plot_models, plot_sweep
 from fcsd.report.table import models_table
-from fcsd.report.verdict import quick_look
+from fcsd.report.verdict import quick_look, verdict
 
 SCHEMA_VERSION = 1
 
 
 def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
-    """Write the report of the evaluated models among `names`; returns the table of models.
+    """Write the report of the evaluated models among `names`; returns the table of models and the verdicts.
 
     Raises:
         UserError: results that were not measured on the same items, or on weights that are no longer there.
@@ -50,10 +50,8 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         for name, each in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
-    look = quick_look(
-        min(filter(None, (each["result"]["settings"]["limit"] for each in models.values())), default=None)
-    )
-    if look:
+    limits = [each["result"]["settings"]["limit"] for each in models.values()]
+    if look := quick_look(min(filter(None, limits), default=None)):
         table += f"\n\n{look}"
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -69,7 +67,8 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         figures = _figures(report, training, evaluated, new) | write_details(evaluated, comparisons, new)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
-    return table
+    said = [verdict(name, comparison).replace("**", "") for name, comparison in comparisons.items()]
+    return "\n\n".join([table, *(["\n".join(said)] if said else [])])
 
 
 def _evaluated(recipe: Recipe, name: str) -> dict[str, Any]:
@@ -188,6 +187,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         parts.append(
             f"Early stopping and choice of checkpoint: {by}, every"
             f" {stopping.every_steps} steps, patience {stopping.patience}, min_delta {stopping.min_delta}."
+            f"{_also_reported(stopping, report['models'])}"
         )
     if report["comparisons"]:
         parts += ["## Against the original, item by item", *tables(report["comparisons"])]
@@ -202,6 +202,24 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
     parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in figures.items()]
     parts += ["## Settings", _settings(report), "## Recipe", f"```yaml\n{to_yaml(recipe.dump())}```"]
     return "\n\n".join(parts) + "\n"
+
+
+def _also_reported(stopping: EarlyStopping, models: Mapping[str, Any]) -> str:
+    """A checkpoint chosen by the items that it is then judged on looks better there than it is."""
+    if stopping.metric != "pass@1":
+        return ""
+    judged = {
+        row["task"]
+        for each in models.values()
+        for row in each["result"]["settings"]["suite"]["tasks"]
+        if row["kind"] == "code"
+        and (row["dataset"], row.get("split") or "test") == (stopping.dataset, stopping.split)
+    }
+    if not judged:
+        return ""
+    return (
+        f" **{', '.join(sorted(judged))} has the same items: its score is not independent of this choice.**"
+    )
 
 
 def _settings(report: dict[str, Any]) -> str:

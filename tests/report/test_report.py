@@ -41,7 +41,7 @@ def result(name: str, limit: int | None = None) -> tuple[dict[str, Any], dict[st
             {"doc_id": i, "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "score": float(score)}
             for i, score in enumerate(scores)
         ]
-    suite = {"tasks": [{"task": task, "dataset": f"a/{task}"} for task in tasks]}
+    suite = {"tasks": [{"task": task, "dataset": f"a/{task}", "kind": tasks[task]["kind"]} for task in tasks]}
     settings = {"limit": limit, "dtype": "float32", "device": "cpu", "decoding": "greedy", "suite": suite}
     whole = {
         "schema_version": SCHEMA_VERSION, "suite": "s", "model": name, "tasks": tasks, "mean": 0.5, "mean_stderr": 0.1,
@@ -98,11 +98,13 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
         for line in table.splitlines()
+        if "|" in line
     }
     assert rows["model"] == ["rewired", "training", "code pass@1", "choice acc", "mean", "KL to original"]
     assert rows["original"] == ["0", "-", "75.0 ± 25.0", "50.0 ± 28.9", "50.0", "0.0000"]
     assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.2500"
     assert rows["fcsd"][:3] == ["2/4", "kl, 10 steps, best at 10, 2 skipped steps, 1 spike", "75.0 ± 25.0"]
+    assert "\n\nconverted: the mean over 2 tasks changed by -50.0 points (95 % interval" in table
     report = json.loads((run / "report" / "report.json").read_text())
     lost = report["comparisons"]["converted"]["tasks"]["code"]
     assert (lost["delta"], lost["gained"], lost["lost"], lost["p_value"]) == (
@@ -136,6 +138,18 @@ def test_a_result_of_weights_that_are_gone_is_refused(recipe: Recipe, run: Path)
         write_json(run / place / "manifest.json", manifest | {key: {"model": f"weights of {place}"}})
     with pytest.raises(UserError, match="was measured on other weights than those in"):
         write_report(recipe, list(SCORES), run / "report")
+
+
+def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_reported(
+    recipe: Recipe, run: Path
+) -> None:
+    for dataset, said in (("a/code", True), ("a/other", False)):
+        stopping = {"dataset": dataset, "split": "test", "every_steps": 5, "patience": 2, "min_delta": 0.02}
+        plan = Recipe.model_validate(recipe.dump() | {"early_stopping": stopping})
+        write_report(plan, list(SCORES), run / "report")
+        text = (run / "report" / "report.md").read_text()
+        assert f"pass@1 on `{dataset}`" in text
+        assert ("code has the same items: its score is not independent" in text) == said
 
 
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
