@@ -1,6 +1,7 @@
 """What several test files share: recipes on a small base checkpoint, processes, forks."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -158,3 +159,9 @@ def killed_after(monkeypatch: Any, module: Any, name: str, call: Callable[[], in
         return call()
 
     assert in_a_fork(killed, output) == -signal.SIGKILL, output.read_text()
+
+
+def documented_keys(chapter: str) -> set[str]:
+    """The keys that a chapter of docs/results.md names."""
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    return set(re.findall(r"`([a-z0-9_]+)`", text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]))

@@ -24,6 +24,7 @@ from tests.evaluate.test_runner import (
     plain_lm_eval,
     write_rows,
 )
+from tests.support import documented_keys
 
 __all__ = ["model", "place"]  # fixtures
 
@@ -164,3 +165,11 @@ def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(folders: tupl
                 ]
                 assert values[0] == pytest.approx(values[1], abs=1e-4)
             assert {key: own[key] for key in same} == {key: row[key] for key in same}
+
+
+def test_every_key_of_a_result_and_of_its_samples_is_documented(folders: tuple[Path, Path]) -> None:
+    whole = json.loads((folders[1] / "results.json").read_text())
+    used = {*whole, *whole["settings"]}.union(*whole["tasks"].values())
+    for file in folders[1].glob("samples_*.jsonl"):
+        used |= json.loads(file.read_text().splitlines()[0]).keys()
+    assert used - documented_keys("results.json") == set()

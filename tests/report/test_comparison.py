@@ -17,6 +17,7 @@ from fcsd.report.comparison import read_evaluated
 from fcsd.report.table import paired_table
 from fcsd.report.verdict import quick_look, verdict
 from tests.report.test_report import result
+from tests.support import documented_keys
 
 SUBJECTS = {"mmlu_law": ([1, 1, 0, 1], [1, 0, 0, 0]), "mmlu_art": ([0, 1], [1, 1])}
 
@@ -355,3 +356,12 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     assert verdict("x", same) == "**x**: none of 210 items has another score than the original's."
     table = paired_table(same)
     assert "| extra (not in the mean) |" in table and "| mean " in table
+
+
+def test_every_key_of_the_comparison_is_documented(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    assert main(["compare", *map(str, folders), "--output", str(tmp_path / "out")]) == 0
+    whole = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    (comparison,) = whole["comparisons"].values()
+    group, mean = comparison["tasks"]["mmlu"], {key.removesuffix("_stderr") for key in comparison["mean"]}
+    used = {*whole, *comparison, *group, *group["members"]["mmlu_law"], *mean}
+    assert used - documented_keys("comparison.json") == set()

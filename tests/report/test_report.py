@@ -17,6 +17,7 @@ from fcsd.recipe import Recipe
 from fcsd.report.card import Facts, model_card, write_card, write_publication
 from fcsd.report.report import write_report
 from fcsd.report.table import markdown, percent, result_table
+from tests.support import documented_keys
 
 SCORES = {
     "original": {"code": [1, 1, 1, 0], "choice": [1, 0, 1, 0]},
@@ -106,6 +107,7 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
     assert rows["fcsd"][:3] == ["2/4", "kl, 10 steps, best at 10, 2 skipped steps, 1 spike", "75.0 ± 25.0"]
     assert "\n\nconverted: the mean over 2 tasks changed by -50.0 points (95 % interval" in table
     report = json.loads((run / "report" / "report.json").read_text())
+    assert report.keys() - documented_keys("report.json") == set()
     lost = report["comparisons"]["converted"]["tasks"]["code"]
     assert (lost["delta"], lost["gained"], lost["lost"], lost["p_value"]) == (
         -0.75,
