@@ -593,6 +593,8 @@ def _recipe(arguments: argparse.Namespace) -> None:
 
 def _stage(name: str) -> Callable[[argparse.Namespace], None]:
     def run(arguments: argparse.Namespace) -> None:
+        if arguments.rehearse is not None:
+            _quiet_transformers()  # which is loaded only when the recipe is a good one
         recipe = _load_recipe(arguments)
         from fcsd import stages
 

@@ -111,7 +111,7 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
 
 def _line(kind: type[Strict], problem: Any) -> str:
     location = [part for part in problem["loc"] if not _is_tag(part)]
-    dotted = ".".join(str(part) for part in location) or "document"
+    dotted = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
         return f"{dotted}: unknown key{did_you_mean(str(location[-1]), known_keys(kind, location[:-1]))}"
     if problem["type"] == "missing":
@@ -119,7 +119,8 @@ def _line(kind: type[Strict], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     shown = f", got {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    return f"{dotted}: {message}{shown}" if "got" not in message else f"{dotted}: {message}"
+    place = f"{dotted}: " if dotted else ""  # a rule for the whole has none
+    return f"{place}{message}{shown if 'got' not in message else ''}"
 
 
 def _is_tag(part: Any) -> bool:

@@ -65,6 +65,8 @@ def score_file(
     """
     if timeout_s is not None and timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {timeout_s:g}")
+    if not samples.is_file():  # before a data set is fetched
+        raise UserError(f"{samples}: no such file")
     if output is not None:
         _refuse_foreign(output)
     row = _row(dataset, timeout_s)
@@ -123,8 +125,8 @@ def _row(dataset: str, timeout_s: float | None) -> SuiteTask:
     if row is None:
         if "/" not in dataset and not Path(dataset).exists():
             raise UserError(
-                f"--dataset {dataset!r}: no such code task{did_you_mean(dataset, list(known))};"
-                f" there are {', '.join(known)} (or give the path of a data set)"
+                f"--dataset {dataset!r}: no such code task{did_you_mean(dataset, list(known))}"
+                " (or give the path of a data set)"
             )
         place = Path(dataset)
         row = SuiteTask(
@@ -142,8 +144,6 @@ def read_samples(path: Path, problems: Sequence[Problem]) -> dict[str, list[str]
     Raises:
         UserError: names file, line and key.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
     by_id = {problem.task_id: problem for problem in problems}
     found: dict[str, list[str]] = {}
     for number, line in enumerate(_lines(path), start=1):

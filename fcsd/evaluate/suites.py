@@ -153,9 +153,7 @@ def load_suite(name_or_path: str | Path) -> Suite:
         names = suite_names()
         if text not in names:
             raise UserError(
-                f"suite {text!r}: no such suite{did_you_mean(text, names)};"
-                f" there are: {', '.join(names) or 'none'}"
-                " (or give the path of a .yaml file)"
+                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the path of a .yaml file)"
             )
         path = data_dir("eval") / "suites" / f"{text}.yaml"
     raw = read_yaml(path)

@@ -99,7 +99,7 @@ def test_a_bad_file_of_samples_is_one_line(root: Path, tmp_path: Path, text: str
 def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": "x"})
     with pytest.raises(
-        UserError, match=r"no such code task; did you mean 'mbpp_plus'\?; there are humaneval_plus, "
+        UserError, match=r"no such code task; did you mean 'mbpp_plus'\? \(or give the path of a data set"
     ):
         score_file(path, "mbpp_pls", data_root=root)
     with pytest.raises(UserError, match=r"nothing\.jsonl: no such file"):
