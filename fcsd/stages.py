@@ -33,7 +33,9 @@ from fcsd.distill.run import Scorer, TrainingRun, train
 from fcsd.distill.sweep import Candidate, run_sweep, with_choice
 from fcsd.distill.teacher import Teacher
 from fcsd.errors import UserError
+from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.code import generate_completions
+from fcsd.evaluate.placed import judging_engine
 from fcsd.evaluate.problems import load_problems
 from fcsd.evaluate.ranks import launched_ranks
 from fcsd.evaluate.scorer import CodeScorer, pass_at_1
@@ -55,8 +57,10 @@ def run(recipe: Recipe, *, as_json: bool = False) -> None:
     """All stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
 
     Raises:
-        UserError: a layer study in a launch that spreads the weights.
+        UserError: a layer study, or an automatic batch size, in a launch that spreads the weights.
     """
+    ranks = launched_ranks(in_step=judging_engine().shards)
+    check_batch_size(recipe.evaluation.batch_size, ranks)
     if recipe.evaluation.layer_study:
         check_copies()
     if recipe.pretrain is not None:
@@ -71,7 +75,7 @@ def run(recipe: Recipe, *, as_json: bool = False) -> None:
         evaluate_stage(recipe, name, path)
     if recipe.evaluation.layer_study:
         layers(recipe)
-    launched_ranks(in_step=False).from_first(lambda: publish(recipe, as_json=as_json))
+    ranks.from_first(lambda: publish(recipe, as_json=as_json))
 
 
 # ---- pretrain

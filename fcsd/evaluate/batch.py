@@ -26,20 +26,22 @@ Result = TypeVar("Result")
 _FIRST, _ON_CPU = 128, 16  # without an accelerator memory runs out without an error that could be caught
 
 
+def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
+    """Raises UserError for a number below 1, and for "auto" where the weights are spread over the ranks."""
+    if size == "auto" and ranks.in_step:
+        raise UserError(
+            "batch_size: 'auto' needs a rank that can try again alone, and this launch spreads the weights over"
+            f" {ranks.size}; give a number"
+        )
+    if isinstance(size, int) and size < 1:
+        raise UserError(f"batch_size: must be at least 1, got {size}")
+
+
 class Batch:
-    """The batch size of an evaluation, which shrinks where it may.
+    """The batch size of an evaluation, which shrinks where it may."""
 
-    Raises:
-        UserError: "auto" for a model whose weights are spread over the ranks.
-    """
-
-    def __init__(self, size: BatchSize, model: "PreTrainedModel", ranks: Ranks = ALONE):
+    def __init__(self, size: BatchSize, model: "PreTrainedModel"):
         self.automatic = size == "auto"
-        if self.automatic and ranks.in_step:
-            raise UserError(
-                "batch_size: 'auto' needs a rank that can try again alone, and the weights of this model are spread"
-                f" over {ranks.size}; give a number"
-            )
         self._first = _ON_CPU if model.device.type == "cpu" else _FIRST
         self.size: int = size if isinstance(size, int) else self._first
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import fcsd
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate import likelihood
-from fcsd.evaluate.batch import Batch, BatchSize
+from fcsd.evaluate.batch import Batch, BatchSize, check_batch_size
 from fcsd.evaluate.code import generate_completions, prompts
 from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.problems import Problem, load_problems
@@ -113,9 +113,9 @@ def judging(
 
     Raises: as `evaluate`.
     """
-    for text, value in (("batch_size", batch_size), ("limit", limit)):
-        if isinstance(value, int) and value < 1:
-            raise UserError(f"{text}: must be at least 1, got {value}")
+    check_batch_size(batch_size, ranks)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit: must be at least 1, got {limit}")
     if data_root is not None and not data_root.is_dir():
         raise UserError(f"{data_root}: no such folder (data root)")
     kept = ranks.from_first(
@@ -159,7 +159,7 @@ def judging(
         def judge(model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
             start = time.monotonic()
             samples = {task: found for task, (found, _) in kept.items()}
-            batch = Batch(batch_size, model, ranks)
+            batch = Batch(batch_size, model)
             steps = Progress(work, len(kept))
             with preserved(model, tokenizer):
                 model.eval()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.artifact import Stage, new_folder, read_json, versions, weights_fingerprint
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.data import build_dataset
-from fcsd.evaluate.batch import BatchSize
+from fcsd.evaluate.batch import BatchSize, check_batch_size
 from fcsd.evaluate.divergence import mean_kl, read_original
 from fcsd.evaluate.lm_eval_files import write_lm_eval
 from fcsd.evaluate.placed import check_device_map, judging_engine, load_judged
@@ -114,6 +114,7 @@ def evaluate_checkpoint(
     """
     ranks = launched_ranks(in_step=judging_engine().shards)
     check_device_map(device_map)
+    check_batch_size(batch_size, ranks)
     tasks = load_suite(suite)
     folder = find_folder(path, revision)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}

@@ -12,11 +12,10 @@ import yaml
 
 from fcsd.distill.engines import expert_parallel
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
 from fcsd.evaluate.divergence import mean_kl, read_original
 from fcsd.evaluate.placed import judging_engine, load_judged
 from fcsd.evaluate.ranks import Ranks, is_spread, launched_ranks, ranks_of
-from fcsd.evaluate.runner import evaluate
+from fcsd.evaluate.runner import evaluate, judging
 from fcsd.evaluate.suites import load_suite
 from fcsd.recipe import Model
 from fcsd.testing import run_ranks, tiny_model, tiny_tokenizer
@@ -223,5 +222,11 @@ def test_a_copy_that_runs_out_of_memory_tries_again_alone(place: Path, alone: di
 
 
 def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(place: Path) -> None:
-    with pytest.raises(UserError, match=r"the weights of this model are spread over 2; give a number"):
-        Batch("auto", None, Ranks(0, 2, in_step=True))  # type: ignore[arg-type]
+    with (
+        pytest.raises(UserError, match=r"'auto' needs .* spreads the weights over 2; give a number"),
+        judging(
+            tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=None, batch_size="auto",
+            ranks=Ranks(0, 2, in_step=True),
+        ),
+    ):  # fmt: skip
+        pass
