@@ -95,6 +95,7 @@ def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Bench, place: Path) -> None:
     """All stages, the KL to the original too."""
     rows = yaml.safe_load((place / "suite.yaml").read_text())["tasks"][:2]
