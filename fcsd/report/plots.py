@@ -81,25 +81,49 @@ def plot_models(
 
 def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
     """Difference to the original in points with its 95 % interval, a row a task and the mean, a colour a model; filled
-    where the verdict is not noise. note: the mark of a quick look."""
+    where the verdict is not noise. A second panel where one model lies so far off that the others cannot be told apart.
+
+    note: the mark of a quick look.
+    """
     first = next(iter(comparisons.values()))
-    means = {name: comparison["mean"] for name, comparison in comparisons.items()}
     has_mean = first["mean"] is not None and len(first["tasks"]) > 1
     tasks = [*first["tasks"], *(["mean"] if has_mean else [])]
-    figure, axis = plt.subplots(
-        figsize=(_SIZE[0], max(2.2, len(tasks) * (0.12 + 0.18 * len(comparisons)) + 1.2))
-    )
-    height = 0.7 / len(comparisons)
-    for index, (name, comparison) in enumerate(comparisons.items()):
-        rows = [comparison["tasks"].get(task) or means[name] for task in tasks]
-        places = [place - 0.35 + height * (index + 0.5) for place in range(len(tasks))]
-        _intervals(axis, rows, places, f"C{index % 10}", name, markersize=5, capsize=2)
-    if has_mean:
-        axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
-    axis.set_yticks(range(len(tasks)), tasks)
-    _difference_axis(axis, "difference to the original (points), 95 % interval; filled: beyond noise", note)
-    axis.set_ylim(len(tasks) - 0.5, -0.5)
+    rows = {
+        name: [comparison["tasks"].get(task) or comparison["mean"] for task in tasks]
+        for name, comparison in comparisons.items()
+    }
+    reach = {
+        name: max(100 * abs(bound) for row in each for bound in _bounds(row)) for name, each in rows.items()
+    }
+    near = {name: far for name, far in reach.items() if far < max(reach.values()) / 4}
+    label = "difference to the original (points), 95 % interval"
+    height = max(2.2, len(tasks) * (0.12 + 0.18 * len(comparisons)) + 1.2)
+    figure, axes = plt.subplots(
+        1, 1 + bool(near), figsize=(_SIZE[0] * (1 + bool(near)), height), sharey=True, squeeze=False,
+        gridspec_kw={"wspace": 0.05},
+    )  # fmt: skip
+    thick = 0.7 / len(comparisons)
+    for axis in axes[0]:
+        for index, (name, each) in enumerate(rows.items()):
+            places = [place - 0.35 + thick * (index + 0.5) for place in range(len(tasks))]
+            _intervals(axis, each, places, f"C{index % 10}", name, markersize=5, capsize=2)
+        if has_mean:
+            axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
+        _difference_axis(axis, f"{label}; filled: beyond noise", note)
+    axes[0][0].set_yticks(range(len(tasks)), tasks)
+    axes[0][0].set_ylim(len(tasks) - 0.5, -0.5)
+    if near:
+        bounds = [0.0, *(100 * bound for name in near for row in rows[name] for bound in _bounds(row))]
+        margin = 0.05 * (max(bounds) - min(bounds))
+        axes[0][1].set_xlim(min(bounds) - margin, max(bounds) + margin)
+        axes[0][1].set_xlabel("the same, enlarged")
+        axes[0][0].get_legend().remove()
     _save(figure, path, around=True)
+
+
+def _bounds(row: Mapping[str, Any]) -> tuple[float, float]:
+    low, high = row["interval"] or (row["delta"], row["delta"])
+    return min(low, row["delta"]), max(high, row["delta"])
 
 
 def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
@@ -134,10 +158,10 @@ def _intervals(
 ) -> None:
     """Differences to the original, in points, with their 95 % intervals."""
     for row, place in zip(rows, places, strict=True):
-        delta, (low, high) = row["delta"], row["interval"] or (row["delta"], row["delta"])
+        delta, (low, high) = row["delta"], _bounds(row)
         # Of members there is no verdict, only the interval.
         noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
-        errors = [[100 * max(0.0, delta - low)], [100 * max(0.0, high - delta)]]
+        errors = [[100 * (delta - low)], [100 * (high - delta)]]
         face = "white" if noise else colour
         axis.errorbar(
             [100 * delta], [place], xerr=errors, linestyle="none", marker="o", color=colour,

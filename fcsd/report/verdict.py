@@ -84,4 +84,7 @@ def _hidden(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
     worst = min(lows, key=lows.__getitem__, default=None)
     if worst is None or lows[worst] >= 0:
         return ""
-    return f"; their intervals do not exclude losses of up to {signed(-lows[worst])[1:]} points ({worst})"
+    most = f"{-100 * lows[worst]:.1f} points"
+    if len(names) == 1:
+        return f"; its interval does not exclude a loss of up to {most}"
+    return f"; their intervals do not exclude losses of up to {most} ({worst})"
