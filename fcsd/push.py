@@ -248,6 +248,12 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     if card.base is not None:
         origin = {"path": card.base}
     base, revision = origin.get("path"), origin.get("revision")
+    made = record.get("outputs", {}).get("model")
+    if made is not None and made != weights_fingerprint(source):
+        raise UserError(
+            f"{manifest}: describes other weights ({made[:12]}…) than those in {source}; copy these to a folder of"
+            " their own and push that"
+        )
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
     inherited = _inherited(base, revision) if base is not None else {}
@@ -383,7 +389,7 @@ def _upload(new: Path, repo_id: str, private: bool) -> str:
         )
     api = HfApi()
     with _refusals(repo_id, api.endpoint):
-        _check_existing(api, repo_id, read_json(new / CONFIG)["model_type"], private)
+        _check_existing(api, repo_id, new, private)
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         api.upload_folder(
             repo_id=repo_id,
@@ -394,16 +400,16 @@ def _upload(new: Path, repo_id: str, private: bool) -> str:
     return f"{api.endpoint}/{repo_id}"
 
 
-def _check_existing(api: Any, repo_id: str, model_type: str, private: bool) -> None:
+def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
     """A repository that exists may be updated, but not one that holds another kind of model, or a public one that the
-    user believes private."""
+    user believes private. A card that has other words there is named, for it may have been edited on the page."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         found = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
-    other = (found.config or {}).get("model_type")
+    other, model_type = (found.config or {}).get("model_type"), read_json(new / CONFIG)["model_type"]
     if other not in (None, model_type):
         raise UserError(
             f"{repo_id}: exists and holds a model of type '{other}', not '{model_type}'; choose another name"
@@ -413,6 +419,15 @@ def _check_existing(api: Any, repo_id: str, model_type: str, private: bool) -> N
             f"{repo_id}: exists and is public; --private makes only new repositories private: change it in its"
             " settings, or choose another name"
         )
+    if any(file.rfilename == _CARD for file in found.siblings or []):
+        with tempfile.TemporaryDirectory(prefix="fcsd-push-") as folder:
+            old = Path(api.hf_hub_download(repo_id, _CARD, local_dir=folder)).read_bytes()
+        if old != (new / _CARD).read_bytes():
+            print(
+                f"fcsd push: note: replaces the {_CARD} of {repo_id}, which has other words; it stays in the history"
+                " there",
+                file=sys.stderr,
+            )
 
 
 @contextlib.contextmanager

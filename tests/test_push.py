@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.artifact import Stage, file_sha256, read_json, weights_fingerprint, write_json, write_text
+from fcsd.chat import load_speaker
 from fcsd.cli import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
 from fcsd.evaluate.runner import write_result
@@ -51,6 +52,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A Hub, and a client that has a token, no cache, and sends large files through LFS."""
     with running_hub() as server:
         for name, value in (
+            ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
             ("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True),
             ("HF_TOKEN_PATH", str(tmp_path / "no-token")), ("HF_HUB_CACHE", str(tmp_path / "cache")),
         ):  # fmt: skip
@@ -210,15 +212,20 @@ def test_a_broken_upload_goes_on_where_it_stopped(
     assert len(hub.received) == len(set(hub.received)) and len(hub.repos["me/x"].commits) == 1
 
 
-def test_a_second_push_removes_the_shards_that_are_gone(hub: Hub, checkpoint: Path, converted: Path) -> None:
-    assert push(checkpoint, "me/x") == 0
-    hub.repos["me/x"].files["notes.txt"] = b"the owner's own"
+def test_a_second_push_removes_the_shards_that_are_gone(
+    hub: Hub, checkpoint: Path, converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert push(checkpoint, "me/x") == push(checkpoint, "me/x") == 0
+    assert "replaces the README.md" not in capsys.readouterr().err
+    hub.repos["me/x"].files |= {"notes.txt": b"the owner's own", "README.md": b"edited on the page"}
+    hub.repos["me/x"].files["report.md"] = b"of an earlier push"
     for file in checkpoint.glob("*.safetensors*"):
         file.unlink()
     shutil.copyfile(converted.parent / "one" / "model.safetensors", checkpoint / "model.safetensors")
     assert push(checkpoint, "me/x") == 0
     names = hub.repos["me/x"].files
     assert [name for name in names if "safetensors" in name] == ["model.safetensors"] and "notes.txt" in names
+    assert "report.md" not in names and "replaces the README.md of me/x" in capsys.readouterr().err
 
 
 def test_what_the_hub_refuses_is_said_in_one_line(
@@ -264,6 +271,7 @@ def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_t
     assert "the Hub at http://127.0.0.1:1 cannot be reached" in error_of(capsys, checkpoint, "me/x")
 
 
+@pytest.mark.slow
 def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     hub: Hub, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -285,6 +293,7 @@ def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     with start("-W", "ignore", "-c", code, **environment) as child:
         out, error = child.communicate()
     assert child.returncode == 0, error
+    assert load_speaker("me/x").tokenizer.chat_template, "as the card says"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
     turn = [{"role": "user", "content": "What are the main topics of linear algebra?"}]
@@ -295,9 +304,13 @@ def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     assert out.splitlines()[-1] == f"reply {mine.tolist()}"
 
 
-def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dry = tmp_path / "dry"
+    write_json(checkpoint / "report.json", {"output_dir": str(tmp_path), "link": "https://a.b/usr/bin"})
     assert push(checkpoint, "me/x", "--dry-run", dry) == 0
+    assert f"report.json: names places of this machine: {tmp_path}\n" in capsys.readouterr().err
     for file in dry.iterdir():
         if (checkpoint / file.name).exists():
             assert file.samefile(checkpoint / file.name) == (file.suffix == ".safetensors"), file.name
@@ -491,6 +504,11 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
     }  # fmt: skip
     write_json(run / "distill" / "manifest.json", manifest)
     write_json(run / "distill" / "stage.json", {})
+    write_json(run / "distill" / "manifest.json", manifest | {"outputs": {"model": "0" * 64}})
+    line = error_of(capsys, run / "distill", "me/x", "--dry-run", tmp_path / "dry")
+    assert "describes other weights (000000000000…) than those in" in line
+    fingerprint = weights_fingerprint(run / "distill" / "model")
+    write_json(run / "distill" / "manifest.json", manifest | {"outputs": {"model": fingerprint}})
     line = error_of(capsys, run, "me/x", "--dry-run", tmp_path / "dry")
     assert "has not come to its publish folder" in line and f"{run}/distill can be pushed as it is" in line
     assert push(run / "distill", "me/x", "--license", "mit", "--dry-run", tmp_path / "dry") == 0
