@@ -92,13 +92,13 @@ def push(
             raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
         with new_folder(dry_run) as new:
             _assemble(checkpoint, repo_id, new, card or NewCard(), place)
-            _say(checkpoint, new)
+            _say(checkpoint, new, repo_id)
         return str(dry_run)
     with tempfile.TemporaryDirectory(prefix="fcsd-push-") as name:
         new = Path(name)
         # Links: nothing of the weights is written a second time, on whatever disk they are.
         _assemble(checkpoint, repo_id, new, card or NewCard(), lambda old, to: to.symlink_to(old.resolve()))
-        _say(checkpoint, new)
+        _say(checkpoint, new, repo_id)
         return _upload(new, repo_id, private)
 
 
@@ -114,9 +114,7 @@ def find_source(folder: Path) -> Path:
             f"{folder}: holds adapters, not a model; give the folder of the stage, which has a model with them merged"
             " into the weights (`fcsd distill` leaves it), or upload them as they are with `hf upload`"
         )
-    stages = [
-        name for name in ("distill", "convert", "pretrain") if (folder / name / "model" / CONFIG).is_file()
-    ]
+    stages = [name for name in ("distill", "convert") if (folder / name / "model" / CONFIG).is_file()]
     if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
         has = f"; {folder / stages[0]} can be pushed as it is, without a report" if stages else ""
         raise UserError(
@@ -339,7 +337,7 @@ def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, A
     return result, compare({"result": before, "samples": old}, {"result": result, "samples": samples})
 
 
-def _say(checkpoint: Checkpoint, new: Path) -> None:
+def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     """What goes, what stays behind, and what a reader of the page would miss."""
     source, notes = checkpoint.folder, []
     sent = {
@@ -348,26 +346,35 @@ def _say(checkpoint: Checkpoint, new: Path) -> None:
     for name, size in sent.items():
         print(f"{size:>15,}  {name}")
     print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
-    left = [file.name for file in sorted(source.iterdir()) if file.is_file() and file.name not in sent]
-    if left := [name for name in left if name not in ("stage.json", "manifest.json")]:
+    kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json"}
+    left = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
+    if left:
         notes.append(f"left out, no part of a published checkpoint: {', '.join(left)}")
     card = front_matter(new / _CARD)
     if not any(name.startswith("tokenizer") or name.endswith(".model") for name in sent):
         notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
     if "generation_config.json" not in sent:
         notes.append("no generation_config.json: generation uses transformers' defaults")
+    old = (
+        source / _CARD
+    ).is_file()  # one that is there is kept as it is, and was made by a recipe or by hand
+    where = f"edit {source / _CARD}"
+    if old and (source / "report.json").is_file():
+        where += ", or publication in the recipe and `fcsd run` it again"
     if not card.get("license"):
         notes.append(
-            "no licence on the card: --license, publication.license, or a base model whose card has one"
+            f"no licence on the card: {where if old else '--license, or a base model whose card has one'}"
         )
     if not card.get("base_model"):
-        notes.append(
-            "no base model on the card: --base-model or publication.base_model, the original's hub id"
-        )
+        notes.append(f"no base model on the card, the original's hub id: {where if old else '--base-model'}")
     if not card.get("model-index"):
-        notes.append(
-            "no results on the card: --results ORIGINAL MODEL (folders of `fcsd evaluate`, without --limit)"
-        )
+        how = "`fcsd evaluate` without --limit, for the original and for this one"
+        notes.append(f"no results on the card: {how}{'' if old else ', then --results ORIGINAL MODEL'}")
+    loaded = set(
+        re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', (new / _CARD).read_text(encoding="utf-8"))
+    )
+    if others := sorted(loaded - {repo_id, card.get("base_model")}):
+        notes.append(f"{_CARD} loads {', '.join(others)}, not {repo_id}")
     for name in sent:
         if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
             words = set(_PLACE.findall((new / name).read_text("utf-8", "replace")))

@@ -77,12 +77,16 @@ def test_a_pushed_checkpoint_loads_from_what_arrived(
     hub: Hub, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "optimizer.pt").write_bytes(b"secret state")
+    for place in (".git", "checkpoint-500"):
+        (checkpoint / place).mkdir()
+        (checkpoint / place / "model.safetensors").write_bytes(b"not this")
     assert push(checkpoint, "me/x", "--private", "--license", "apache-2.0") == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == f"{hub.url}/me/x"
     repo = hub.repos["me/x"]
     assert repo.private
-    assert "optimizer.pt" not in repo.files and "left out" in printed.err and "optimizer.pt" in printed.err
+    assert not [name for name in repo.files if "/" in name or name == "optimizer.pt"]
+    assert "left out, no part of a published checkpoint: .git/, checkpoint-500/, optimizer.pt" in printed.err
     assert "no results on the card" in printed.err
     there = repo.write(tmp_path / "there")
     loaded, local = (
@@ -485,6 +489,11 @@ def test_a_card_that_is_there_is_kept_and_gets_the_repository_id(
     assert push(checkpoint, "me/x", "--dry-run", tmp_path / "dry") == 0
     card = (tmp_path / "dry" / "README.md").read_text()
     assert card == '# My own words\n\n`from_pretrained("me/x")`, `from_pretrained("me/x")`\n'
+    noted = capsys.readouterr().err
+    assert f"no licence on the card: edit {checkpoint / 'README.md'}, or publication in the recipe" in noted
+    assert "README.md loads" not in noted and "--base-model" not in noted
+    assert push(tmp_path / "dry", "me/y", "--dry-run", tmp_path / "dry3") == 0
+    assert "README.md loads me/x, not me/y" in capsys.readouterr().err
     line = error_of(capsys, checkpoint, "me/x", "--license", "mit", "--dry-run", tmp_path / "dry2")
     assert "are for a new card" in line
 
