@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def random_state() -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch (CPU and every accelerator in use) on leaving."""
+def random_state(devices: Sequence[int]) -> Iterator[None]:
+    """Restore the generators of Python, NumPy and torch (CPU and these CUDA devices) on leaving."""
     import numpy
     import torch
 
     python, array = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(
-        devices=list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    ):
+    with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
@@ -41,7 +39,7 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
         for name in ("padding_side", "truncation_side", "pad_token")
         if tokenizer
     }
-    with random_state():
+    with random_state(_devices(model)):
         try:
             yield
         finally:
@@ -52,6 +50,17 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
             model.generation_config = generation
             for name, value in sides.items():
                 setattr(tokenizer, name, value)
+
+
+def _devices(model: "PreTrainedModel") -> list[int]:
+    """The CUDA devices that the model computes on, and no others: each that is asked costs a context of 0.5 GB there,
+    which the ranks of the other devices would pay as well."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    own = {weight.device.index for weight in model.parameters() if weight.device.type == "cuda"}
+    return sorted(own | {torch.cuda.current_device()})
 
 
 @contextlib.contextmanager

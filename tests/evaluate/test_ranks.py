@@ -1,8 +1,10 @@
 """Several ranks judge a model as one process does: whole copies to the last bit, spread weights but for float noise."""
 
+import contextlib
 import os
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from fcsd.evaluate.divergence import mean_kl, read_original
 from fcsd.evaluate.placed import judging_engine, load_judged
 from fcsd.evaluate.ranks import Ranks, is_spread, launched_ranks, ranks_of
 from fcsd.evaluate.runner import evaluate, judging
+from fcsd.evaluate.state import preserved
 from fcsd.evaluate.suites import load_suite
 from fcsd.recipe import Model
 from fcsd.testing import run_ranks, tiny_model, tiny_tokenizer
@@ -230,3 +233,20 @@ def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(pl
         ),
     ):  # fmt: skip
         pass
+
+
+def test_the_random_state_of_other_ranks_devices_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for it makes a context on each device, which takes memory from the rank that computes there."""
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def fork_rng(devices: Any) -> Iterator[None]:
+        asked.extend(devices)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with preserved(tiny_model("qwen3_moe", num_hidden_layers=1)):
+        assert asked == [3]
