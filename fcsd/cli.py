@@ -46,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"fcsd {arguments.command}: {interruption}", file=sys.stderr)
         return interruption.status
     except KeyboardInterrupt:
-        print(
-            f"\nfcsd {arguments.command}: interrupted; run the same command again to continue",
-            file=sys.stderr,
-        )
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"\nfcsd {arguments.command}: interrupted; run the same command again to continue",
+                file=sys.stderr,
+            )
         return 130
     except BrokenPipeError:
         return 0
@@ -718,7 +719,8 @@ def _plan_layers(arguments: argparse.Namespace) -> None:
         verify=arguments.verify,
         model=arguments.model,
     )
-    print(plan_text(plan, as_json=arguments.json))
+    if os.environ.get("RANK", "0") == "0":
+        print(plan_text(plan, as_json=arguments.json))
 
 
 def _compare(arguments: argparse.Namespace) -> None:
