@@ -89,11 +89,15 @@ def to_accelerator(model: "PreTrainedModel", name: str | Path) -> "PreTrainedMod
     try:
         return torch.nn.Module.to(model, device)
     except torch.OutOfMemoryError:
-        size = sum(tensor.nbytes for tensor in model.parameters()) / 1e9
-        raise UserError(
-            f"{name}: its weights ({size:.0f} GB) do not fit on {device} beside what is there;"
-            " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"
-        ) from None
+        raise does_not_fit(name, sum(tensor.nbytes for tensor in model.parameters()), device) from None
+
+
+def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
+    """The error of weights that are larger than what is left of a device."""
+    return UserError(
+        f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
+        " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"
+    )
 
 
 def free_memory() -> None:

@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from fcsd.distill.engines import Engine, distributed_config, holds_weights, launched_engine
 from fcsd.distill.spread import spread_teacher
 from fcsd.errors import UserError
-from fcsd.loading import original_model, to_accelerator
+from fcsd.loading import does_not_fit, original_model, to_accelerator
 from fcsd.processes import processes
 from fcsd.recipe import Model
 
@@ -60,11 +61,21 @@ def load_judged(model: Model, path: Path, *, device_map: Any = None) -> PreTrain
                 f"{path}: does not fit on the devices and in main memory together; use more devices, or launch"
                 " configs/fsdp2_2x8.yaml on several machines"
             ) from None
+    if not engine.shards:
+        return _whole(model, path, processes().device)
     loaded = original_model(
         model, path, weights=holds_weights(engine), distributed_config=distributed_config(engine)
     )
     if engine.name == "fsdp2":
         spread_teacher(loaded, engine)
-    elif engine.name != "ep":
-        to_accelerator(loaded, path)
     return loaded
+
+
+def _whole(model: Model, path: Path, device: torch.device) -> PreTrainedModel:
+    """Read straight to the device: the ranks of a machine would have a copy each in main memory otherwise."""
+    try:
+        loaded = original_model(model, path, device_map=None if device.type == "cpu" else {"": device})
+    except torch.OutOfMemoryError:
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        raise does_not_fit(path, size, device) from None
+    return to_accelerator(loaded, path)

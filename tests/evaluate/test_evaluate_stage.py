@@ -13,10 +13,10 @@ import torch
 
 from fcsd import loading
 from fcsd.errors import UserError
-from fcsd.evaluate import stage
+from fcsd.evaluate import placed, stage
 from fcsd.evaluate.store import configuration_fingerprint
 from fcsd.loading import to_accelerator
-from fcsd.recipe import load_recipe
+from fcsd.recipe import Model, load_recipe
 from tests.evaluate.test_kept_tasks import judge, place
 from tests.support import Bench
 
@@ -58,6 +58,26 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
     on(monkeypatch, "meta")
     with pytest.raises(UserError, match=r"some/model: its weights \(4 GB\) do not fit on meta"):
         to_accelerator(Big(31250, 32000, bias=False, device="meta"), "some/model")  # type: ignore[arg-type]
+
+
+def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks of a machine would have eight copies in main memory otherwise."""
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(placed, "processes", lambda: SimpleNamespace(device=device, num_processes=2))
+    maps = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        maps.append(options["device_map"])
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(placed, "original_model", load)
+    with pytest.raises(
+        UserError, match=r"model: its weights \(0 GB\) do not fit on cuda:1 beside what is there"
+    ):
+        placed.load_judged(Model(), place / "model")
+    assert maps == [{"": device}]
 
 
 def test_the_original_is_gone_when_the_judged_model_is_loaded(
