@@ -38,12 +38,13 @@ check: $(STAMP)  ## the fast part, in under two minutes
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore
 
-bench: $(STAMP)  ## ratios against peers, measured in one run
+bench: $(STAMP)  ## ratios against peers, measured in one run; DATA_ROOT=… adds the canonical programs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(BENCH_ENV) $(BIN)/python benchmarks/loss.py
 	$(BENCH_ENV) $(BIN)/python benchmarks/loss.py --dtype bfloat16
 	$(BENCH_ENV) $(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/forward.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sandbox.py $(if $(DATA_ROOT),--data-root $(DATA_ROOT))
 
 clean:
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache

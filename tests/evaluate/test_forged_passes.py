@@ -206,10 +206,10 @@ def test_the_time_of_a_program_begins_when_its_job_has_been_read(tmp_path: Path)
     """A job that is cut off would leave its rest in the pipe, where the server would take it for the next job."""
     with raw_server(tmp_path) as (send, receive):
         assert receive()["layers"]["seccomp"]
-        for number in range(2):
-            job = job_bytes(number, PROBLEM.canonical, PROBLEM.tests, 300)
+        for number, wait_s in enumerate((1.2, 0)):
+            job = job_bytes(number, PROBLEM.canonical, PROBLEM.tests, 1000)
             send(job[:60])
-            time.sleep(0.4)
+            time.sleep(wait_s)
             send(job[60:])
             assert receive()["outcome"] == "passed"
             assert receive() == {"job": number, "clean": True}

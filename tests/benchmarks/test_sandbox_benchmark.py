@@ -1,0 +1,55 @@
+"""The benchmark of the sandbox measures programs that pass, beside the floor of the same run."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.evaluate.rows import write_root
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sandbox.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("sandbox_benchmark", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def test_overhead_stands_beside_two_forks_and_canonical_programs_are_counted(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--jobs",
+        "3",
+        "--rounds",
+        "2",
+        "--workers",
+        "2",
+        "--data-root",
+        str(write_root(tmp_path / "root")),
+    ]
+    assert benchmark.main([*words, "--json", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert list(found["overhead_ms"]) == ["two forks", "interpreter", "one worker", "2 workers"]
+    assert all(len(times) == 2 and min(times) > 0 for times in found["overhead_ms"].values())
+    assert {name: row["programs"] for name, row in found["canonical"].items()} == {
+        "MBPP+": 3,
+        "HumanEval+": 3,
+    }
+    out = capsys.readouterr().out
+    assert out.count("target at most 10 ms") == 2 and out.count("target at most 75 s on 2 cores") == 1
+
+
+def test_a_target_that_is_missed_is_said_to_be(benchmark: Any) -> None:
+    assert benchmark.verdict(9.9, 10, "ms").endswith("met") and benchmark.verdict(10.1, 10, "ms").endswith(
+        "MISSED"
+    )
