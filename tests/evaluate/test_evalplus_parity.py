@@ -17,21 +17,10 @@ from tests.evaluate.rows import mbpp_row, write_root
 evaluation = pytest.importorskip(
     "evalplus.eval", reason="evalplus is not installed: pip install 'fcsd[evalplus]'"
 )
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
-# Special oracles (2 set, 558, 581, 794 not none), floats, tuples, texts, booleans, numbers beyond 64 bits.
-PROBLEMS = (
-    "2",
-    "14",
-    "63",
-    "558",
-    "581",
-    "794",
-    "HumanEval/2",
-    "HumanEval/8",
-    "HumanEval/21",
-    "HumanEval/139",
-)
+# Special oracles (2 set, 558, 581, 794 not none), numbers, tuples in lists, floats, a tuple, a list of floats.
+PROBLEMS = ("2", "14", "63", "558", "581", "794", "HumanEval/2", "HumanEval/8", "HumanEval/21")
 ENDLESS = (
     "while True: pass",
     "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
@@ -128,8 +117,6 @@ def test_where_the_two_differ(scorer: CodeScorer, rows: dict[str, tuple[Problem,
     assert theirs(problem, row, everything) == (True, True) and ours(scorer, problem, [everything]) == [
         (False, False)
     ]
-    text = changed(rows["HumanEval/2"][0].canonical, "truncate_number", "right")
-    assert ours(scorer, rows["HumanEval/2"][0], [text]) == [(True, True)]
 
 
 def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
