@@ -12,6 +12,7 @@ Not covered: outcomes of programs that depend on the order of sets are as random
 """
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -335,7 +336,13 @@ class _Server:
         self.folder = tempfile.mkdtemp(prefix="fcsd-sandbox-")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._layers, self._broken, self._clean = None, False, True
-        config = {"folder": self.folder, "memory_bytes": self.memory_bytes, "disable": self.disable}
+        numpy = importlib.util.find_spec("numpy")
+        config = {
+            "folder": self.folder,
+            "memory_bytes": self.memory_bytes,
+            "disable": self.disable,
+            "numpy": str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else None,
+        }
         # Nothing of this process reaches the server: no environment, no descriptors, another working
         # directory.
         one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}

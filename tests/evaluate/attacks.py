@@ -56,12 +56,19 @@ def raw_server(
     python: str = sys.executable,
     scripts: Path | None = None,
     disable: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    numpy: Path | None = None,
     **options: Any,
 ) -> Iterator[tuple[Callable[[bytes], Any], Callable[[], Any]]]:
     """A server without its scorer: what writes to it, and what reads its next frame. It must end by itself."""
     place = scripts or Path(sandbox.__file__).parent
-    config = {"folder": str(folder), "memory_bytes": 1 << 30, "disable": list(disable)}
-    command = [python, "-I", "-B", str(place / "server.py"), json.dumps(config)]
+    config = {
+        "folder": str(folder),
+        "memory_bytes": 1 << 30,
+        "disable": list(disable),
+        "numpy": numpy and str(numpy),
+    }
+    command = [python, "-I", "-B", *flags, str(place / "server.py"), json.dumps(config)]
     server = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={}, **options
     )

@@ -213,3 +213,17 @@ def test_the_time_of_a_program_begins_when_its_job_has_been_read(tmp_path: Path)
             send(job[60:])
             assert receive()["outcome"] == "passed"
             assert receive() == {"job": number, "clean": True}
+
+
+def test_numpy_is_found_where_the_interpreter_alone_does_not_look(tmp_path: Path) -> None:
+    """Installed for the user alone, or by PYTHONPATH: an isolated interpreter reads neither."""
+    code = "import numpy\ndef f(): return numpy.float64(1)\n"
+    job = job_bytes(0, code, ["import numpy\nassert type(f()) is numpy.float64\n"], 20000)
+    for place, outcome in ((None, "error"), (Path(numpy.__file__).parents[1], "passed")):
+        folder = tmp_path / outcome
+        folder.mkdir()
+        with raw_server(folder, flags=["-S"], numpy=place) as (send, receive):
+            assert receive()["layers"]["writes_restricted"]
+            send(job)
+            assert receive()["outcome"] == outcome
+            assert receive()["clean"]

@@ -123,8 +123,9 @@ def test_secrets_outside_cannot_be_read(scorer: CodeScorer, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "path",
-    ["/etc/passwd", "/proc/self/environ", "/proc/1/environ", "/proc/self/maps", "/proc/self/mem", "~/.ssh"],
-)
+    ["/etc/passwd", "/proc/self/environ", "/proc/1/environ", "/proc/self/maps", "/proc/self/mem", "~/.ssh",
+     *[f"/proc/{os.getpid()}/{name}" for name in ("environ", "cmdline", "mem")]],
+)  # fmt: skip
 def test_the_machine_s_own_files_cannot_be_read(scorer: CodeScorer, path: str) -> None:
     attack(scorer, f"import os\np = os.path.expanduser({path!r})\nopen(p, 'rb').read(1)")
 
@@ -536,6 +537,19 @@ def test_the_layers_that_are_active_are_reported(scorer: CodeScorer) -> None:
     assert bool(scorer.layers["namespaces"]) == ("namespaces" not in scorer.disable)
 
 
+NEIGHBOURS = """
+import ctypes, os
+l = ctypes.CDLL(None)
+for pid in (os.getppid() or 1, os.getpid() + 1):  # the server and, started next, the examiner
+    assert l.ptrace(16, pid, 0, 0) == -1
+    try:
+        open(f"/proc/{pid}/mem", "r+b")
+    except OSError:
+        continue
+    raise SystemExit
+"""
+
+
 def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
     for disable, word in (
         (("seccomp",), "off the network"),
@@ -551,6 +565,8 @@ def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
             assert not (scorer.layers["network_off"] and scorer.layers["writes_restricted"])
             assert scorer.self_check([PROBLEM])[0].passed
             assert run(scorer, "import os\nos._exit(0)").outcome == "error"
+            # The program has the examiner's user and may see its number, and still is not let into its memory.
+            assert run(scorer, NEIGHBOURS + PROBLEM.canonical).passed
 
 
 def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew() -> None:

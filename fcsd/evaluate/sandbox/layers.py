@@ -142,9 +142,9 @@ def drop_capabilities() -> bool:
     return held and _libc.capset(header, nothing) == 0
 
 
-def restrict_files(scratch: str | None) -> int:
-    """Landlock: read the Python installation and the system libraries, write below `scratch`. Returns the
-    ABI, 0 if none."""
+def restrict_files(scratch: str | None, modules: str | None = None) -> int:
+    """Landlock: read the Python installation, the system libraries and `modules`, write below `scratch`. Returns
+    the ABI, 0 if none."""
     create, add_rule, restrict_self = 444, 445, 446
     abi = int(_libc.syscall(create, None, ctypes.c_size_t(0), 1))
     if abi < 1:
@@ -179,6 +179,7 @@ def restrict_files(scratch: str | None) -> int:
         return bool(done)
 
     readable = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
+    readable |= {modules} if modules else set()
     readable |= {os.path.realpath(path) for path in readable} | {"/dev/urandom", "/dev/zero"}
     for path in sorted(readable):
         allow(path, read_file | read_dir)

@@ -1,7 +1,8 @@
 """The fork server of the sandbox: `python -I server.py CONFIG`. Standard library only; see the package's
 docstring.
 
-CONFIG is JSON: {"folder": scratch, "memory_bytes": …, "disable": [layers to leave out, for tests]}.
+CONFIG is JSON: {"folder": scratch, "memory_bytes": …, "numpy": the folder that has it, for an interpreter that does not
+find it by itself, or null, "disable": [layers to leave out, for tests]}.
 On standard output first a frame {"layers": {…}}; then for each job on standard input
 
     48 hexadecimal digits: number, length, milliseconds;
@@ -339,11 +340,14 @@ def serve(config: dict[str, Any], namespaces: list[str]) -> None:
     layers.prctl(layers.PR_SET_CHILD_SUBREAPER, 1)
     scratch = "user" in namespaces and "scratch" not in disable and layers.mount_scratch(folder)
     os.chdir(folder)  # after the mount: a path from before would lead below it
+    modules = config["numpy"] if importlib.util.find_spec("numpy") is None else None
+    if modules:  # installed for the user alone, or by PYTHONPATH, which `-I` does not read
+        sys.path.append(modules)
     for name in PRELOAD:
         with contextlib.suppress(ImportError):
             __import__(name)
     capabilities = layers.drop_capabilities()
-    landlock = 0 if "landlock" in disable else layers.restrict_files(folder if scratch else None)
+    landlock = 0 if "landlock" in disable else layers.restrict_files(folder if scratch else None, modules)
     seccomp = "seccomp" not in disable and layers.forbid_system_calls(job=False)
     layers.prctl(layers.PR_SET_DUMPABLE, 0)
     sys.setrecursionlimit(4000)  # removing nested folders
