@@ -120,7 +120,12 @@ def load_speaker(
             " or put its chat_template.jinja beside the tokenizer"
         )
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-    model: Any = load_model(folder, dtype="auto", trust_remote_code=trust_remote_code, **options)
+    try:
+        model: Any = load_model(folder, dtype="auto", trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        if device_map is None:
+            raise
+        raise UserError(f"--device-map {device_map}: {' '.join(str(error).split())}") from None
     if device_map is None:
         model = to_accelerator(model, path)
     return Speaker(path, model, tokenizer, thinking=thinking)

@@ -243,9 +243,11 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     manifest = (source.parent if stage else source) / "manifest.json"
     record = read_json(manifest) if manifest.is_file() else {}
     origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
-    if card.base is not None:
-        origin = {"path": card.base}
-    base, revision = origin.get("path"), origin.get("revision")
+    # What the user names and what the record names may be one model, on the Hub and on this machine.
+    named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
+    places: list[tuple[str, str | None]] = [(path, revision) for path, revision in named if path is not None]
+    places.sort(key=lambda place: not Path(place[0]).is_dir())
+    base = card.base or origin.get("path")
     made = record.get("outputs", {}).get("model")
     if made is not None and made != weights_fingerprint(source):
         raise UserError(
@@ -254,7 +256,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         )
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
-    inherited = _inherited(base, revision) if base is not None else {}
+    inherited: dict[str, Any] = next((found for place in places if (found := _inherited(*place))), {})
     licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
     if card.licence is not None:
         licence = {"license": card.licence}
@@ -269,7 +271,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         licence=licence,
         language=tuple(inherited.get("language", [])),
         training=training,
-        untrained=base is not None and _same_weights(source, base, revision),
+        untrained=training is None and any(_same_weights(source, *place) for place in places),
         chat=has_chat_template(source),
         result=result,
         comparison=comparison,

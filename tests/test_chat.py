@@ -229,6 +229,8 @@ def test_what_cannot_be_talked_to_is_one_line(
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
     speaker = load_speaker(str(folder))
     assert "refuses the conversation: no system role" in said([speaker], "hello")[0]
+    assert main(["chat", str(base_checkpoint), "--device-map", "nowhere"]) == 2
+    assert "--device-map nowhere: When passing device_map as a string" in capsys.readouterr().err
     assert main(["chat", str(base_checkpoint), "--max-new-tokens", "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
 

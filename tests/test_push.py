@@ -335,6 +335,11 @@ def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_
     assert (card.data.license_name, card.data.language) == ("qwen", ["en"])
     assert card.data.license_link is None, "nothing of this name is in the folder"
     assert "manifest.json" not in {file.name for file in (tmp_path / "dry").iterdir()}
+    assert push(out, "me/x", "--base-model", "some/base", "--dry-run", tmp_path / "dry3") == 0
+    card = ModelCard.load(tmp_path / "dry3" / "README.md")
+    assert card.data.base_model == "some/base" and card.data.license_name == "qwen"
+    assert card.data.license_link == "https://huggingface.co/some/base/blob/main/TERMS.md"
+    assert "> **Rewired, but not trained.**" in card.text, "the original on this machine has the same weights"
     # Written over by a training: what the record says is no longer known.
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     torch.nn.init.zeros_(model.lm_head.weight)
