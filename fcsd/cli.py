@@ -727,7 +727,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
 
     evaluated = read_evaluated(arguments.original, arguments.converted)
-    only = None if arguments.tasks is None else arguments.tasks.split(",")
+    only = None if arguments.tasks is None else [task.strip() for task in arguments.tasks.split(",")]
     comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
         write_comparison(evaluated, arguments.output, only)

@@ -194,8 +194,8 @@ def compare(
             tasks; `verdict`: "lost" or "gained" where that is below 0.05, otherwise "within noise"; of a group also
             `members`: name -> `paired`
         mean: over the headline tasks: num_tasks; original, converted and delta with propagated standard errors (that of
-            the delta is of the paired ones); interval; retained_percent; verdict: whether the interval holds 0. None
-            where no compared task is a headline task
+            the delta is of the paired ones); interval; retained_percent; verdict: whether the interval holds 0, of
+            one task that of the task. None where no compared task is a headline task
         limit: the smaller of the two; None for whole tasks. complete: whether there is none
 
     Raises:
@@ -296,5 +296,7 @@ def _mean(
     mean["interval"] = _interval(plain_mean(known)) if len(known) == len(tasks) else None
     low, high = mean["interval"] or (0.0, 0.0)
     mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
+    if len(tasks) == 1:  # its exact test decides, here as there
+        mean["verdict"] = next(iter(tasks.values()))["verdict"]
     mean["retained_percent"] = 100 * (mean["converted"] / mean["original"]) if mean["original"] else None
     return mean

@@ -210,6 +210,12 @@ def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() ->
     assert list(made["tasks"]) == ["x", "z"] and made["mean"]["num_tasks"] == 2
 
 
+def test_the_mean_of_one_task_has_the_verdict_of_the_task() -> None:
+    made = compare(result({"x": [1.0] * 20}), result({"x": [0.0] * 5 + [1.0] * 15}))
+    assert made["tasks"]["x"]["p_value"] == 0.0625 and made["mean"]["interval"][1] < 0
+    assert made["mean"]["verdict"] == made["tasks"]["x"]["verdict"] == "within noise"
+
+
 def test_what_is_no_headline_has_no_mean() -> None:
     a = result({"x": [1, 0]}, headline=False)
     assert compare(a, a)["mean"] is None
