@@ -87,8 +87,8 @@ class Chromium:
     def open(self, address: str) -> None:
         """Load a page; back when it has loaded."""
         self._events.clear()
-        self.call("Page.navigate", url=address)
-        while "Page.loadEventFired" not in self._events:
+        here = "loaderId" not in self.call("Page.navigate", url=address)  # another fragment of the same page
+        while not here and "Page.loadEventFired" not in self._events:
             self._note(self._next())
 
     def value(self, expression: str) -> Any:
