@@ -20,6 +20,8 @@ def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
         return {}
     first, last = min(context for context, _ in asked), max(context for context, _ in asked)
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    if same < len(last):  # they differ, and may do so in the middle of a word
+        same = max(first.rfind(space, 0, same) for space in " \n") + 1
     prompt = first[:same]  # what the first and the last in the order of text share, all share
     shown: dict[str, Any] = {"prompt": end_of(prompt)}
     if len(asked) > 1:

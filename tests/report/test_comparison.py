@@ -13,7 +13,7 @@ from fcsd.evaluate.lm_eval_files import write_lm_eval
 from fcsd.evaluate.lm_eval_results import read_results
 from fcsd.evaluate.runner import write_result
 from fcsd.evaluate.scores import by_member, compare
-from fcsd.report.comparison import read_evaluated
+from fcsd.report.comparison import read_evaluated, training_of
 from fcsd.report.table import paired_table
 from fcsd.report.verdict import quick_look, verdict
 from tests.report.test_report import result
@@ -313,7 +313,6 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
     whole, samples = with_a_group(1)
     for place, weights, drawn in (
         (tmp_path / "run" / "evaluate" / "fcsd", "weights", True),
-        (tmp_path / "anywhere", "weights", True),
         (tmp_path / "other", "other weights", False),
     ):
         write_result(whole | {"model": str(training / "model")}, samples, place)
@@ -323,6 +322,11 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
         page = (out / "comparison.md").read_text()
         for figure in ("loss.png", "pass_at_1.png"):
             assert (out / figure).is_file() == drawn and (f"({figure})" in page) == drawn
+    anywhere = tmp_path / "anywhere"
+    anywhere.mkdir()
+    write_json(anywhere / "manifest.json", {"inputs": {"model": "weights"}})
+    assert training_of(anywhere, {"model": str(training / "model")}) == training
+    assert training_of(anywhere, {"model": "owner/name"}) is None
 
 
 def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:

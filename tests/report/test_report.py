@@ -143,8 +143,10 @@ def test_a_result_of_weights_that_are_gone_is_refused(recipe: Recipe, run: Path)
 
 
 def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_reported(
-    recipe: Recipe, run: Path
+    recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("_figures", "write_details"):
+        monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})  # they take long
     for dataset, said in (("a/code", True), ("a/other", False)):
         stopping = {"dataset": dataset, "split": "test", "every_steps": 5, "patience": 2, "min_delta": 0.02}
         plan = Recipe.model_validate(recipe.dump() | {"early_stopping": stopping})
