@@ -71,7 +71,7 @@ def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any], tolerance
     assert (one - other).abs().max() < tolerance
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     """Begin a command in a process of its own, as a user would, with one thread and without network."""
     names = {
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -80,7 +80,7 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
     }
     return subprocess.Popen(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, **names, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

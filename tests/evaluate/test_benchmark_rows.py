@@ -1,11 +1,14 @@
 """Every task of the shipped suites runs on rows in its exact schema, and refuses rows that are not."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from fcsd.cli import main
 from fcsd.errors import UserError
 from fcsd.evaluate.columns import COLUMNS, check_rows
 from fcsd.evaluate.likelihood import load_task
@@ -13,6 +16,7 @@ from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.suites import Suite, SuiteTask, load_suite
 from fcsd.testing import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import mmlu_subjects, rows_of, write_repository, write_root
+from tests.support import start
 
 
 @pytest.fixture(scope="module")
@@ -73,40 +77,115 @@ def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(root: Pat
     }
 
 
-@pytest.mark.parametrize("name", ["piqa", "arc_challenge", "winogrande", "gsm8k"])
-def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(name: str, root: Path, model: Any) -> None:
-    """The same task through lm-eval's own front door: a choice by length, one by prefix, and generated answers."""
+def row_of(name: str, *, chat: bool) -> SuiteTask:
+    """A row of paper11, or a group of its MMLU; three shots, answers of a few tokens."""
+    row = task("paper11", "mmlu" if name.startswith("mmlu") else name)
+    answers = {} if row.kind == "likelihood" else {"max_new_tokens": 8}
+    return row.model_copy(update={"task": name, "num_fewshot": 3, "chat_template": chat} | answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "chat", "batch_size"),
+    [
+        ("piqa", False, 3), ("arc_challenge", True, 4), ("winogrande", False, 2), ("gsm8k", False, 2),
+        ("gsm8k", True, 3), ("mmlu_stem", False, 5),
+    ],
+)  # fmt: skip
+def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
+    name: str,
+    chat: bool,
+    batch_size: int,
+    root: Path,
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """lm-eval's own front door, wrapper and task files: choices by length, choices by what follows, a group, and
+    generated answers."""
+    import datasets
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    row = task("paper11", name).model_copy(update={"num_fewshot": 3})
+    row = row_of(name, chat=chat)
     folder = Path(str(lm_eval.__file__)).parent / "tasks" / (row.lm_eval_include or name)
-    manager = TaskManager(include_path=[str(folder)], include_defaults=False)
-    override = {"task": name, "dataset_path": str(root / row.dataset), "num_fewshot": 3}
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.chdir(root)  # where the names of the data sets on the Hub are folders
     plain = lm_eval.simple_evaluate(
-        HFLM(pretrained=copy.deepcopy(model), tokenizer=tiny_tokenizer(), batch_size=1),
-        tasks=[{"group": "g", "task": [override]}],
-        task_manager=manager,
+        HFLM(
+            pretrained=copy.deepcopy(model), tokenizer=tiny_tokenizer(), batch_size=1, enable_thinking=False
+        ),
+        tasks=[name],
+        num_fewshot=3,
+        task_manager=TaskManager(include_path=[str(folder)], include_defaults=False),
         gen_kwargs={"max_gen_toks": 8} if row.kind == "generation" else None,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
     )
-    row = row if row.kind == "likelihood" else row.model_copy(update={"max_new_tokens": 8})
     result, samples = evaluate(
-        model, tiny_tokenizer(), Suite(name="s", tasks=[row]), data_root=root, batch_size=3, progress=False
+        model,
+        tiny_tokenizer(),
+        Suite(name="s", tasks=[row]),
+        data_root=root,
+        batch_size=batch_size,
+        progress=False,
     )
     theirs = plain["results"][name]
     assert result["tasks"][name]["value"] == pytest.approx(float(theirs[row.metric]))
-    assert result["tasks"][name]["stderr"] == pytest.approx(
-        float(theirs[row.metric.replace(",", "_stderr,")])
-    )
-    filtered = [s for s in plain["samples"][name] if s["filter"] == row.metric.split(",")[1]]
-    for mine, other in zip(samples[name], sorted(filtered, key=lambda s: s["doc_id"]), strict=True):
-        assert (mine["doc_hash"], mine["prompt_hash"]) == (other["doc_hash"], other["prompt_hash"])
+    if name in plain["samples"]:  # the error of a group is another estimate there
+        error = float(theirs[row.metric.replace(",", "_stderr,")])
+        assert result["tasks"][name]["stderr"] == pytest.approx(error)
+    expected = [
+        (item if member == name else f"{member}/{item}", each)
+        for member, items in plain["samples"].items()
+        for item, each in sorted((s["doc_id"], s) for s in items if s["filter"] == row.metric.split(",")[1])
+    ]
+    assert sorted(str(each["doc_id"]) for each in samples[name]) == sorted(str(item) for item, _ in expected)
+    mine = {each["doc_id"]: each for each in samples[name]}
+    for item, other in expected:
+        for key in ("doc_hash", "prompt_hash"):
+            assert mine[item][key] == other[key]
         if row.kind == "generation":
-            assert mine["completion"] == other["resps"][0][0]
+            assert mine[item]["completion"] == other["resps"][0][0]
         else:
             scores = [float(choice[0][0]) for choice in other["resps"]]
-            assert mine["loglikelihoods"] == pytest.approx(scores, abs=1e-3)
+            assert mine[item]["loglikelihoods"] == pytest.approx(scores, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_the_lm_eval_command_finds_the_same_item_by_item(
+    root: Path, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both from the command line, on one checkpoint, and compared by `fcsd compare`."""
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    names = ("piqa", "winogrande", "mmlu_stem", "gsm8k")
+    rows = [row_of(name, chat=False).model_dump(exclude_none=True) for name in names]
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": rows}))
+    words = (
+        f"-m lm_eval --model hf --model_args pretrained={tmp_path / 'model'} --tasks {','.join(names)} --num_fewshot 3"
+        f" --batch_size 2 --limit 2 --gen_kwargs max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
+    )
+    with start(*words.split(), cwd=root, HF_DATASETS_CACHE=str(tmp_path / "cache")) as child:
+        said = child.communicate(timeout=600)
+    assert child.returncode == 0, said
+    options = (
+        f"--suite {tmp_path / 'suite.yaml'} --data-root {root} --limit 2 --output {tmp_path / 'mine'}".split()
+    )
+    assert main(["evaluate", str(tmp_path / "model"), *options]) == 0
+    capfd.readouterr()
+    assert main(["compare", str(tmp_path / "theirs"), str(tmp_path / "mine"), "--json"]) == 0
+    (comparison,) = json.loads(capfd.readouterr().out).values()
+    found = {
+        name: (row["num_items"], row["delta"], row["gained"], row["lost"])
+        for name, row in comparison["tasks"].items()
+    }
+    assert found == {
+        "piqa": (2, 0, 0, 0),
+        "winogrande": (2, 0, 0, 0),
+        "mmlu_stem": (38, 0, 0, 0),
+        "gsm8k": (2, 0, 0, 0),
+    }
 
 
 def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:

@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import json
 import os
 import random
@@ -137,23 +138,21 @@ def plain_lm_eval(model: Any, place: Path, task: str, shots: int, data: str, **o
 
 @pytest.mark.parametrize("shots", [0, 3])
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("metric", ["acc,none", "acc_norm,none"])
 def test_likelihood_numbers_are_those_of_plain_lm_eval(
-    model: Any, place: Path, shots: int, chat: bool, metric: str
+    model: Any, place: Path, shots: int, chat: bool
 ) -> None:
-    row = likelihood(metric=metric, num_fewshot=shots, chat_template=chat)
-    made, samples = judge(model, place, row)
     plain = plain_lm_eval(
         model, place, "t_choice", shots, "o/choice", apply_chat_template=chat, fewshot_as_multiturn=chat
     )
-    numbers = made["tasks"]["t_choice"]
-    assert numbers["value"] == pytest.approx(float(plain["results"]["t_choice"][metric]))
-    assert numbers["stderr"] == pytest.approx(
-        float(plain["results"]["t_choice"][metric.replace(",", "_stderr,")])
-    )
-    assert numbers["num_items"] == 12 and numbers["num_fewshot"] == shots
-    theirs = {s["doc_id"]: s["prompt_hash"] for s in plain["samples"]["t_choice"]}
-    assert {s["doc_id"]: s["prompt_hash"] for s in samples["t_choice"]} == theirs
+    theirs = plain["results"]["t_choice"]
+    prompts = {s["doc_id"]: s["prompt_hash"] for s in plain["samples"]["t_choice"]}
+    for metric in ("acc,none", "acc_norm,none"):
+        made, samples = judge(model, place, likelihood(metric=metric, num_fewshot=shots, chat_template=chat))
+        numbers = made["tasks"]["t_choice"]
+        assert numbers["value"] == pytest.approx(float(theirs[metric]))
+        assert numbers["stderr"] == pytest.approx(float(theirs[metric.replace(",", "_stderr,")]))
+        assert numbers["num_items"] == 12 and numbers["num_fewshot"] == shots
+        assert {s["doc_id"]: s["prompt_hash"] for s in samples["t_choice"]} == prompts
 
 
 def test_generated_answers_are_those_of_plain_lm_eval(model: Any, place: Path) -> None:
@@ -162,6 +161,24 @@ def test_generated_answers_are_those_of_plain_lm_eval(model: Any, place: Path) -
     theirs = [s["resps"][0][0] for s in sorted(plain["samples"]["t_answers"], key=lambda s: s["doc_id"])]
     assert [s["completion"] for s in samples["t_answers"]] == theirs
     assert made["tasks"]["t_answers"]["value"] == plain["results"]["t_answers"]["exact_match,none"]
+
+
+THINKS = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% else %}thoughts{% endif %}{% endif %}"
+)
+
+
+def test_thinking_is_switched_off_in_every_kind_of_task(model: Any, place: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKS
+    rows = [row | {"chat_template": True} for row in (likelihood(num_fewshot=1), GENERATION, CODE)]
+    made, samples = judge(model, place, *rows, tokenizer=tokenizer, limit=2)
+    prompts = [sample["prompt"] for items in samples.values() for sample in items]
+    assert len(prompts) == 6 and all(prompt.endswith("assistant:no thoughts") for prompt in prompts)
+    assert all(row["chat_template"] for row in made["tasks"].values())
+    recorded = made["settings"]["chat_template_sha256"]
+    assert recorded == hashlib.sha256(json.dumps(THINKS).encode()).hexdigest()
 
 
 def test_batch_size_and_order_of_tasks_do_not_change_the_scores(model: Any, place: Path) -> None:
