@@ -232,10 +232,18 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate",
         _evaluate,
         "Judge a checkpoint on a suite of tasks.",
-        f"Generated code runs only in a sandbox. {_SEVERAL_JUDGE}",
+        "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
+        " then `fcsd compare` sets both side by side. A machine without a network reads, with --data-root ROOT, a folder"
+        " that `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next."
+        f" Generated code runs only in a sandbox. {_SEVERAL_JUDGE}",
     )
     _model_argument(evaluate, optional=True)
-    evaluate.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
+    evaluate.add_argument(
+        "--suite",
+        default="paper11",
+        help="paper11, paper11_chat, pretrain9, camoe9, tiny, or the path of a suite file of your own"
+        " (docs/evaluation.md)",
+    )
     evaluate.add_argument(
         "--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used"
     )
@@ -253,9 +261,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--cache",
         type=Path,
-        help="folder of finished tasks that several evaluations share, by the weights' hash",
+        help="folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer,"
+        " data and settings, never by a path",
     )
-    evaluate.add_argument("--limit", type=int, help="items per task, for a quick look; marked in the results")
+    evaluate.add_argument(
+        "--limit", type=int, help="the first items of every task only, for a quick look; every table says so"
+    )
     _expert_parallel_argument(evaluate)
     evaluate.add_argument(
         "--device-map",
@@ -269,10 +280,10 @@ def _parser() -> argparse.ArgumentParser:
         "score",
         _score,
         "Grade a file of ready samples for a code benchmark.",
-        "A line is {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into samples_TASK.jsonl."
-        " The programs run only in the sandbox.",
+        "A line is {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into samples_TASK.jsonl;"
+        " several lines of a problem are several samples, and give pass@k. The programs run only in the sandbox.",
     )
-    score.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl file")
+    score.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
     score.add_argument(
         "--dataset",
         required=True,

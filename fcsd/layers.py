@@ -13,7 +13,6 @@ Not covered: weights that are spread over ranks; a proposal from the sensitiviti
 """
 
 import contextlib
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -345,9 +344,7 @@ def measuring(study: Study) -> Iterator[Measure]:
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = kl_value(items[KL], study.model.path, layers)
             if judge is not None:
-                # lm-eval draws a bar of its own while it builds requests.
-                with contextlib.redirect_stderr(io.StringIO()):
-                    result, samples = judge(model, study.model.path)
+                result, samples = judge(model, study.model.path)
                 for task, row in result["tasks"].items():
                     values[task] = Value(row["value"], row["stderr"], row["num_items"])
                     items[task] = [sample["score"] for sample in samples[task]]

@@ -7,8 +7,11 @@ the model's positions are cut on the left, as lm-eval does; such samples are mar
 Not covered: tasks that lm-eval scores in another way than by likelihood of choices or from generated text.
 """
 
+import contextlib
+import functools
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,7 +237,7 @@ def run_task(
         task.set_fewshot_seed(
             seed=FEWSHOT_SEED
         )  # a task that is run for another model draws the same examples
-    with quiet():
+    with quiet(), _no_bars_while_building():
         from lm_eval.evaluator import evaluate
 
         try:
@@ -261,6 +264,19 @@ def run_task(
             cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
             samples.append(_sample(item, score, row, task) | ({"cut": True} if cut else {}))
     return samples
+
+
+@contextlib.contextmanager
+def _no_bars_while_building() -> Iterator[None]:
+    """lm-eval 0.4.13 draws one without a name for every task, so 57 for MMLU, and cannot be asked not to."""
+    from lm_eval.api import task
+
+    bar = task.tqdm
+    task.tqdm = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        task.tqdm = bar
 
 
 def _require_mean(row: SuiteTask, value: float, scores: list[float]) -> None:

@@ -15,6 +15,7 @@ from fcsd.cli import main
 from fcsd.evaluate.stage import FINISHED_TASKS
 from fcsd.testing import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import rows_of, write_repository
+from tests.support import start
 
 Files = dict[str, list[dict[str, Any]] | str | None]
 PIQA = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
@@ -231,6 +232,31 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     cache = {"cache": root.parent / "out" / FINISHED_TASKS, "output": root.parent / "other"}
     assert main(words(model, root, PIQA, GSM8K | {"max_new_tokens": 2}, **cache)) == 0
     assert read_json(root.parent / "other/results.json")["tasks"]["piqa"]["value"] == 0.25  # not asked again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_it(
+    offline: str, model: Path, root: Path
+) -> None:
+    """Where nobody listens the client of the Hub tries for half a minute and says so; offline it does not try."""
+    row = PIQA | {"revision": "a" * 40}
+    *arguments, _, _ = words(model, root, row, **{"data-root": root})
+    place = arguments.index("--data-root")
+    del arguments[place : place + 2]
+    environment = {
+        "HF_HUB_OFFLINE": offline,
+        "HF_DATASETS_OFFLINE": offline,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
+    with start("-m", "fcsd", *arguments, **environment, HF_HOME=str(root.parent / "home")) as child:
+        said = child.communicate(timeout=300)[1].strip().splitlines()
+    assert child.returncode == 2 and ("Retrying" in "".join(said)) == (offline == "0")
+    assert said[-1].startswith(
+        "fcsd evaluate: error: task piqa: cannot be loaded with the data set baber/piqa: Couldn't"
+    )
+    assert "(`fcsd evaluate --fetch ROOT --suite SUITE`) and give it as --data-root" in said[-1]
+    assert not any("Traceback" in line for line in said)
 
 
 SOLUTIONS = [

@@ -115,6 +115,9 @@ class _Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
     served: list[str]
     fails: list[str]
+    hangs: dict[
+        str, threading.Event
+    ]  # name -> set when half of the file has been sent, after which no more comes
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -140,16 +143,25 @@ class _Hub(BaseHTTPRequestHandler):
                 self.send_error(403)
                 return None
             self.served.append(name)
-        return self._reply(self.files[name], etag=f'"{zlib.crc32(name.encode()):08x}"')
+        return self._reply(self.files[name], etag=f'"{zlib.crc32(name.encode()):08x}"', name=name)
 
-    def _reply(self, data: bytes, etag: str | None = None) -> None:
-        self.send_response(200)
+    def _reply(self, data: bytes, etag: str | None = None, name: str = "") -> None:
+        begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self.send_response(206 if begin else 200)
+        if begin:
+            self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
+        data = data[begin:]
         self.send_header("Content-Length", str(len(data)))
         self.send_header("X-Repo-Commit", COMMIT)
         if etag:
             self.send_header("ETag", etag)
         self.end_headers()
-        if self.command == "GET":
+        if self.command == "GET" and name in self.hangs:
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.hangs.pop(name).set()
+            self.rfile.read(1)  # until the client has gone
+        elif self.command == "GET":
             self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
@@ -166,36 +178,63 @@ def server(tmp_path: Path) -> Iterator[str]:
         str(p.relative_to(source)): p.read_bytes() for p in sorted(source.rglob("*")) if p.is_file()
     }
     _Hub.files["piqa.py"] = b"raise SystemExit"
-    _Hub.served, _Hub.fails = [], ["default/validation.jsonl"]
+    _Hub.served, _Hub.fails, _Hub.hangs = [], [], {}
     with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{made.server_port}"
         made.shutdown()
 
 
+def fetch_command(server: str, tmp_path: Path) -> Any:
+    """The command that fetches PIQA from the server, as a context manager; its suite is suite.yaml."""
+    task = row("piqa", "baber/piqa").model_dump(exclude_none=True)
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
+    words = [
+        "-m",
+        "fcsd",
+        "evaluate",
+        "--fetch",
+        str(tmp_path / "root"),
+        "--suite",
+        str(tmp_path / "suite.yaml"),
+    ]
+    environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    return start(*words, **environment)
+
+
+def assert_fetched(tmp_path: Path) -> None:
+    place = tmp_path / "root/baber/piqa"
+    assert sorted(p.name for p in place.iterdir()) == sorted(["README.md", "default", MARK])
+    assert all((place / name).read_bytes() == data for name, data in _Hub.files.items() if name != "piqa.py")
+    assert sorted(p.name for p in place.parent.iterdir()) == ["piqa"]
+    loaded = load_suite(tmp_path / "suite.yaml")
+    assert load_task(loaded.tasks[0], loaded, tmp_path / "root", tiny_tokenizer())
+
+
 def test_the_command_fetches_with_the_real_client_and_goes_on_after_a_failure(
     server: str, tmp_path: Path
 ) -> None:
-    suite = tmp_path / "suite.yaml"
-    task = {
-        "task": "piqa",
-        "kind": "likelihood",
-        "metric": "acc,none",
-        "dataset": "baber/piqa",
-        "revision": COMMIT,
-    }
-    suite.write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
-    words = ["-m", "fcsd", "evaluate", "--fetch", str(tmp_path / "root"), "--suite", str(suite)]
-    environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    _Hub.fails = ["default/validation.jsonl"]
     results = []
     for _ in range(2):
-        with start(*words, **environment) as child:
+        with fetch_command(server, tmp_path) as child:
             results.append((child.communicate(timeout=120)[1], child.returncode))
     assert results[0][1] == 2 and "task piqa: data set baber/piqa@" in results[0][0], results[0]
     assert results[1][1] == 0, results[1]
-    place = tmp_path / "root/baber/piqa"
-    assert sorted(p.name for p in place.iterdir()) == sorted(["README.md", "default", MARK])
-    assert (place / "default/validation.jsonl").read_bytes() == _Hub.files["default/validation.jsonl"]
     assert sorted(_Hub.served) == ["README.md", "default/train.jsonl", "default/validation.jsonl"]
-    loaded = load_suite(suite)
-    assert load_task(loaded.tasks[0], loaded, tmp_path / "root", tiny_tokenizer())
+    assert_fetched(tmp_path)
+
+
+def test_a_fetch_that_was_killed_within_a_file_leaves_nothing_under_its_name_and_is_completed_by_the_next(
+    server: str, tmp_path: Path
+) -> None:
+    half = threading.Event()
+    _Hub.hangs = {"default/validation.jsonl": half}
+    with fetch_command(server, tmp_path) as child:
+        assert half.wait(120), child.poll()
+        child.kill()
+    assert not (tmp_path / "root/baber/piqa").exists()
+    with fetch_command(server, tmp_path) as child:
+        said = child.communicate(timeout=120)[1]
+    assert child.returncode == 0, said
+    assert_fetched(tmp_path)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fcsd.evaluate.store import TaskStore
 from fcsd.evaluate.suites import SuiteTask
 from fcsd.testing import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import rows_of, write_repository
+from tests.support import start
 
 ROWS: list[dict[str, Any]] = [
     {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"},
@@ -97,6 +99,39 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
     asked.clear()
     judge(place, tmp_path / "cut")
     assert asked == []
+
+
+def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
+    place: Path, tmp_path: Path
+) -> None:
+    """The command in a process of its own, which gets a SIGKILL when it comes to its third task."""
+    code = (
+        "import os, signal, sys\n"
+        "from fcsd.cli import main\n"
+        "from fcsd.evaluate import likelihood\n"
+        "run = likelihood.run_task\n"
+        "def killed(wrapper, row, *rest):\n"
+        "    return os.kill(os.getpid(), signal.SIGKILL) if row.task == 'gsm8k' else run(wrapper, row, *rest)\n"
+        "likelihood.run_task = killed\n"
+        "main(sys.argv[1:])\n"
+    )
+    out = tmp_path / "out"
+    words = f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+    with start("-c", code, *words, "--output", str(out), "--batch-size", "4") as child:
+        said = child.communicate(timeout=300)
+    assert child.returncode == -signal.SIGKILL, said
+    kept = sorted(path.name.partition("-")[0] for path in (out / FINISHED_TASKS).iterdir())
+    assert kept == ["piqa", "sciq"] and not (out / "results.json").exists()
+    judge(place, out)
+    judge(place, tmp_path / "whole")
+    for name in ("piqa", "sciq", "gsm8k"):
+        assert (out / f"samples_{name}.jsonl").read_text() == (
+            tmp_path / f"whole/samples_{name}.jsonl"
+        ).read_text()
+    one, other = (read_json(folder / "results.json") for folder in (out, tmp_path / "whole"))
+    for result in (one, other):
+        result.pop("wall_s")
+    assert one == other
 
 
 def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(

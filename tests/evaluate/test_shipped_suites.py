@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from fcsd.evaluate.suites import load_suite
+from fcsd.cli import main
+from fcsd.evaluate.suites import load_suite, suite_names
 
 # Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1 and Table 4 of FarSkip-Collective
 # (which state no shots; MMLU at 5 and the rest at lm-eval's own are our choice), and section 4.2 of CAMoE (which does).
@@ -56,6 +57,22 @@ def test_a_shipped_suite_has_the_papers_tasks_shots_metrics_and_data(
     assert {row.task: (row.num_fewshot, row.metric, row.dataset) for row in rows} == expected
     assert [row.task for row in rows] == list(expected)
     assert {row.chat_template for row in rows} == {name == "paper11_chat"}
+
+
+def test_the_chat_edition_differs_in_how_it_asks_and_in_nothing_else() -> None:
+    plain, chat = ({row.task: row for row in load_suite(name).tasks} for name in ("paper11", "paper11_chat"))
+    how = {"chat_template", "prompt_template", "stop", "max_new_tokens"}
+    for task, row in chat.items():
+        assert row.model_dump(exclude=how) == plain[task].model_dump(exclude=how)
+    longer = {name for name, row in chat.items() if row.max_new_tokens != plain[name].max_new_tokens}
+    assert longer == {"gsm8k"} and chat["gsm8k"].max_new_tokens == 1024
+
+
+def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in suite_names())
 
 
 @pytest.mark.parametrize("name", ["paper11", "paper11_chat", "pretrain9", "camoe9"])
