@@ -233,8 +233,8 @@ def _parser() -> argparse.ArgumentParser:
         _evaluate,
         "Judge a checkpoint on a suite of tasks.",
         "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
-        " then `fcsd compare` sets both side by side. A machine without a network reads, with --data-root ROOT, a folder"
-        " that `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next."
+        " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
+        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
         f" Generated code runs only in a sandbox. {_SEVERAL_JUDGE}",
     )
     _model_argument(evaluate, optional=True)

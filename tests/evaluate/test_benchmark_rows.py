@@ -11,7 +11,8 @@ import yaml
 from fcsd.cli import main
 from fcsd.errors import UserError
 from fcsd.evaluate.columns import COLUMNS, check_rows
-from fcsd.evaluate.likelihood import load_task
+from fcsd.evaluate.likelihood import load_task, work
+from fcsd.evaluate.progress import Work
 from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.suites import Suite, SuiteTask, load_suite
 from fcsd.testing import tiny_model, tiny_tokenizer
@@ -186,6 +187,23 @@ def test_the_lm_eval_command_finds_the_same_item_by_item(
         "mmlu_stem": (38, 0, 0, 0),
         "gsm8k": (2, 0, 0, 0),
     }
+
+
+def test_the_work_of_a_task_is_what_the_model_reads_or_may_write(root: Path) -> None:
+    def of(name: str, limit: int | None = None) -> Work:
+        row = task("paper11", name)
+        return work(row, load_task(row, Suite(name="s", tasks=[row]), root, tiny_tokenizer()), limit)
+
+    rows = rows_of("baber/piqa", 3)
+    read = sum(
+        len(f"Question: {row['goal']}\nAnswer: {row[choice]}") for row in rows for choice in ("sol1", "sol2")
+    )
+    assert of("piqa") == Work(3, "characters", pytest.approx(read))
+    assert of("piqa", 1) == Work(1, "characters", pytest.approx(read / 3))
+    # Five letters for one prompt: lm-eval asks once.
+    (first, *_) = rows_of("tau/commonsense_qa", 1)
+    assert len(first["question"]) < of("commonsense_qa").amount / 3 < 2 * len(str(first))
+    assert of("gsm8k") == Work(3, "tokens", 3 * 256)
 
 
 def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:
