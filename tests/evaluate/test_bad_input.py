@@ -170,7 +170,7 @@ def test_unknown_suites_and_places_that_cannot_be_used_are_refused(
     file = tmp_path / "file"
     file.write_text("x")
     for options, message in (
-        ({"suite": "paper12"}, "suite 'paper12': no such suite; did you mean 'paper11'?; there are: "),
+        ({"suite": "paper12"}, "suite 'paper12': no such suite; did you mean 'paper11'?"),
         ({"data-root": tmp_path / "none"}, f"{tmp_path}/none: no such folder (data root)"),
         ({"output": file}, f"{file}: is a file; stage 'evaluate' needs a folder of its own"),
         ({"cache": file}, f"{file}: is a file; finished tasks need a folder"),

@@ -305,13 +305,12 @@ def test_a_failed_write_leaves_nothing_under_a_final_name(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
-def test_damaged_results_are_refused(tmp_path: Path) -> None:
+def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no results\.json; this is not a folder that `fcsd evaluate` wrote"):
         read_result(tmp_path)
-    good = {"schema_version": 1, "tasks": {"t": {"num_items": 2}}}
-    item = {"doc_id": 0, "doc_hash": "d", "prompt_hash": "p"}
-    write_result(good, {"t": [item | {"score": 1.0}, item | {"score": 0.0}]}, tmp_path)
-    file = tmp_path / "samples_t.jsonl"
+    good, samples = judge(model, place, likelihood(), limit=2)
+    write_result(good, samples, tmp_path)
+    file = tmp_path / "samples_t_choice.jsonl"
     whole = file.read_text()
     for text, message in (
         (whole.splitlines()[0] + "\n", "1 samples, but results.json says 2"),
@@ -323,7 +322,7 @@ def test_damaged_results_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             read_result(tmp_path)
     file.unlink()
-    with pytest.raises(UserError, match=r"samples_t\.jsonl: no such file"):
+    with pytest.raises(UserError, match=r"samples_t_choice\.jsonl: no such file"):
         read_result(tmp_path)
     (tmp_path / "results.json").write_text(json.dumps(good | {"schema_version": 99}))
     with pytest.raises(UserError, match="schema_version is 99, this fcsd reads 1"):
