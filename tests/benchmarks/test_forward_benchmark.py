@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +53,8 @@ def test_every_model_takes_its_turn_in_every_round(benchmark):
     assert all(len(values) == 3 for values in times.values())
 
 
-def test_help_explains_what_is_measured():
-    done = subprocess.run([sys.executable, str(FILE), "--help"], capture_output=True, text=True, check=True)
-    assert "What is measured" in done.stdout and "--limit" in done.stdout
+def test_help_explains_what_is_measured(benchmark, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "What is measured" in text and "--limit" in text

@@ -1,7 +1,6 @@
 """The benchmark of whole steps compares trainers that do the same, and reports ratios that mean what they say."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +90,6 @@ def test_ratios_are_against_the_best_of_the_peer_and_differences_against_every_o
     )
 
 
-def test_help_explains_what_is_measured():
-    done = subprocess.run([sys.executable, str(FILE), "--help"], capture_output=True, text=True, check=True)
-    assert "What is measured" in done.stdout and "--lengths" in done.stdout
+def test_help_explains_what_is_measured(benchmark):
+    text = benchmark.parser().format_help()
+    assert "What is measured" in text and "--lengths" in text
