@@ -44,6 +44,9 @@ def processes() -> PartialState:
                     f"{started} processes were started on this machine, which has {devices} devices; set num_processes"
                     f" of accelerate's configuration to at most {devices} a machine"
                 )
+    if not torch.accelerator.is_available():
+        # DeepSpeed, which transformers imports where it is installed, would tell stdout that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Left to itself, accelerate forms a group of CPU processes only under ACCELERATE_USE_CPU.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
     if state.num_processes > 1:

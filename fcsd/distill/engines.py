@@ -158,7 +158,6 @@ def _zero3() -> Engine:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
     if processes().device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         _without_shared_memory_op()
     from accelerate.utils import DeepSpeedPlugin
 
