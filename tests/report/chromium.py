@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,14 @@ _FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
     "--remote-debugging-pipe", "--window-size=1280,900",
 )  # fmt: skip
+# The browser's ends of the pipes become 3 and 4, whatever numbers they have here.
+_START = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 _KEYS = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13}
 
 
@@ -34,15 +43,11 @@ class Chromium:
         self._number, self._rest, self._events = 0, b"", []
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
-
-        def place() -> None:  # the browser's ends become 3 and 4, whatever numbers they have here
-            ends = os.dup(read_there), os.dup(write_there)
-            os.dup2(ends[0], 3)
-            os.dup2(ends[1], 4)
-
+        ends = (read_there, write_there)
+        command = [PROGRAM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         self._process = subprocess.Popen(
-            [PROGRAM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
-            preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [sys.executable, "-ISc", _START, *map(str, ends), *command],
+            pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(read_there)
         os.close(write_there)

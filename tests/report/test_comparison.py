@@ -179,11 +179,17 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
 def test_an_answer_with_every_character_comes_back_from_lm_evals_files(tmp_path: Path) -> None:
     """Line ends of Unicode stand in the middle of a line there; halves of characters have no place in UTF-8."""
     whole, samples = with_a_group(0)
+    whole["tasks"]["one"] = whole["tasks"]["choice"] | {"num_items": 1, "value": 1.0}
+    samples["one"] = samples["choice"][:1]
     text = "a\u2028b\u0085c\x0bd\x1ce\r\nf\x00 \U0001f600"
     samples["code"] = [sample | {"completion": text, "outcome": "wrong"} for sample in samples["code"]]
     samples["choice"][0]["target"] = "\ud800"
     back, rows = read_results(write_lm_eval(whole, samples, tmp_path), like=whole)
     assert [row["completion"] for row in rows["code"]] == [text] * 4
+    (results,) = tmp_path.glob("*/results_*")
+    assert json.loads(results.read_text())["results"]["one"]["acc_stderr,none"] == "N/A", (
+        "as lm-eval of one item"
+    )
     assert rows["choice"][0]["target"] == "?" and back["tasks"].keys() == whole["tasks"].keys()
 
 
