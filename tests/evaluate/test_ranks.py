@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.engines import expert_parallel
 from fcsd.errors import UserError
 from fcsd.evaluate.divergence import mean_kl, read_original
@@ -38,7 +39,7 @@ BATCH = 2
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint `model`, `suite.yaml` with its tasks beside it, and `data`: an odd number of batches each."""
+    """A FarSkip checkpoint `model`, `suite.yaml` with its tasks beside it, `data`: an odd number of batches each."""
     root = tmp_path_factory.mktemp("ranks")
     for name in ("t_group", "t_one", "t_two", "t_answers"):
         named = TASKS[name] if "group" in TASKS[name] else {"task": name, **TASKS[name]}
@@ -62,6 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"lm_eval_include": "mine", **row} if row["kind"] != "code" else row for row in ROWS]
     (root / "suite.yaml").write_text(yaml.safe_dump({"name": "mine", "tasks": rows}))
     model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024)
+    convert_model(model, Connectivity("all"))
     model.save_pretrained(root / "model")
     tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, seed=1).save_pretrained(
         root / "other"
