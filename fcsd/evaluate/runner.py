@@ -177,11 +177,16 @@ def judging(
                                 model, tokenizer, batch, progress=progress, ranks=ranks
                             )
                             samples[row.task] = likelihood.run_task(wrapper, row, prepared[row.task], limit)
-                    except UserError as error:
+                    except (UserError, ScorerError) as error:
                         if store is None or not samples:
                             raise
-                        kept_text = f"the {len(samples)} finished tasks are kept; run again to go on"
-                        raise UserError(f"{error} ({kept_text})") from error
+                        kept_text = (
+                            "the finished task is kept"
+                            if len(samples) == 1
+                            else f"the {len(samples)} finished tasks are kept"
+                        )
+                        kind = UserError if isinstance(error, UserError) else ScorerError
+                        raise kind(f"{error} ({kept_text}; run again to go on)") from error
                     if store is not None and ranks.first:
                         store.put(row, samples[row.task], totals[row.task])
             settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from fcsd.artifact import read_json
-from fcsd.errors import UserError
+from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate import likelihood, runner
 from fcsd.evaluate.batch import Batch
 from fcsd.evaluate.progress import Progress, Work, duration
@@ -134,19 +134,20 @@ def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
     assert one == other
 
 
+@pytest.mark.parametrize("kind", [UserError, ScorerError])
 def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = likelihood.run_task
 
     def fails(wrapper: Any, row: SuiteTask, *rest: Any) -> Any:
         if row.task == "gsm8k":
-            raise UserError("task gsm8k: something is wrong")
+            raise kind("task gsm8k: something is wrong")
         return run(wrapper, row, *rest)
 
     monkeypatch.setattr(runner.likelihood, "run_task", fails)
     with pytest.raises(
-        UserError, match=r"something is wrong \(the 2 finished tasks are kept; run again to go on\)"
+        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to go on\)"
     ):
         judge(place, tmp_path / "out")
     assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 2
