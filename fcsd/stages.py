@@ -42,7 +42,7 @@ from fcsd.evaluate.scorer import CodeScorer, pass_at_1
 from fcsd.evaluate.stage import evaluate_stage, heldout_rows, judged_data
 from fcsd.evaluate.suites import SuiteTask
 from fcsd.families import family_of
-from fcsd.layers import Study, check_copies, study_layers
+from fcsd.layers import Study, study_layers
 from fcsd.loading import dtype_of, load_tokenizer, original_model, to_dtype
 from fcsd.processes import begin, finish, processes
 from fcsd.recipe import Data, EarlyStopping, Objective, Recipe
@@ -61,8 +61,12 @@ def run(recipe: Recipe, *, as_json: bool = False) -> None:
     """
     ranks = launched_ranks(in_step=judging_engine().shards)
     check_batch_size(recipe.evaluation.batch_size, ranks)
-    if recipe.evaluation.layer_study:
-        check_copies()
+    if recipe.evaluation.layer_study and launched_engine().shards:
+        raise UserError(
+            "evaluation.layer_study: the study rewires whole copies of the model, and this launch spreads the weights;"
+            " add --set evaluation.layer_study=false, and afterwards run the same recipe without it in one process or"
+            " on copies: it does what is left"
+        )
     if recipe.pretrain is not None:
         pretrain(recipe)
     convert(recipe)
