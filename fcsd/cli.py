@@ -209,7 +209,10 @@ def _parser() -> argparse.ArgumentParser:
         (
             "run",
             "All stages of a recipe in a row.",
-            "Finished stages are not run again; a stage whose settings changed is refused with the difference shown.",
+            "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report and"
+            " publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished stages"
+            " are not run again, one that was cut off goes on; a stage whose settings changed is refused with the"
+            f" difference shown. {_SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
         ),
     ):
         sub = command(name, _RECIPE_COMMANDS[name], text, more)
@@ -367,7 +370,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--model", help="with --verify: where the study's model lies now")
     plan.add_argument("--json", action="store_true", help="print JSON")
 
-    compare = command("compare", _compare, "Original against converted, per task, with paired errors.")
+    compare = command(
+        "compare",
+        _compare,
+        "Original against converted, per task, with paired errors.",
+        "Item by item: the difference and its 95 % interval, items gained and lost, exact McNemar p, and a verdict in"
+        " words. Results may be of different times; other items, prompts, shots or data are refused.",
+    )
     compare.add_argument(
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
