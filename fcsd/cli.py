@@ -210,8 +210,8 @@ def _parser() -> argparse.ArgumentParser:
             "run",
             "All stages of a recipe in a row.",
             "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
-            " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished stages"
-            " are not run again, one that was cut off goes on; a stage whose settings changed is refused with the"
+            " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"
+            " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with the"
             f" difference shown. {_SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
         ),
     ):
