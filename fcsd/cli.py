@@ -211,8 +211,8 @@ def _parser() -> argparse.ArgumentParser:
             "All stages of a recipe in a row.",
             "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
             " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"
-            " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with the"
-            f" difference shown. {_SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
+            " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with"
+            f" the difference shown. {_SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
         ),
     ):
         sub = command(name, _RECIPE_COMMANDS[name], text, more)
