@@ -157,17 +157,19 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
 def test_the_lm_eval_command_finds_the_same_item_by_item(
     root: Path, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both from the command line, on one checkpoint, and compared by `fcsd compare`."""
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    """Both from the command line, on one FarSkip checkpoint (there by the code that lies in it), and compared by
+    `fcsd compare`."""
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model")]) == 0
     names = ("piqa", "winogrande", "mmlu_stem", "gsm8k")
     rows = [row_of(name, chat=False).model_dump(exclude_none=True) for name in names]
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": rows}))
     words = (
-        f"-m lm_eval --model hf --model_args pretrained={tmp_path / 'model'} --tasks {','.join(names)} --num_fewshot 3"
-        f" --batch_size 2 --limit 2 --gen_kwargs max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
+        f"-m lm_eval --model hf --model_args pretrained={tmp_path / 'model'},trust_remote_code=True"
+        f" --tasks {','.join(names)} --num_fewshot 3 --batch_size 2 --limit 2 --gen_kwargs max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
     )
-    with start(*words.split(), cwd=root, HF_DATASETS_CACHE=str(tmp_path / "cache")) as child:
+    with start(*words.split(), cwd=root, HF_HOME=str(tmp_path / "home")) as child:
         said = child.communicate(timeout=600)
     assert child.returncode == 0, said
     options = (
