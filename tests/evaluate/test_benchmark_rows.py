@@ -167,7 +167,8 @@ def test_the_lm_eval_command_finds_the_same_item_by_item(
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": rows}))
     words = (
         f"-m lm_eval --model hf --model_args pretrained={tmp_path / 'model'},trust_remote_code=True"
-        f" --tasks {','.join(names)} --num_fewshot 3 --batch_size 2 --limit 2 --gen_kwargs max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
+        f" --tasks {','.join(names)} --num_fewshot 3 --batch_size 2 --limit 2"
+        f" --gen_kwargs max_gen_toks=8 --log_samples --output_path {tmp_path / 'theirs'}"
     )
     with start(*words.split(), cwd=root, HF_HOME=str(tmp_path / "home")) as child:
         said = child.communicate(timeout=600)
