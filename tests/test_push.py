@@ -182,17 +182,18 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(hub:
     command = ("-m", "fcsd", "push", str(checkpoint), "me/x")
     # In a process of its own: hf_xet starts threads, and other tests fork.
     with start(*command, **environment) as child:
-        while len(blocks()) < 2 and child.poll() is None:
+        while not (noted := list(hub.xet.rglob("xorb_metadata/*.mdb"))) and child.poll() is None:
             time.sleep(0.01)
         child.kill()
     arrived = blocks()
-    assert child.returncode == -signal.SIGKILL and 2 <= len(arrived) < 5
+    assert child.returncode == -signal.SIGKILL and noted and arrived
     assert hub.repos["me/x"].files == {}, "nobody sees half a checkpoint"
     with start(*command, **environment) as child:
         out, error = child.communicate()
     assert child.returncode == 0, error
     assert out.splitlines()[-1] == f"{hub.url}/me/x" and TOKEN not in out + error
-    assert sum(blocks()[name] != arrived[name] for name in arrived) <= 1, "sent again"
+    again = [name for name, block in arrived.items() if blocks()[name] != block]
+    assert len(again) <= len(arrived) - len(noted) < len(blocks()) - 1
     repo = hub.repos["me/x"]
     assert len(repo.commits) == 1 and not hub.received
     for name, file in weights.items():
