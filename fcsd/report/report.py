@@ -137,7 +137,8 @@ def _training(path: Path | None) -> str:
         count = results.get(name, 0)
         if count:
             happened += f", {count} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
-    return f"{objective}, {results['steps']} steps{best}{happened}"
+    steps = f"{results['steps']} step{'' if results['steps'] == 1 else 's'}"
+    return f"{objective}, {steps}{best}{happened}"
 
 
 def _figures(

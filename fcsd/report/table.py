@@ -37,7 +37,8 @@ def percent(value: float | None, stderr: float | None = None) -> str:
 
 
 def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a model: rewired layers, training, every task's score, mean, KL to the original.
+    """One row a model: rewired layers, training, every task's score, mean, KL to the original; one column a model where
+    the tasks are many and the models few.
 
     models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate` measured}.
     """
@@ -69,6 +70,9 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{kl['kl']:.4f}" if kl and kl["kl"] is not None else "-",
             ]
         )
+    if len(tasks) > max(5, len(models)):
+        turned = zip(*[header, *rows], strict=True)
+        header, *rows = [list(line) for line in turned]
     return markdown(header, rows)
 
 

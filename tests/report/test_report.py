@@ -16,7 +16,7 @@ from fcsd.evaluate.runner import SCHEMA_VERSION, write_result
 from fcsd.recipe import Recipe
 from fcsd.report.card import Facts, model_card, write_card, write_publication
 from fcsd.report.report import write_report
-from fcsd.report.table import markdown, percent, result_table
+from fcsd.report.table import markdown, models_table, percent, result_table
 from tests.support import documented_keys
 
 SCORES = {
@@ -268,6 +268,18 @@ def test_markdown_is_aligned() -> None:
         "|------|---:|",
         "| long |  1 |",
     ]
+
+
+def test_many_tasks_of_few_models_stand_below_each_other() -> None:
+    whole, _ = result("original")
+    row = whole["tasks"]["choice"]
+    models = {
+        name: {"layers": "0", "training": "-", "result": whole | {"tasks": {f"t{i}": row for i in range(11)}}}
+        for name in ("original", "fcsd")
+    }
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in models_table(models).splitlines()]
+    assert lines[0] == ["model", "original", "fcsd"] and lines[4] == ["t0 acc", "50.0 ± 28.9", "50.0 ± 28.9"]
+    assert [line[0] for line in lines[-2:]] == ["mean", "KL to original"]
 
 
 def test_what_is_not_known_is_a_dash() -> None:
