@@ -292,6 +292,8 @@ def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(tmp_pa
     with pytest.raises(
         UserError, match=r"task piqa: .*no such folder; the data root must hold .*--fetch ROOT"
     ):
+        load_task(row, suite, tmp_path / "baber", tiny_tokenizer())
+    with pytest.raises(UserError, match=r"nowhere: no such folder \(data root\)"):
         load_task(row, suite, tmp_path / "nowhere", tiny_tokenizer())
 
 
