@@ -159,7 +159,7 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
             f"# {', '.join(comparisons)} against {next(iter(evaluated))}",
             *verdicts(comparisons),
             *tables(comparisons),
-            *(f"![{caption}]({file})\n\n{caption}" for file, caption in figures.items()),
+            *figure_parts(figures),
             "## Settings",
             settings_text(evaluated),
         ]
@@ -179,6 +179,11 @@ def tables(comparisons: Comparisons) -> list[str]:
     for name, comparison in comparisons.items():
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), paired_table(comparison)]
     return [*parts, f"{LEGEND}{ITEMS_LINK}"]
+
+
+def figure_parts(figures: Mapping[str, str]) -> list[str]:
+    """Figures (file -> caption) with their captions; parts of a Markdown page."""
+    return [f"![{caption.partition('. ')[0]}]({file})\n\n{caption}" for file, caption in figures.items()]
 
 
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:

@@ -15,6 +15,7 @@ from fcsd.layers import read_study
 from fcsd.recipe import EarlyStopping, Recipe, to_yaml
 from fcsd.report.comparison import (
     compare_all,
+    figure_parts,
     settings_text,
     tables,
     training_figures,
@@ -200,7 +201,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
             " (see `sweep/sweep.md`).",
         ]
     parts += ["## Figures"] if figures else []
-    parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in figures.items()]
+    parts += figure_parts(figures)
     parts += ["## Settings", _settings(report), "## Recipe", f"```yaml\n{to_yaml(recipe.dump())}```"]
     return "\n\n".join(parts) + "\n"
 
@@ -219,7 +220,7 @@ def _also_reported(stopping: EarlyStopping, models: Mapping[str, Any]) -> str:
     if not judged:
         return ""
     return (
-        f" **{', '.join(sorted(judged))} has the same items: its score is not independent of this choice.**"
+        f" **The same items are graded in {', '.join(sorted(judged))}: no independent test of this choice.**"
     )
 
 

@@ -33,7 +33,8 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
         if found or word == "lost":
             said.append(f"{word.capitalize()} beyond noise: {_named(tasks, found) or 'no task'}.")
     if noise := [task for task, row in tasks.items() if row["verdict"] == "within noise"]:
-        said.append(f"Within noise: {', '.join(noise)}{_hidden(tasks, noise)}.")
+        named = f"all {len(tasks)} tasks" if len(noise) == len(tasks) > 3 else ", ".join(noise)
+        said.append(f"Within noise: {named}{_hidden(tasks, noise)}.")
     return " ".join(said)
 
 
@@ -42,8 +43,8 @@ def members_line(row: Mapping[str, Any]) -> str:
     intervals = [member["interval"] for member in row["members"].values() if member["interval"]]
     below, above = sum(high < 0 for _, high in intervals), sum(low > 0 for low, _ in intervals)
     return (
-        f"of {len(intervals)} intervals {below} lie below 0 and {above} above; chance alone would give about"
-        f" {0.025 * len(intervals):.1f} of each."
+        f"of {len(intervals)} intervals {below} lie below 0 and {above} above; chance alone would give at"
+        f" most about {0.025 * len(intervals):.1f} of each."
     )
 
 

@@ -290,9 +290,7 @@ def test_a_quick_look_is_marked_in_everything_that_is_written(
     assert main(["compare", *map(str, folders), "--output", str(out)]) == 0
     assert capsys.readouterr().out.count(mark) == 1
     page = (out / "comparison.md").read_text()
-    assert f"**{mark}**" in page and page.count(mark) == 5, (
-        "at the top, and under both figures (text and caption)"
-    )
+    assert f"**{mark}**" in page and page.count(mark) == 3, "at the top and under both figures"
     whole = json.loads((out / "comparison.json").read_text())
     assert whole["complete"] is False and whole["comparisons"]["fcsd"]["limit"] == 4
     assert mark in (out / "items.html").read_text()

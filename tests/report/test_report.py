@@ -153,7 +153,7 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
         write_report(plan, list(SCORES), run / "report")
         text = (run / "report" / "report.md").read_text()
         assert f"pass@1 on `{dataset}`" in text
-        assert ("code has the same items: its score is not independent" in text) == said
+        assert ("The same items are graded in code: no independent test" in text) == said
 
 
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
