@@ -49,7 +49,7 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
 def _graded(recipe: Recipe, data: Data, where: str) -> Iterator[Graded]:
     stopping = recipe.early_stopping
     if stopping is not None and stopping.dataset is not None:
-        yield Graded("early_stopping", stopping.dataset, None, stopping.split)
+        yield Graded("early_stopping", stopping.dataset, stopping.dataset_name, stopping.split)
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
         for judged in data.decontaminate.against:

@@ -14,7 +14,6 @@ Not covered: uploading it; that is `fcsd.push`.
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,27 +25,22 @@ from fcsd.artifact import Stage, read_json, weights_fingerprint
 from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.adapters import AdapterOffTeacher, add_adapters
-from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.engines import distributed_config, holds_weights, launched_engine
-from fcsd.distill.heldout import HeldoutKL
-from fcsd.distill.run import Scorer, TrainingRun, train
+from fcsd.distill.run import TrainingRun, train
 from fcsd.distill.sweep import Candidate, run_sweep, with_choice
 from fcsd.distill.teacher import Teacher
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import check_batch_size
-from fcsd.evaluate.code import generate_completions
 from fcsd.evaluate.placed import judging_engine
-from fcsd.evaluate.problems import load_problems
 from fcsd.evaluate.ranks import launched_ranks
-from fcsd.evaluate.scorer import CodeScorer, pass_at_1
-from fcsd.evaluate.stage import evaluate_stage, heldout_rows, judged_data
-from fcsd.evaluate.suites import SuiteTask
+from fcsd.evaluate.stage import evaluate_stage
 from fcsd.families import family_of
 from fcsd.layers import Study, study_layers
 from fcsd.loading import dtype_of, load_tokenizer, original_model, to_dtype
 from fcsd.processes import begin, finish, processes
-from fcsd.recipe import Data, EarlyStopping, Objective, Recipe
+from fcsd.recipe import Objective, Recipe
 from fcsd.recipe import Train as TrainSettings
+from fcsd.stopping import early_stopping, score_settings, scored_data
 from fcsd.teachers import fill_teacher_cache, load_teacher
 from fcsd.training_data import data_inputs, left_out, training_rows
 
@@ -239,7 +233,7 @@ def distill(recipe: Recipe, variant: str | None = None, *, fill_cache: bool = Fa
     _check_launch(plan)
     teacher = load_teacher(plan, rows, tokenizer, _teacher_weights(plan), fill=fill_cache)
     run_ = _training_run(plan, folder, f"distil {variant or MAIN}", teacher, tokenizer, rows)
-    with _early_stopping(plan, tokenizer) as (stopper, score):
+    with early_stopping(plan, tokenizer) as (stopper, score):
         results = train(replace(run_, stopper=stopper, score=score))
     finish(stage, results | left_out(record, folder), model=folder / "model")
     return stage
@@ -342,63 +336,6 @@ def _variant(recipe: Recipe, variant: str | None) -> Recipe:
     return recipe.variant(variant)
 
 
-@contextlib.contextmanager
-def _early_stopping(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
-    """The stopper, and a function that gives a model's score; the sandbox of pass@1 lives as long as the block.
-
-    The canonical solutions are scored first: a scorer that fails them would stop every run.
-    """
-    plan = recipe.early_stopping
-    if plan is None:
-        yield None, None
-        return
-    stopper = EarlyStopper(
-        every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
-    )
-    if plan.metric == "heldout_kl":
-
-        def original() -> PreTrainedModel:
-            path, model = recipe.teacher_model
-            return original_model(model, path)
-
-        yield stopper, HeldoutKL(_heldout_rows(recipe.data, tokenizer), original)
-        return
-    task = _stopping_task(plan)
-    problems = load_problems(task, _path(recipe.evaluation.data_root))[: plan.max_problems]
-
-    def complete(model: PreTrainedModel) -> dict[str, list[str]]:
-        # Without a bar of its own, which would cut the training bar to pieces.
-        return generate_completions(
-            model, tokenizer, problems, task=task, batch_size=plan.batch_size, progress=False
-        )
-
-    if not processes().is_main_process:
-
-        def generate(model: PreTrainedModel) -> None:
-            complete(model)
-
-        yield stopper, generate
-        return
-    allow_weak = recipe.evaluation.allow_weak_sandbox
-    with CodeScorer(timeout_s=plan.timeout_s, allow_weak_sandbox=allow_weak) as scorer:
-        scorer.self_check(problems)
-
-        def score(model: PreTrainedModel) -> float:
-            completions = complete(model)
-            return pass_at_1(scorer.score(problems, {name: texts[0] for name, texts in completions.items()}))
-
-        yield stopper, score
-
-
-def _stopping_task(plan: EarlyStopping) -> SuiteTask:
-    """The code task of early stopping, as a row of a suite."""
-    own = {"metric", "every_steps", "patience", "min_delta", "max_problems", "batch_size"}
-    row = {"task": "early_stopping", "kind": "code", "metric": "pass@1", **plan.model_dump(exclude=own)}
-    return SuiteTask.model_validate(row)
-
-
 # ---- evaluate and layers
 
 
@@ -475,9 +412,12 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
         for key, value in keep["train"].items()
         if key not in ("logging_steps", "save_steps", "save_total_limit", "report_to")
     }
-    names = ("connectivity", "objective", "lora", "early_stopping", "seed")
+    names = ("connectivity", "objective", "lora", "seed")
     # All back-ends of a teacher give the same numbers: a run may go on with another one. Its checkpoint is an input.
-    return {"model": keep["model"], "data": data, "train": train_, **{name: keep[name] for name in names}}
+    return {
+        "model": keep["model"], "data": data, "train": train_, **{name: keep[name] for name in names},
+        "early_stopping": score_settings(recipe.early_stopping),
+    }  # fmt: skip
 
 
 def _training_inputs(recipe: Recipe) -> dict[str, str]:
@@ -485,13 +425,7 @@ def _training_inputs(recipe: Recipe) -> dict[str, str]:
     inputs = {"original": weights_fingerprint(source), **data_inputs(recipe.data, recipe)}
     if recipe.teacher is not None and recipe.teacher.path is not None:
         inputs["teacher"] = _teacher_weights(recipe)
-    stopping, heldout = recipe.early_stopping, recipe.data.heldout
-    if stopping is not None and stopping.metric == "heldout_kl":
-        assert heldout is not None  # the recipe has checked it
-        inputs |= judged_data([], None, heldout)
-    elif stopping is not None:
-        inputs |= judged_data([_stopping_task(stopping)], _path(recipe.evaluation.data_root))
-    return inputs
+    return inputs | scored_data(recipe)
 
 
 def _teacher_weights(recipe: Recipe) -> str:
@@ -499,21 +433,5 @@ def _teacher_weights(recipe: Recipe) -> str:
     return weights_fingerprint(find_folder(path, model.revision))
 
 
-def _heldout_rows(data: Data, tokenizer: PreTrainedTokenizerBase) -> Any:
-    assert data.heldout is not None
-    return heldout_rows(
-        data.heldout,
-        tokenizer,
-        num_examples=data.heldout_examples,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-    )
-
-
 def _connectivity(section: Any) -> Connectivity:
     return Connectivity(section.layers, section.attention, section.mlp)
-
-
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text is not None else None

@@ -1,13 +1,12 @@
 """A small base checkpoint with its tokenizer and data."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import Bench
+from tests.support import Bench, make_bench
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -48,27 +47,4 @@ def bench(base_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A place for one test's runs."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "messages": [
-                        {"role": "user", "content": f"{n} + {n % 7}"},
-                        {"role": "assistant", "content": f"{n + n % 7} is it"},
-                    ]
-                }
-            )
-            + "\n"
-            for n in range(60)
-        )
-    )
-    problems = tmp_path / "problems.jsonl"
-    problem = {
-        "task_id": 1, "prompt": "Write one().", "code": "def one():\n    return 1\n", "test_imports": [],
-        "test_list": ["assert one() == 1"], "test": "assert one() == 1",
-    }  # fmt: skip
-    problems.write_text(json.dumps(problem) + "\n")
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    return Bench(base_checkpoint, rows, problems, folder)
+    return make_bench(base_checkpoint, tmp_path)

@@ -1,5 +1,6 @@
 """What several test files share: recipes on a small base checkpoint, processes, forks."""
 
+import json
 import os
 import re
 import signal
@@ -58,6 +59,44 @@ class Bench:
             "dataset": str(self.problems), "every_steps": 2, "patience": 50, "max_new_tokens": 2,
             "timeout_s": 5.0,
         }  # fmt: skip
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Scores by an lm-eval task, multiple choice: four of its eight items, after every second step."""
+        folder = self.folder.parent / "choice"
+        write_rows(
+            folder / "test.jsonl",
+            [{"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3} for n in range(8)],
+        )
+        return {
+            "metric": "acc,none", "kind": "likelihood", "task": "tiny_choice", "dataset": str(folder),
+            "lm_eval_include": "tiny", "chat_template": True, "limit": 4, "every_steps": 2, "patience": 50,
+        }  # fmt: skip
+
+
+def make_bench(base: Path, folder: Path) -> Bench:
+    """A bench in `folder`."""
+    turns = [
+        [
+            {"role": "user", "content": f"{n} + {n % 7}"},
+            {"role": "assistant", "content": f"{n + n % 7} is it"},
+        ]
+        for n in range(60)
+    ]
+    write_rows(folder / "rows.jsonl", [{"messages": messages} for messages in turns])
+    problem = {
+        "task_id": 1, "prompt": "Write one().", "code": "def one():\n    return 1\n", "test_imports": [],
+        "test_list": ["assert one() == 1"], "test": "assert one() == 1",
+    }  # fmt: skip
+    write_rows(folder / "problems.jsonl", [problem])
+    (folder / "runs").mkdir()
+    return Bench(base, folder / "rows.jsonl", folder / "problems.jsonl", folder / "runs")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A .jsonl file, and the folder in which it lies."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any], tolerance: float = 5e-5) -> None:

@@ -176,7 +176,7 @@ WRONG = [
     ({"early_stopping": {}}, r"dataset is required for metric 'pass@1' \(or set metric: heldout_kl\)"),
     (
         {"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
-        r"dataset has no meaning for metric 'heldout_kl', only for pass@1; the text is data\.heldout",
+        r"dataset has no meaning for metric 'heldout_kl', only for a task; the text is data\.heldout",
     ),
     (
         {"early_stopping": {"metric": "heldout_kl"}},

@@ -58,7 +58,7 @@ SWAPPED = {
     "train.logging_steps",
     "train.save_steps",
     "early_stopping.every_steps",
-    "early_stopping.max_problems",
+    "early_stopping.limit",
     "early_stopping.max_new_tokens",
     "sweep.batch_size_tokens",
     "sweep.steps",
@@ -129,8 +129,8 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
         assert found["num_left_out"] == 0 and found["num_items"] == 8 * (
             11 + 57
         )  # MBPP+ twice, MMLU by subject
-    scores = read_json(tmp_path / "r" / "run" / "distill" / "scores.json")["history"]
-    assert [step for step, _ in scores] == [0, 1, 2]
+    scores = read_json(tmp_path / "r" / "run" / "distill" / "scores.json")["points"]
+    assert [point["step"] for point in scores] == [0, 1, 2]
 
 
 @pytest.mark.slow

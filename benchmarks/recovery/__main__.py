@@ -117,7 +117,8 @@ def measure(
     stages.distill(recipe, "method")
     train = recipe.variant("method").train
     curve = [
-        [step * train.batch_size_tokens, kl] for step, kl in read_json(folder / "scores.json")["history"]
+        [point["step"] * train.batch_size_tokens, point["score"]]
+        for point in read_json(folder / "scores.json")["points"]
     ]
     found = asked | {
         "model": model,

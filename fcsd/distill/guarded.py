@@ -107,7 +107,7 @@ class GuardedTrainer(Trainer):
             if self._rewind_to is None:
                 self._verdict = self.guard.instead_of_rewind()
         if self._verdict == "skip" or (len(self.guard.events) > known and self._verdict == "go"):
-            self._say(self.guard.line(self.guard.events[-1]))
+            self.say(self.guard.line(self.guard.events[-1]))
         self.write_events()
         if self._verdict == "stop":
             raise self._stopped(step)
@@ -180,6 +180,16 @@ class GuardedTrainer(Trainer):
         self._heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    @property
+    def ending(self) -> bool:
+        """Whether a signal has made this step the last one; the same on all ranks."""
+        return bool(self._received)
+
+    def listen(self) -> None:
+        """Learn of a signal that has come since the step, on whichever rank; all ranks call this."""
+        received = self._of_all_ranks(self._tr_loss.new_tensor([float(self.signals.received)]))
+        self._received = int(max(row[0] for row in received))
+
     def _heed_signals(self) -> None:
         if self._received and not self.control.should_training_stop:
             self.interrupted_by = self._received
@@ -214,7 +224,7 @@ class GuardedTrainer(Trainer):
         done = self.state.global_step
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         self.guard.rewound(done, state.global_step, read_json(checkpoint / GUARD_FILE))
-        self._say(self.guard.line(self.guard.events[-1]))
+        self.say(self.guard.line(self.guard.events[-1]))
         self.write_events()
         if self.is_world_process_zero():
             note_rewind(checkpoint, self.guard.state())
@@ -267,7 +277,8 @@ class GuardedTrainer(Trainer):
 
     # ---- record
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line above the bar, on the first rank."""
         if self.is_world_process_zero():
             tqdm.write(line, file=sys.stderr)
 

@@ -1,7 +1,4 @@
-"""KL to the teacher on held-out text, as a score for early stopping: the same rows and tokens every time.
-
-Not covered: standard errors; `fcsd.evaluate.divergence` has them.
-"""
+"""KL to the teacher on held-out text, as a score for early stopping: the same rows and tokens every time."""
 
 from __future__ import annotations
 
@@ -14,9 +11,12 @@ from transformers import PreTrainedModel
 
 from fcsd.distill.adapters import AdapterOffTeacher
 from fcsd.distill.data import Collator, next_token_targets, without_tail
+from fcsd.distill.early_stopping import Score
 from fcsd.distill.head import refuse_packing
 from fcsd.distill.teacher import Batch, ModelTeacher, Teacher
 from fcsd.errors import UserError
+from fcsd.evaluate.ranks import Ranks, ranks_of
+from fcsd.evaluate.state import preserved
 from fcsd.processes import processes
 
 
@@ -24,7 +24,7 @@ class HeldoutKL:
     """KL(teacher || student) in nats per kept token on `rows`, of a student in training, with its loss head.
 
     Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
-    Where weights are spread over ranks, all ranks call it, in step.
+    In a launch of several processes each has its share of the rows, and all of them call it.
 
     Args: rows of `fcsd.distill.data.build_dataset`; `original` loads the model that the student is compared with, for
     runs whose own teacher cannot be asked about other rows (a cache), or that have none (sft).
@@ -33,7 +33,7 @@ class HeldoutKL:
     def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel]):
         self.rows, self.original = rows, original
         self.teacher: Teacher | None = None
-        self.batches: list[Batch] = []
+        self.batches: list[Batch] = []  # of this rank's rows, and of those it goes through to keep step
         self.head: nn.Module | None = None
 
     def ask(self, teacher: Teacher | None, *, sharded: bool) -> None:
@@ -50,40 +50,48 @@ class HeldoutKL:
                 " teacher.backend: sharded, with an objective that has a teacher"
             )
 
-    def _prepare(self, student: nn.Module) -> None:
+    def _prepare(self, student: nn.Module, ranks: Ranks) -> None:
         device = processes().device
         teacher = self.teacher
         if teacher is None:  # it does not stay
             teacher = ModelTeacher(nn.Module.to(self.original(), device))
-        for row in self.rows:
+        own = ranks.deal(range(len(self.rows)))
+        batches = []
+        for number in [*own, *[0] * ranks.idle_passes(len(self.rows))]:
+            row = self.rows[number]
             batch = without_tail({name: value.to(device) for name, value in Collator()([row]).items()})
             refuse_packing(student, batch["labels"], batch["position_ids"])
             teacher.prepare([batch])
-            self.batches.append({name: value.cpu() for name, value in batch.items()})
-        self.head = teacher.head
-        if not any(len(batch["teacher_hidden"]) for batch in self.batches):
-            self.batches = []
-            raise UserError(
-                "data.heldout: no row has a token to predict; use other text or a larger max_length"
-            )
+            batches.append({name: value.cpu() for name, value in batch.items()})
+        self.head, self.batches = teacher.head, batches
 
     @torch.no_grad()
-    def __call__(self, student: PreTrainedModel) -> float:
-        """The KL of `student` as it is now; its training mode stays what it was.
+    def __call__(self, student: PreTrainedModel) -> Score:
+        """The KL of `student` as it is now, row by row; its training mode and the random state stay what they were.
 
         Raises:
             UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
         """
-        if not self.batches:
-            self._prepare(student)
-        training = student.training
-        student.eval()
-        try:
+        ranks = ranks_of(student)
+
+        def own_share() -> list[tuple[float, int]]:
+            if self.head is None:
+                self._prepare(student, ranks)
             sums = [self._sum(student, batch) for batch in self.batches]
-        finally:
-            student.train(training)
-        tokens = sum(len(batch["teacher_hidden"]) for batch in self.batches)
-        return float(torch.stack(sums).double().sum()) / tokens
+            counts = [len(batch["teacher_hidden"]) for batch in self.batches]
+            own = len(ranks.deal(range(len(self.rows))))
+            return list(zip(torch.stack(sums).tolist() if sums else [], counts, strict=True))[:own]
+
+        with preserved(student):
+            student.eval()
+            by_rank = ranks.share(own_share)
+        found = [by_rank[number % ranks.size][number // ranks.size] for number in range(len(self.rows))]
+        sums, counts = [total for total, _ in found], [count for _, count in found]
+        if not sum(counts):
+            raise UserError(
+                "data.heldout: no row has a token to predict; use other text or a larger max_length"
+            )
+        return Score(sums, counts, higher_is_better=False)
 
     def _sum(self, student: Any, batch: Batch) -> Tensor:
         given = {name: value.to(processes().device) for name, value in batch.items()}

@@ -18,6 +18,7 @@ import json
 import math
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from fcsd.artifact import new_folder, read_json, replace_folder, write_json, wri
 from fcsd.distill.adapters import leave_adapters
 from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.data import Collator
-from fcsd.distill.early_stopping import EarlyStopper
+from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.engines import (
     Engine,
     check_precision,
@@ -59,14 +60,20 @@ from fcsd.distill.safety import Guard
 from fcsd.distill.spread import spread_student, spread_teacher, whole_model
 from fcsd.distill.state import check_state, read_state, write_state
 from fcsd.distill.teacher import ModelTeacher, Teacher
-from fcsd.distill.trainer import STOPPER_FILE, DistillTrainer, StopWhenScoreStalls, replace_output
-from fcsd.errors import Interrupted, UserError
+from fcsd.distill.trainer import (
+    STOPPER_FILE,
+    DistillTrainer,
+    ScoreFailure,
+    StopWhenScoreStalls,
+    replace_output,
+)
+from fcsd.errors import Interrupted, ScorerError, UserError
+from fcsd.evaluate.ranks import known_to_all
 from fcsd.loading import to_dtype
 from fcsd.processes import processes
 from fcsd.recipe import Objective, Safety, Train
 
-# On ranks other than the first it generates the text and gives None.
-Scorer = Callable[[PreTrainedModel], float | None]
+Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         spread_student(student, engine, run.train)
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
-    bar = None
+    bar, stops = None, None
     signals = Signals()
     try:
         trainer = DistillTrainer(
@@ -245,11 +252,13 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         bar = replace_output(trainer, run.description)
         if run.stopper is not None and run.score is not None:
             trainer.add_callback(
-                StopWhenScoreStalls(
+                stops := StopWhenScoreStalls(
                     run.stopper,
-                    _scored(run.score, trainer, engine, run.stopper.metric),
+                    _scored(run.stopper, run.score, trainer, engine),
                     keep_best=lambda step: _keep_best(trainer, run, step),
                     drop_others=lambda step: _drop_others(trainer, run, step),
+                    say=trainer.say,
+                    ending=lambda: trainer.ending,
                 )
             )
         done = _on_first_rank(lambda: newest_usable(run.folder / "checkpoints"), trainer)
@@ -257,11 +266,15 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             device = processes().device
             with signals, explained(student, teacher, run.train, run.max_length, device):
                 trainer.train(resume_from_checkpoint=str(done) if done else None)
+    except ScoreFailure as failure:
+        raise _not_scored(trainer, run, failure) from failure.__cause__
     finally:
         if bar is not None:
             bar.close()
         if not engine.shards:
             detach_loss_head(student)
+    if stops is not None and stops.failure is not None:
+        raise _not_scored(trainer, run, stops.failure) from stops.failure.__cause__
     if trainer.interrupted_by:
         raise _interrupted(trainer, run)
     results = _results(trainer, run)
@@ -270,7 +283,8 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         lines = [json.dumps(entry, allow_nan=False) + "\n" for entry in history]
         write_text(run.folder / "history.jsonl", "".join(lines))
         if run.stopper is not None:
-            write_json(run.folder / "scores.json", run.stopper.state())
+            write_json(run.folder / "scores.json", run.stopper.record())
+            trainer.say(run.stopper.summary())
     if run.save_model:
         _leave_model(trainer, run, engine)
     if trainer.is_world_process_zero():
@@ -316,7 +330,23 @@ def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
     if run.stopper is not None:
         results |= {"best_step": run.stopper.best_step, "best_score": run.stopper.best_score}
         results["stopped_early"] = run.stopper.should_stop
+        results["early_stopping"] = run.stopper.results()
     return results | trainer.guard.report()
+
+
+def _not_scored(trainer: DistillTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
+    """What ends a run whose score failed: one line; of an error that nobody has foreseen the traceback before it."""
+    step, cause = trainer.state.global_step, failure.__cause__
+    assert cause is not None
+    if step == 0:
+        return cause
+    if not isinstance(cause, UserError | ScorerError) and trainer.is_world_process_zero():
+        traceback.print_exception(cause)
+    kept = checkpoints(run.folder / "checkpoints")
+    return UserError(
+        f"early stopping: no score at step {step}: {cause}; the training is not lost: run the same command again, and"
+        f" it goes on with this score from {kept[-1] if kept else 'the beginning, no checkpoint was written'}"
+    )
 
 
 def _interrupted(trainer: DistillTrainer, run: TrainingRun) -> Interrupted:
@@ -377,11 +407,6 @@ def _keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def _score(score: Scorer, trainer: DistillTrainer) -> float | None:
-    with _scored_weights(trainer):
-        return score(trainer.plain_model)
-
-
 def _scored_weights(trainer: DistillTrainer) -> AbstractContextManager[None]:
     """The weights that are scored and kept: with train.ema_decay their average."""
     return trainer.average.applied() if trainer.average is not None else nullcontext()
@@ -397,34 +422,46 @@ def _drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def _scored(score: Scorer, trainer: DistillTrainer, engine: Engine, metric: str) -> Callable[[int], float]:
-    """The first rank scores, all ranks learn the score; a failure there is raised on every rank.
+def _scored(
+    stopper: EarlyStopper, score: Scorer, trainer: DistillTrainer, engine: Engine
+) -> Callable[[int], Score]:
+    """Scores the weights of a step with all ranks; they learn the same score, or the same failure.
 
-    Where the weights are spread all ranks generate the same text, in step, and the first one grades it.
+    Raises:
+        ScoreFailure: no score, and all ranks know. What one rank alone knows, while the others wait for its part of a
+            pass, is raised as it is.
     """
 
-    def scored(step: int) -> float:
-        found = _on_first_rank(lambda: _score(score, trainer), trainer, with_others=engine.shards)
+    def scored(step: int) -> Score:
+        try:
+            with stopper.time.scoring(), _scored_weights(trainer):
+                own = score(trainer.plain_model)
+            if not math.isfinite(own.value):
+                raise UserError(f"the score is {own.value}: the model gives figures that are not finite")
+        except Exception as error:
+            if engine.shards and not known_to_all(error):
+                raise
+            raise ScoreFailure(str(error)) from error
+        found: Score = _on_first_rank(lambda: own, trainer)
+        trainer.listen()
         due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
-        trainer.log({metric: found})
+        name = stopper.name
+        errors = {f"{name}_stderr": found.stderr} if found.stderr is not None else {}
+        trainer.log({name: found.value, **errors, "scoring_share": round(stopper.time.share, 6)})
         trainer.control.should_log = due
-        return float(found)
+        return found
 
     return scored
 
 
-def _on_first_rank(call: Callable[[], Any], trainer: DistillTrainer, *, with_others: bool = False) -> Any:
-    """What `call` returns on the first rank, on all ranks; what it raises there is raised on all ranks.
-
-    with_others: the other ranks call it too, for what all have to do in step.
-    """
+def _on_first_rank(call: Callable[[], Any], trainer: DistillTrainer) -> Any:
+    """What `call` returns on the first rank, on all ranks; what it raises there is raised on all ranks."""
     outcome: list[Any] = [None]
-    first = trainer.is_world_process_zero()
-    if first or with_others:
+    if trainer.is_world_process_zero():
         try:
             outcome = [call()]
         except Exception as error:
-            if not first or not _distributed():
+            if not _distributed():
                 raise
             outcome = [error]
     if _distributed():
@@ -517,9 +554,8 @@ def read_history(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def read_scores(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """(step, score) of a finished run with early stopping by this metric; [] for any other run."""
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """`EarlyStopper.record` of a finished run with early stopping; None for any other run."""
     path = folder / "scores.json"
-    state = read_json(path) if path.is_file() else {}
-    points: list[Any] = state.get("history", []) if state.get("metric") == metric else []
-    return [(step, score) for step, score in points]
+    found: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    return found

@@ -23,12 +23,13 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import SaveStrategy
 
 from fcsd.artifact import read_json, replace_folder, write_json, writing
 from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, guard_state, note_files, remove
 from fcsd.distill.data import next_token_targets, without_tail
-from fcsd.distill.early_stopping import EarlyStopper
+from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.engines import Engine
 from fcsd.distill.extra_terms import ExtraTerms, Seen
 from fcsd.distill.guarded import GuardedTrainer
@@ -274,6 +275,10 @@ class DistillTrainer(GuardedTrainer):
         self._clock = time.perf_counter()
         self._logged_step, self._skipped_since_log = self.state.global_step, 0
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if not self.control.should_training_stop:  # the score that began this run may have ended it
+            super()._run_epoch(*args, **kwargs)
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -383,7 +388,7 @@ class DistillTrainer(GuardedTrainer):
         """Nothing: `restore` does it, once there is an optimiser."""
 
     def restore_progress(self, checkpoint: Path) -> None:
-        """The stopper as it was."""
+        """The stopper as it was; the time that was spent stays spent."""
         if self.stopper is not None:
             self.stopper.load(read_json(checkpoint / STOPPER_FILE))
 
@@ -395,15 +400,22 @@ class DistillTrainer(GuardedTrainer):
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         self.restore_progress(checkpoint)
         self.guard.load(guard_state(checkpoint))
-        if state.global_step < self.args.max_steps and not (
-            self.stopper is not None and self.stopper.should_stop
-        ):
+        done = state.global_step >= self.args.max_steps
+        if self.stopper is not None:
+            self.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
+            is_due = self.stopper.is_due(state.global_step, self.args.max_steps)
+            done = (done or self.stopper.should_stop) and not is_due
+        if not done:
             return False
         read_state(checkpoint, self.plain_model, None)
         if self.average is not None:
             self.average.load(checkpoint)
         self.state = state
         return True
+
+
+class ScoreFailure(Exception):
+    """A score could not be made, and all ranks know; the reason is the cause."""
 
 
 class ProgressBar(TrainerCallback):
@@ -453,38 +465,70 @@ class ProgressBar(TrainerCallback):
 class StopWhenScoreStalls(TrainerCallback):
     """Scores the model every `every_steps` steps and ends training when the stopper says so.
 
-    `keep_best(step)` keeps the weights of that step beside those kept before; `drop_others(step)` may drop all others:
-    it is called once a checkpoint that names `step` as the best one is on disk.
+    A step that is asked to be the last one (`ending`) is not scored any more, and one whose score failed ends the
+    training: both leave a checkpoint, and the run that goes on from it begins with that score. `failure` is the error.
+
+    Args:
+        score: of the step's weights; on all ranks, which get the same score or error.
+        keep_best: keeps the weights of that step beside those kept before.
+        drop_others: may drop all others; called once a checkpoint that names `step` as the best one is on disk.
+        say: prints a line, once for all ranks.
     """
 
     def __init__(
         self,
         stopper: EarlyStopper,
-        score: Callable[[int], float],
+        score: Callable[[int], Score],
+        *,
         keep_best: Callable[[int], None],
         drop_others: Callable[[int], None],
+        say: Callable[[str], None],
+        ending: Callable[[], bool],
     ):
         self.stopper, self.score = stopper, score
         self.keep_best, self.drop_others = keep_best, drop_others
+        self.say, self.ending = say, ending
+        self.failure: ScoreFailure | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Score the model before the first step: the curve's first point, and never the best one kept."""
+        """Score the model before the first step: the curve's first point, and never the best one kept.
+
+        Of a run that goes on, make the score that its last step is still to have.
+        """
+        self.stopper.time.start()
         if state.global_step == 0:
             self.stopper.first(self.score(0))
+            self.say(self.stopper.line())
+        elif self.stopper.is_due(state.global_step, state.max_steps):
+            self._evaluate(state.global_step)
+            control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Score, keep the best, stop."""
         step = state.global_step
-        due = step % self.stopper.every_steps == 0 or step == state.max_steps
-        if due and self.stopper.update(step, self.score(step)):
-            self.keep_best(step)
+        later = self.ending() and step < state.max_steps
+        if self.stopper.is_due(step, state.max_steps) and not later:
+            try:
+                self._evaluate(step)
+            except ScoreFailure as error:
+                self.failure = error
+                control.should_training_stop = True
+                control.should_save = args.save_strategy != SaveStrategy.NO
         if self.stopper.should_stop:
             control.should_training_stop = True
             control.should_save = True
+
+    def _evaluate(self, step: int) -> None:
+        best = self.stopper.update(step, self.score(step))
+        self.say(self.stopper.line())
+        if (warning := self.stopper.noise()) is not None:
+            self.say(warning)
+        if best:
+            self.keep_best(step)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -492,6 +536,12 @@ class StopWhenScoreStalls(TrainerCallback):
         """Only the best weights are needed from now on."""
         if self.stopper.best_step is not None:
             self.drop_others(self.stopper.best_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The clock of the run stands still."""
+        self.stopper.time.stop()
 
 
 def replace_output(trainer: Trainer, description: str) -> ProgressBar:

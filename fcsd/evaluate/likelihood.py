@@ -221,6 +221,12 @@ def _characters_read(task: Any, document: Any) -> int:
     return sum(len(context) + len(choice) for context, choice in (asked[:1] if letters else asked))
 
 
+def higher_is_better(tasks: dict[str, Any], row: SuiteTask) -> bool:
+    """What lm-eval says about the row's metric; of one it knows nothing about, yes."""
+    metric = row.metric.split(",", 1)[0]
+    return all(task.higher_is_better().get(metric) is not False for task in tasks.values())
+
+
 def run_task(
     language_model: Any, row: SuiteTask, tasks: dict[str, Any], limit: int | None
 ) -> list[dict[str, Any]]:

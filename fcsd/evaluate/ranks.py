@@ -113,11 +113,18 @@ def _told(error: Exception | None) -> tuple[bool, str] | None:
 
 
 def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None]) -> None:
-    if own is not None:
-        raise own
-    for mistake in told:
-        if mistake is not None:
-            raise UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1])
+    errors = [
+        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1]) for mistake in told if mistake
+    ]
+    if errors:
+        error = own or errors[0]
+        error.of_all_ranks = True  # type: ignore[attr-defined]
+        raise error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Whether all ranks have raised this error, or one of the same text, and can go on together."""
+    return getattr(error, "of_all_ranks", False)
 
 
 def ranks_of(model: "nn.Module") -> Ranks:

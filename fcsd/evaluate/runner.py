@@ -192,6 +192,9 @@ def judging(
             settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
             ordered = {row.task: samples[row.task] for row in suite.tasks}
             result = _result(model, tokenizer, suite, ordered, totals, settings, name)
+            for row in missing:
+                better = row.kind == "code" or likelihood.higher_is_better(prepared[row.task], row)
+                result["tasks"][row.task]["higher_is_better"] = better
             seconds = ranks.from_first(lambda: time.monotonic() - start)
             return result | {"sandbox": layers, "wall_s": seconds}, ordered
 
@@ -256,7 +259,11 @@ def _run_code(
 
     def scored() -> list[dict[str, Any]]:
         assert scorer is not None
-        outcomes = scorer.score_samples(problems, completions, timeout_s=row.timeout_s, progress=progress)
+        options: dict[str, Any] = {"timeout_s": row.timeout_s, "progress": progress}
+        try:
+            outcomes = scorer.score_samples(problems, completions, **options)
+        except ScorerError:  # once more: it begins with new servers, and what was generated is worth hours
+            outcomes = scorer.score_samples(problems, completions, **options)
         texts = prompts(tokenizer, problems, row)
         return [
             code_sample(row, problem, prompt, completions[problem.task_id], found)

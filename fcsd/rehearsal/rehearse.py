@@ -112,8 +112,10 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     raw["train"] |= _small_train(recipe.train, length)
     if recipe.early_stopping is not None:
         put("early_stopping.every_steps", _NUM_STEPS // 2)
-        if recipe.early_stopping.metric == "pass@1":
-            raw["early_stopping"] |= {"max_problems": 2, "max_new_tokens": 8}
+        if recipe.early_stopping.metric != "heldout_kl":
+            put("early_stopping.limit", 2)
+            if recipe.early_stopping.kind != "likelihood":
+                put("early_stopping.max_new_tokens", 8)
     if recipe.sweep is not None:
         batches = [_small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens]
         raw["sweep"] |= {"batch_size_tokens": batches, "steps": 2, "last_steps": 1}

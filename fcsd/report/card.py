@@ -20,6 +20,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 
 from fcsd.artifact import new_folder, read_json, write_text
 from fcsd.connectivity.export import link_or_copy
+from fcsd.distill.early_stopping import items_text, plus_minus, stopping_text
 from fcsd.errors import UserError
 from fcsd.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, settings_line
@@ -336,14 +337,15 @@ def _training(facts: Facts) -> str:
         + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
     ]
     if results.get("best_step") is not None:
-        stopping = settings.get("early_stopping") or {}
-        data = f"`{_public(str(stopping.get('dataset')))}`, split `{stopping.get('split')}`"
-        by = (
-            "KL to the original on held-out text"
-            if stopping.get("metric") == "heldout_kl"
-            else f"pass@1 on {data}"
-        )
-        lines.append(f"The checkpoint of step {results['best_step']} was chosen by {by}.")
+        stopping, found = settings.get("early_stopping") or {}, results.get("early_stopping") or {}
+        if stopping.get("dataset"):
+            stopping = stopping | {"dataset": _public(stopping["dataset"])}
+        lines.append(f"The checkpoint of step {results['best_step']} was chosen by {stopping_text(stopping)}")
+        if found:
+            score = plus_minus(results["best_score"], found["best_stderr"])
+            items = items_text(stopping["metric"], found["num_items"], found["num_items_total"])
+            lines[-1] += f" ({score} on {items})"
+        lines[-1] += "."
     paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
     sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
     if sources:

@@ -18,13 +18,10 @@ from fcsd.evaluate.lm_eval_results import read_results
 from fcsd.evaluate.scores import compare
 from fcsd.report.items import write_items
 from fcsd.report.table import paired_table
+from fcsd.report.training import training_figures
 from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
 
 SCHEMA_VERSION = 1
-_STOPPING_FIGURES = {  # metric of early stopping: file, caption
-    "pass@1": ("pass_at_1.png", "pass@1 on the early-stopping task during training."),
-    "heldout_kl": ("heldout_kl.png", "KL to the original on held-out text during training."),
-}
 ITEMS_LINK = " [Every answer side by side](items.html)."
 Evaluated = Mapping[str, Mapping[str, Any]]
 Comparisons = dict[str, dict[str, Any]]
@@ -107,24 +104,6 @@ def write_details(evaluated: Evaluated, comparisons: Comparisons, folder: Path) 
             figures[f"{task}_members.png"] = (
                 f"{task}: difference to the original by member (number of items). {' '.join(counts)}{mark}"
             )
-    return figures
-
-
-def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, str]:
-    """Draw the losses, and the scores of early stopping, of finished trainings (name -> their folder); figure ->
-    caption."""
-    from fcsd.distill.run import read_history, read_scores
-    from fcsd.report.plots import plot_losses, plot_scores
-
-    figures = {}
-    if histories := {name: read_history(path) for name, path in training.items()}:
-        plot_losses(histories, folder / "loss.png")
-        figures["loss.png"] = "Training loss."
-    for metric, (file, caption) in _STOPPING_FIGURES.items():
-        curves = {name: points for name, path in training.items() if (points := read_scores(path, metric))}
-        if curves:
-            plot_scores(curves, metric, folder / file)
-            figures[file] = caption
     return figures
 
 

@@ -40,17 +40,28 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
     _save(figure, path)
 
 
-def plot_scores(scores: Mapping[str, Sequence[tuple[int, float]]], metric: str, path: Path) -> None:
-    """The early-stopping score by step: pass@1, or heldout_kl."""
+def plot_scores(curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path) -> None:
+    """The early-stopping score by step, with a band of one standard error to each side.
+
+    curves: name -> points of `fcsd.distill.early_stopping.EarlyStopper.record`.
+    """
     figure, axis = plt.subplots(figsize=_SIZE)
-    for name, points in scores.items():
-        axis.plot(
-            [step for step, _ in points], [score for _, score in points], marker="o", markersize=3, label=name
-        )
+    lowest = 0.0
+    for name, points in curves.items():
+        steps, scores = [point["step"] for point in points], [point["score"] for point in points]
+        errors = [point["stderr"] or 0.0 for point in points]
+        (line,) = axis.plot(steps, scores, marker="o", markersize=3, label=name)
+        low = [score - error for score, error in zip(scores, errors, strict=True)]
+        if metric == "heldout_kl":  # on a logarithmic axis
+            low = [max(value, score / 10) for value, score in zip(low, scores, strict=True)]
+        high = [score + error for score, error in zip(scores, errors, strict=True)]
+        axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        lowest = min(lowest, *low)
     if metric == "heldout_kl":
         axis.set(xlabel="step", ylabel="KL to the original, held out (nats per token)", yscale="log")
     else:
-        axis.set(xlabel="step", ylabel="pass@1 (early-stopping task)", ylim=(-0.02, 1.02))
+        axis.set(xlabel="step", ylabel=f"{metric.partition(',')[0]} (early-stopping task)")
+        axis.set_ylim(bottom=lowest - 0.02)
     axis.legend()
     _save(figure, path)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.artifact import new_folder, read_json, versions, write_json, write_text
+from fcsd.distill.early_stopping import stopping_text
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import read_result
 from fcsd.layers import read_study
@@ -18,12 +19,12 @@ from fcsd.report.comparison import (
     figure_parts,
     settings_text,
     tables,
-    training_figures,
     verdicts,
     write_details,
 )
 from fcsd.report.plots import plot_layers, plot_models, plot_sweep
 from fcsd.report.table import models_table
+from fcsd.report.training import stopping_table, training_figures
 from fcsd.report.verdict import quick_look, verdict
 
 SCHEMA_VERSION = 1
@@ -181,16 +182,12 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         table,
     ]
     if stopping is not None:
-        by = (
-            "KL to the original on held-out text"
-            if stopping.metric == "heldout_kl"
-            else f"pass@1 on `{stopping.dataset}`, split `{stopping.split}`"
-        )
         parts.append(
-            f"Early stopping and choice of checkpoint: {by}, every"
+            f"Early stopping and choice of checkpoint: {stopping_text(stopping.model_dump())}, every"
             f" {stopping.every_steps} steps, patience {stopping.patience}, min_delta {stopping.min_delta}."
             f"{_also_reported(stopping, report['models'])}"
         )
+        parts += [stopping_table(report["training"])]
     if report["comparisons"]:
         parts += ["## Against the original, item by item", *tables(report["comparisons"])]
     if report["sweep"] is not None:
@@ -203,25 +200,29 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
     parts += ["## Figures"] if figures else []
     parts += figure_parts(figures)
     parts += ["## Settings", _settings(report), "## Recipe", f"```yaml\n{to_yaml(recipe.dump())}```"]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _also_reported(stopping: EarlyStopping, models: Mapping[str, Any]) -> str:
     """A checkpoint chosen by the items that it is then judged on looks better there than it is."""
-    if stopping.metric != "pass@1":
+    if stopping.metric == "heldout_kl":
         return ""
+    same = (stopping.dataset, stopping.dataset_name, stopping.split)
     judged = {
         row["task"]
         for each in models.values()
         for row in each["result"]["settings"]["suite"]["tasks"]
-        if row["kind"] == "code"
-        and (row["dataset"], row.get("split") or "test") == (stopping.dataset, stopping.split)
+        if (row["dataset"], row.get("dataset_name"), row.get("split") or _code_split(row)) == same
     }
     if not judged:
         return ""
     return (
         f" **The same items are graded in {', '.join(sorted(judged))}: no independent test of this choice.**"
     )
+
+
+def _code_split(row: Mapping[str, Any]) -> str | None:
+    return "test" if row["kind"] == "code" else None
 
 
 def _settings(report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from fcsd.artifact import read_json, weights_fingerprint
 from fcsd.cli import main
 from fcsd.distill import run as run_module
-from fcsd.distill.early_stopping import EarlyStopper
+from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.engines import Engine
 from fcsd.distill.head import attach_loss_head
 from fcsd.distill.heldout import HeldoutKL
@@ -66,9 +66,9 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Look()])
 
-    def score(model: Any) -> float:
+    def score(model: Any) -> Score:
         scored.append(model.lm_head.weight.detach().clone())
-        return 0.5
+        return Score([0.5])
 
     stopper = EarlyStopper(every_steps=2, patience=9, min_delta=0.0)
     run = make(tmp_path, teacher, max_steps=4, ema_decay=0.3, stopper=stopper, score=score)
@@ -108,17 +108,20 @@ def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(teacher: An
     for own in (None, ModelTeacher(copy.deepcopy(teacher))):
         score = HeldoutKL(rows, lambda: copy.deepcopy(teacher))
         score.ask(own, sharded=False)
-        assert score(student) == score(student) == pytest.approx(float(wanted["kl"]), rel=1e-4)
+        assert score(student) == score(student)
+        assert score(student).value == pytest.approx(float(wanted["kl"]), rel=1e-4)
     same = copy.deepcopy(teacher)
     attach_loss_head(same)
-    assert student.training and score(same) == pytest.approx(0, abs=1e-6)
+    assert student.training and score(same).value == pytest.approx(0, abs=1e-6)
 
 
 def test_held_out_text_without_a_token_to_predict_is_refused(teacher: Any) -> None:  # noqa: F811
     rows = Rows(1)
     rows.rows[0]["labels"][:] = -100
+    student = copy.deepcopy(teacher)
+    attach_loss_head(student)
     with pytest.raises(UserError, match=r"data\.heldout: no row has a token to predict"):
-        HeldoutKL(rows, lambda: copy.deepcopy(teacher))(copy.deepcopy(teacher))
+        HeldoutKL(rows, lambda: copy.deepcopy(teacher))(student)
 
 
 def settings(bench: Bench) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def test_a_run_with_all_of_them_that_is_killed_goes_on_to_the_same_weights(
     assert read_json(one / "scores.json") == read_json(other / "scores.json")
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
     scores = read_json(one / "scores.json")
-    assert scores["metric"] == "heldout_kl" and scores["history"][-1][1] < scores["history"][0][1]
+    assert scores["metric"] == "heldout_kl" and scores["points"][-1]["score"] < scores["points"][0]["score"]
 
 
 def test_two_forked_ranks_train_with_them_what_one_trains(bench: Bench) -> None:
@@ -191,8 +194,10 @@ def test_two_ranks_with_spread_weights_train_with_them_what_one_trains(
     assert main(["distill", str(bench.recipe("one", **changes))]) == 0
     compare_spread(bench, "one", "two")
     one, two = (read_json(bench.folder / name / "distill" / "scores.json") for name in ("one", "two"))
-    for a, b in zip(one["history"], two["history"], strict=True):
-        assert a == pytest.approx(b, rel=1e-3)
+    for a, b in zip(one["points"], two["points"], strict=True):
+        assert a["step"] == b["step"]
+        for key in ("score", "stderr"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3)
 
 
 @pytest.mark.parametrize(

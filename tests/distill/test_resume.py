@@ -121,7 +121,13 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
         read_json(bench.folder / name / "distill" / "manifest.json")["results"]
         for name in ("whole", "killed")
     ]
-    assert results[0] == results[1] and results[0]["steps"] == 8 and results[0]["stopped_early"]
+    times = [found.pop("early_stopping") for found in results]
+    assert (
+        [found["num_scores"] for found in times] == [5, 5]
+        and results[0]["steps"] == 8
+        and results[0]["stopped_early"]
+    )
+    assert results[0] == results[1]
 
 
 def on_two_ranks(

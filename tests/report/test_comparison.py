@@ -308,12 +308,15 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
     """Found by the weights that were judged, in a run and where any evaluation of its model lies; never of others."""
     training = tmp_path / "run" / "distill"
     (training / "model").mkdir(parents=True)
-    write_json(training / "manifest.json", {"outputs": {"model": "weights"}})
+    stopping = {"metric": "pass@1", "kind": "code", "dataset": "a/b", "split": "test"}
+    manifest = {"settings": {"early_stopping": stopping}, "outputs": {"model": "weights"}}
+    write_json(training / "manifest.json", manifest)
     write_text(
         training / "history.jsonl",
         '{"step": 1, "loss": 2.0, "kl": 2.0}\n{"step": 2, "loss": 1.0, "kl": 1.0}\n',
     )
-    write_json(training / "scores.json", {"metric": "pass@1", "history": [[0, 0.0], [2, 0.5]]})
+    points = [{"step": step, "score": step / 4, "stderr": None} for step in (0, 2)]
+    write_json(training / "scores.json", {"metric": "pass@1", "points": points})
     whole, samples = with_a_group(1)
     for place, weights, drawn in (
         (tmp_path / "run" / "evaluate" / "fcsd", "weights", True),

@@ -60,6 +60,7 @@ def recipe(tmp_path: Path) -> Recipe:
             "output_dir": str(tmp_path / "run"),
             "model": {"path": "some/base"},
             "data": {"train": [{"path": "d"}]},
+            "early_stopping": {"dataset": "evalplus/mbppplus", "limit": 40},
             "publication": {"license": "apache-2.0", "repo_id": "me/x"},
         }
     )
@@ -81,16 +82,24 @@ def run(recipe: Recipe) -> Path:
     for place in ("convert", "distill"):
         (folder / place / "model").mkdir(parents=True)
         write_json(folder / place / "model" / "config.json", config)
-    stage = Stage(
-        folder / "distill", "distill", {"objective": {"name": "kl"}, "train": recipe.train.model_dump()}, {}
-    )
+    assert recipe.early_stopping is not None
+    settings = {
+        "objective": {"name": "kl"},
+        "train": recipe.train.model_dump(),
+        "early_stopping": recipe.early_stopping.model_dump(),
+    }
+    stage = Stage(folder / "distill", "distill", settings, {})
     stage.start()
     write_text(
         stage.folder / "history.jsonl",
         '{"step": 5, "loss": 0.5, "kl": 0.5}\n{"step": 10, "loss": 0.25, "kl": 0.25}\n',
     )
-    write_json(stage.folder / "scores.json", {"metric": "pass@1", "history": [[0, 0.0], [10, 0.5]]})
-    stage.finish({"steps": 10, "best_step": 10, "skipped_steps": 2, "spikes": 1})
+    points = [{"step": 0, "score": 0.0, "stderr": 0.0}, {"step": 10, "score": 0.5, "stderr": 0.08}]
+    write_json(stage.folder / "scores.json", {"metric": "pass@1", "points": points})
+    stopping = {"num_scores": 2, "num_items": 40, "num_items_total": 378, "best_stderr": 0.08, "scoring_s": 90.0,
+                "run_s": 3600.0, "share_of_time": 0.025}  # fmt: skip
+    results = {"steps": 10, "best_step": 10, "best_score": 0.5, "early_stopping": stopping}
+    stage.finish(results | {"skipped_steps": 2, "spikes": 1})
     return folder
 
 
@@ -120,6 +129,11 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
     text = (run / "report" / "report.md").read_text()
     assert "(items.html)" in text and (run / "report" / "items.html").is_file()
     assert len(list((run / "report" / "lm_eval").glob("*/results_*.json"))) == 3
+    assert "choice of checkpoint: pass@1 on `evalplus/mbppplus`, split `test`, every 1000 steps" in text
+    assert "| fcsd | 0.5000 ± 0.0800 | 10 | 40 of 378 items | 2 | 2 min, 2.5 % |" in text
+    assert (
+        "pass@1 on `evalplus/mbppplus`, split `test` during training; the band is one standard error" in text
+    )
     for figure in ("models.png", "loss.png", "pass_at_1.png", "deltas.png"):
         assert f"({figure})" in text
         assert (run / "report" / figure).read_bytes().startswith(b"\x89PNG")
