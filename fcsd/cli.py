@@ -297,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     score.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
     score.add_argument("--partial", action="store_true", help="leave out problems that have no sample")
-    score.add_argument("--timeout-s", type=float, help="wall time of one program (default: 10)")
+    score.add_argument("--timeout-s", type=float, help="processor time of one program (default: 10)")
     score.add_argument(
         "--scorer",
         choices=["fcsd", "evalplus"],

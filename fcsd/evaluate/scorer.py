@@ -48,7 +48,7 @@ _CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0  # Mbpp/255 took 137 s on a ma
 _SLOWER = 4.0
 
 _SERVER = Path(__file__).parent / "sandbox" / "server.py"
-_START_S, _GRACE_S = 60.0, 30.0
+_START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0  # the server ends a job at _WAIT times its limit
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class CodeScorer:
     Args:
         num_workers: programs that run at the same time; None: `default_num_workers`.
         allow_weak_sandbox: run even where programs cannot be kept off the network and from writing files.
-        timeout_s: wall time of one program; more for problems whose canonical solution took more than a
-            quarter of it in `self_check`.
+        timeout_s: processor time of one program and its tests; three times as much may go by on the clock. More for
+            problems whose canonical solution took more than a quarter of it in `self_check`.
         memory_bytes: address space of one program.
         disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
 
@@ -382,7 +382,7 @@ class _Server:
         message = memoryview(
             f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode() + body
         )
-        deadline = time.monotonic() + limit_s + _GRACE_S
+        deadline = time.monotonic() + _WAIT * limit_s + _GRACE_S
         try:
             while message:
                 message = message[self._process.stdin.write(message) or 0 :]

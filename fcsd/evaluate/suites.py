@@ -64,7 +64,7 @@ class SuiteTask(Strict):
     max_new_tokens: int | None = Field(None, gt=0)
     stop: list[str] | None = None
     # code only
-    timeout_s: float | None = Field(None, gt=0)  # wall time of one program
+    timeout_s: float | None = Field(None, gt=0)  # processor time of a program; three times it on the clock
     # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
     # of them.
     prompt_template: str | None = None

@@ -27,7 +27,7 @@ MARK = 40417  # an unlikely argument, by which a test finds what a program left 
 def opened(configuration: str) -> CodeScorer:
     return CodeScorer(
         num_workers=1,
-        timeout_s=2.0,
+        timeout_s=1.0,
         memory_bytes=1 << 30,
         disable=CONFIGURATIONS[configuration],
         allow_weak_sandbox=configuration == "no seccomp",

@@ -1,4 +1,4 @@
-"""The numbers in the sandbox's filter, against the kernel's own tables."""
+"""The numbers in the sandbox's filter, against the kernel's own tables, and what the filter says to each call."""
 
 import re
 import struct
@@ -44,6 +44,11 @@ def test_the_table_is_that_of_this_machine_s_headers(column: int, headers: tuple
 
 def test_what_is_newer_than_the_table_is_refused() -> None:
     assert max(n for numbers in kernel_table().values() for n in numbers if n is not None) == layers._NEWEST
+
+
+def test_a_python_in_the_root_folder_does_not_open_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers.sys, "prefix", "/")
+    assert "/" not in layers.readable_paths(None) and "/usr" in layers.readable_paths(None)
 
 
 # ---- the filter itself, interpreted: what it says to a call, on either architecture

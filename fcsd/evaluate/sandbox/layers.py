@@ -142,6 +142,14 @@ def drop_capabilities() -> bool:
     return held and _libc.capset(header, nothing) == 0
 
 
+def readable_paths(modules: str | None) -> list[str]:
+    """What programs may read. A prefix that is the root folder does not count: such a Python lies in /usr and /lib."""
+    paths = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
+    paths |= {modules} if modules else set()
+    paths |= {os.path.realpath(path) for path in paths} | {"/dev/urandom", "/dev/zero"}
+    return sorted(paths - {"/"})
+
+
 def restrict_files(scratch: str | None, modules: str | None = None) -> int:
     """Landlock: read the Python installation, the system libraries and `modules`, write below `scratch`. Returns
     the ABI, 0 if none."""
@@ -178,10 +186,7 @@ def restrict_files(scratch: str | None, modules: str | None = None) -> int:
         os.close(fd)
         return bool(done)
 
-    readable = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
-    readable |= {modules} if modules else set()
-    readable |= {os.path.realpath(path) for path in readable} | {"/dev/urandom", "/dev/zero"}
-    for path in sorted(readable):
+    for path in readable_paths(modules):
         allow(path, read_file | read_dir)
     allow("/dev/null", read_file | write_file)
     whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11 | resolve_unix)  # no programs, devices, sockets
