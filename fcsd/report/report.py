@@ -124,7 +124,8 @@ def _layers(recipe: Recipe, name: str) -> str:
         word for word, side in (("attention", "partial"), ("mlp", "outdated")) if farskip.get(word) == side
     ]
     only = f" ({sides[0]} only)" if len(sides) == 1 else ""
-    return f"{len(farskip['layers'])}/{config['num_hidden_layers']}{only}"
+    text = config.get("text_config", config)  # of a multimodal wrapper its text stack is rewired
+    return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
 
 def _training(path: Path | None) -> str:

@@ -170,6 +170,13 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
         assert ("The same items are graded in code: no independent test" in text) == said
 
 
+def test_the_layers_of_a_multimodal_wrapper_are_those_of_its_text_stack(recipe: Recipe, run: Path) -> None:
+    path = run / "distill" / "model" / "config.json"
+    config = json.loads(path.read_text())
+    write_json(path, {"text_config": {"num_hidden_layers": config.pop("num_hidden_layers")}, **config})
+    assert "| 2/4 |" in " ".join(write_report(recipe, list(SCORES), run / "report").split())
+
+
 def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
     for name in SCORES:
         write_result(*result(name, limit=4), run / "evaluate" / name)
