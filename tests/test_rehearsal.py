@@ -182,6 +182,23 @@ def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
 
 
+@pytest.mark.slow
+def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(tmp_path: Path) -> None:
+    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
+    changes = ["sweep=null", "data.decontaminate=null", "early_stopping=null", f"evaluation.suite={suite}"]
+    path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
+    options = [word for change in changes for word in ("--set", change)]
+    assert main(["run", str(path), "--rehearse", str(tmp_path / "r"), *options]) == 0
+    run = tmp_path / "r" / "run"
+    models = read_json(run / "report" / "report.json")["models"]
+    assert {name: model["layers"] for name, model in models.items()} == {
+        "original": "0", "converted": "4/4", "fcsd": "4/4"
+    }  # fmt: skip
+    assert "# llama-4-scout-rehearsal-farskip" in (run / "publish" / "README.md").read_text()
+
+
 MINIMAL = {
     "name": "x",
     "output_dir": "runs/x",
