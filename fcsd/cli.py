@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = command(name, _RECIPE_COMMANDS[name], text, more)
         _recipe_arguments(sub, with_variant=name in ("distill", "cache-teacher"))
-        if name in ("sweep", "distill"):
+        if name in _EXPERT_PARALLEL:
             _expert_parallel_argument(sub)
         if name == "cache-teacher":
             sub.add_argument(
@@ -620,26 +620,24 @@ def _stage(name: str) -> Callable[[argparse.Namespace], None]:
         from fcsd import stages
 
         _quiet_transformers()
-        if name in ("sweep", "distill"):
-            from fcsd.distill.engines import expert_parallel
+        from fcsd.distill.engines import expert_parallel
 
-            with expert_parallel(arguments.expert_parallel):
-                if name == "sweep":
-                    stages.sweep(recipe)
-                else:
-                    stages.distill(recipe, arguments.variant)
-        elif name == "cache-teacher":
-            print(stages.cache_teacher(recipe, arguments.variant, arguments.output, verify=arguments.verify))
-        elif name == "report":
-            stages.report(recipe, as_json=arguments.json)
-        elif name == "run":
-            stages.run(recipe, as_json=arguments.json)
-        else:
-            getattr(stages, name)(recipe)
+        with expert_parallel(arguments.expert_parallel if name in _EXPERT_PARALLEL else 1):
+            if name == "distill":
+                stages.distill(recipe, arguments.variant)
+            elif name == "cache-teacher":
+                print(
+                    stages.cache_teacher(recipe, arguments.variant, arguments.output, verify=arguments.verify)
+                )
+            elif name in ("report", "run"):
+                getattr(stages, name)(recipe, as_json=arguments.json)
+            else:
+                getattr(stages, name)(recipe)
 
     return run
 
 
+_EXPERT_PARALLEL = ("sweep", "distill", "run")
 _RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "recipe": _recipe,
     **{name: _stage(name) for name in ("pretrain", "sweep", "distill", "cache-teacher", "report", "run")},

@@ -25,7 +25,7 @@ from fcsd.artifact import Stage, read_json, weights_fingerprint
 from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.adapters import AdapterOffTeacher, add_adapters
-from fcsd.distill.engines import distributed_config, holds_weights, launched_engine
+from fcsd.distill.engines import distributed_config, expert_parallel, holds_weights, launched_engine
 from fcsd.distill.run import TrainingRun, train
 from fcsd.distill.sweep import Candidate, run_sweep, with_choice
 from fcsd.distill.teacher import Teacher
@@ -62,7 +62,8 @@ def run(recipe: Recipe, *, as_json: bool = False) -> None:
             " on copies: it does what is left"
         )
     if recipe.pretrain is not None:
-        pretrain(recipe)
+        with expert_parallel(1):  # which reads its model from a checkpoint, and here is none yet
+            pretrain(recipe)
     convert(recipe)
     if recipe.sweep is not None:
         sweep(recipe, fill_cache=True)

@@ -1,5 +1,6 @@
 """`fcsd evaluate`, `layers` and `run` in a launch of two processes: what one process leaves, also after a kill."""
 
+import itertools
 import json
 import os
 import signal
@@ -97,7 +98,7 @@ def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
 
 @pytest.mark.slow
 def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Bench, place: Path) -> None:
-    """All stages, the KL to the original too."""
+    """All stages, the KL to the original too, under FSDP2 and expert parallelism."""
     rows = yaml.safe_load((place / "suite.yaml").read_text())["tasks"][:2]
     (place / "short.yaml").write_text(yaml.safe_dump({"name": "short", "tasks": rows}))
     changes: dict[str, Any] = {
@@ -107,14 +108,16 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Be
         },
         "evaluation": {"suite": str(place / "short.yaml"), "data_root": str(place / "data"), "batch_size": 2},
     }  # fmt: skip
-    two, one = (
-        ["run", str(bench.recipe(name, **changes)), "--set", "train.max_steps=2"] for name in ("two", "one")
-    )
-    assert launch("cpu_2_fsdp2", two) == [0]
-    assert main(one) == 0
-    for name in ("original", "converted", "fcsd"):
+
+    def whole(name: str, *more: str) -> list[str]:
+        return ["run", str(bench.recipe(name, **changes)), "--set", "train.max_steps=2", *more]
+
+    assert main(whole("one")) == 0
+    assert launch("cpu_2_fsdp2", whole("fsdp2")) == [0]
+    assert launch("cpu_2_ep", whole("ep", "--expert-parallel", "2")) == [0]
+    for run, name in itertools.product(("fsdp2", "ep"), ("original", "converted", "fcsd")):
         (a, samples), (b, others) = (
-            read_result(bench.folder / run / "evaluate" / name) for run in ("one", "two")
+            read_result(bench.folder / each / "evaluate" / name) for each in ("one", run)
         )
         assert a["kl_to_original"]["kl"] == pytest.approx(b["kl_to_original"]["kl"], rel=0.01, abs=1e-6)
         for task, items in samples.items():
@@ -123,8 +126,8 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Be
             assert [task["value"] for task in a["tasks"].values()] == [
                 task["value"] for task in b["tasks"].values()
             ]
-    assert (bench.folder / "two" / "report" / "report.md").is_file()
-    assert (bench.folder / "two" / "publish" / "README.md").is_file()
+        assert (bench.folder / run / "report" / "report.md").is_file()
+        assert (bench.folder / run / "publish" / "README.md").is_file()
 
 
 def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refused_for_parts(
