@@ -101,10 +101,17 @@ def _without_root(model: PreTrainedModel) -> nn.Module:
     head, body = head_and_body(model)
     mesh: Any = head.weight
     fully_shard(body, mesh=mesh.device_mesh)
+    return whole_head(model)
+
+
+def whole_head(model: PreTrainedModel) -> nn.Linear:
+    """A copy of the head of a model that is spread by FSDP2 or expert parallelism, or is not spread, whole on every
+    rank; all ranks call this."""
+    head, _ = head_and_body(model)
     whole = nn.Linear(1, 1, bias=False, device="meta")
     for name, parameter in head.named_parameters():
         with _gathered(parameter) as tensor:
-            whole.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+            whole.register_parameter(name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
     whole.out_features, whole.in_features = whole.weight.shape
     return whole
 

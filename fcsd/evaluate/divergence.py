@@ -1,7 +1,6 @@
 """KL(original || model) on held-out text: the figure that distillation minimises, on rows it has not seen."""
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,16 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fcsd.distill.data import Collator, next_token_targets
-from fcsd.distill.head import final_hidden, head_scaling, output_head, refuse_packing, unpadded_vocab_size
+from fcsd.distill.head import (
+    attach_loss_head,
+    detach_loss_head,
+    final_hidden,
+    head_scaling,
+    refuse_packing,
+    unpadded_vocab_size,
+)
 from fcsd.distill.losses import fused_linear_kl
+from fcsd.distill.spread import whole_head
 from fcsd.evaluate.ranks import ALONE, Ranks, input_device
 
 
@@ -45,7 +52,7 @@ def read_original(
             for row in _share(rows, ranks, "the original's hidden states", progress)
         ]
         _idle(original, rows, ranks)
-    return Original(hidden, copy.deepcopy(output_head(original)).cpu(), original.config)
+        return Original(hidden, whole_head(original).cpu(), original.config)
 
 
 @torch.no_grad()
@@ -59,14 +66,16 @@ def kl_by_row(
 ) -> tuple[list[float], list[int]]:
     """For each row the sum of KL(original || model) in nats, and the number of kept tokens; the same on all ranks."""
     device = input_device(model)
-    teacher_head = original.head.to(device)
+    teacher_head, head = original.head.to(device), whole_head(model).to(device)
 
     def own_share() -> list[tuple[float, int]]:
         found = []
         for row, known in zip(
             _share(rows, ranks, "KL to the original", progress), original.hidden, strict=True
         ):
-            total = _sum(original.config, teacher_head, known.to(device), model, _hidden(model, row))
+            total = _sum(
+                original.config, teacher_head, known.to(device), model.config, head, _hidden(model, row)
+            )
             found.append((total, len(known)))
         _idle(model, rows, ranks)
         return found
@@ -110,15 +119,21 @@ def _idle(model: PreTrainedModel, rows: Sequence[Any], ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def _evaluating(*models: PreTrainedModel) -> Iterator[None]:
-    modes = [(model, model.training) for model in models]
-    for model in models:
-        model.eval()
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    from torch.distributed.fsdp import FSDPModule
+
+    training = model.training
+    model.eval()
+    # Weights that transformers has spread are gathered by hooks of the whole model, so its body cannot be called alone.
+    as_a_whole = isinstance(model, FSDPModule)
+    if as_a_whole:
+        attach_loss_head(model)
     try:
         yield
     finally:
-        for model, training in modes:
-            model.train(training)
+        if as_a_whole:
+            detach_loss_head(model)
+        model.train(training)
 
 
 def _hidden(model: PreTrainedModel, row: Any) -> Tensor:
@@ -135,13 +150,13 @@ def _sum(
     original_config: Any,
     teacher_head: nn.Linear,
     teacher_hidden: Tensor,
-    model: PreTrainedModel,
+    config: Any,
+    head: nn.Linear,
     hidden: Tensor,
 ) -> float:
-    """Forward KL summed over tokens; `teacher_head` is the original's, on the device of `model`."""
+    """Forward KL summed over tokens; all tensors are on one device."""
     teacher_scale, teacher_softcap = head_scaling(original_config)
-    scale, softcap = head_scaling(model.config)
-    head = output_head(model)
+    scale, softcap = head_scaling(config)
     total = fused_linear_kl(
         hidden,
         head.weight,
@@ -153,7 +168,7 @@ def _sum(
         teacher_logit_scale=teacher_scale,
         softcap=softcap,
         teacher_softcap=teacher_softcap,
-        vocab_size=unpadded_vocab_size(model.config),
+        vocab_size=unpadded_vocab_size(config),
     )
     return float(total)
 
