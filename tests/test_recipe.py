@@ -179,6 +179,38 @@ WRONG = [
         r"dataset has no meaning for metric 'heldout_kl', only for a task; the text is data\.heldout",
     ),
     (
+        {"early_stopping": {"metric": "acc", "dataset": "a/b"}},
+        r"'pass@1' of a code task, 'heldout_kl', or lm-eval's key",
+    ),
+    (
+        {"early_stopping": {"metric": "acc,none", "dataset": "a/b"}},
+        r"early_stopping: kind is required for metric 'acc,none': likelihood or generation",
+    ),
+    (
+        {"early_stopping": {"metric": "acc,none", "kind": "likelihood", "dataset": "a/b"}},
+        r"early_stopping: task is required for kind 'likelihood': lm-eval's name of the task",
+    ),
+    (
+        {
+            "early_stopping": {
+                "metric": "acc,none",
+                "kind": "likelihood",
+                "task": "t",
+                "dataset": "a/b",
+                "timeout_s": 1,
+            }
+        },
+        r"early_stopping: timeout_s: no meaning for kind 'likelihood'",
+    ),
+    (
+        {"early_stopping": {"dataset": "a/b", "num_fewshot": 2}},
+        r"num_fewshot and lm_eval_include have no meaning for kind 'code'",
+    ),
+    (
+        {"early_stopping": {"dataset": "a/b", "limit": 3, "max_problems": 4}},
+        r"max_problems is the former name of limit; give limit alone",
+    ),
+    (
         {"early_stopping": {"metric": "heldout_kl"}},
         r"early_stopping\.metric 'heldout_kl' needs data\.heldout",
     ),
@@ -374,3 +406,22 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
     with pytest.raises(UserError, match="objective 'sft' compares with no teacher"):
         bad = {"v": {"objective.name": "sft", "teacher.backend": "sharded"}}
         load_recipe(write(tmp_path, MINIMAL | {"variants": bad}))
+
+
+def test_a_stopping_task_has_the_defaults_of_its_kind_and_is_a_row_of_a_suite(tmp_path: Path) -> None:
+    code = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": {"dataset": "a/b", "max_problems": 7}}))
+    assert code.early_stopping is not None and code.early_stopping.row.kind == "code"
+    assert (code.early_stopping.limit, code.early_stopping.batch_size, code.early_stopping.split) == (
+        7,
+        32,
+        "test",
+    )
+    assert code.early_stopping.chat_template and code.early_stopping.row.stop == []
+    given = {"metric": "acc,none", "kind": "likelihood", "task": "piqa", "dataset": "baber/piqa"}
+    choice = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": given}))
+    assert choice.early_stopping is not None
+    row = choice.early_stopping.row
+    assert row.model_dump(exclude_unset=True) == given | {"num_fewshot": 0, "chat_template": False}
+    assert choice.early_stopping.max_new_tokens is None and choice.early_stopping.split is None
+    for recipe in (code, choice):  # what `fcsd recipe` prints is the same recipe
+        assert load_recipe(write(tmp_path, recipe.dump())) == recipe

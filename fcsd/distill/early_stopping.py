@@ -135,7 +135,9 @@ class EarlyStopper:
         """The last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378 items), +0.0210 ± 0.0140 since step
         1000, best so far; 93 s`."""
         point, before = self.points[-1], self.points[-2:-1]
-        text = f"step {point['step']}: {self.name} {plus_minus(point['score'], point['stderr'])} ({self.items})"
+        text = (
+            f"step {point['step']}: {self.name} {plus_minus(point['score'], point['stderr'])} ({self.items})"
+        )
         for earlier in before:
             change = plus_minus(point["change"], point["change_stderr"], sign="+")
             text += f", {change} since step {earlier['step']}"
