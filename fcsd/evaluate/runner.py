@@ -124,15 +124,17 @@ def judging(
     missing = [row for row in suite.tasks if row.task not in kept]
     with contextlib.ExitStack() as stack:
         prepared: dict[str, Any] = {}
-        totals = {task: total for task, (_, total) in kept.items()}
+        facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
         for row in missing:
             if row.kind == "code":
                 problems = load_problems(row, data_root)
                 prompts(tokenizer, problems[:1], row)
-                prepared[row.task], totals[row.task] = problems[:limit], len(problems)
+                prepared[row.task], total, higher_is_better = problems[:limit], len(problems), True
             else:
                 prepared[row.task] = likelihood.load_task(row, suite, data_root, tokenizer)
-                totals[row.task] = likelihood.num_items(prepared[row.task], None)
+                total = likelihood.num_items(prepared[row.task], None)
+                higher_is_better = likelihood.higher_is_better(prepared[row.task], row)
+            facts[row.task] = {"num_items_total": total, "higher_is_better": higher_is_better}
         scorer: CodeScorer | None = None
 
         def checked() -> dict[str, Any] | None:
@@ -149,6 +151,9 @@ def judging(
             return scorer.layers if scorer is not None else None
 
         layers = ranks.from_first(checked)
+        for row in missing:
+            if row.kind == "code":
+                facts[row.task]["sandbox"] = layers
         work = {
             row.task: _code_work(row, prepared[row.task])
             if row.kind == "code"
@@ -188,15 +193,12 @@ def judging(
                         kind = UserError if isinstance(error, UserError) else ScorerError
                         raise kind(f"{error} ({kept_text}; run again to go on)") from error
                     if store is not None and ranks.first:
-                        store.put(row, samples[row.task], totals[row.task])
+                        store.put(row, samples[row.task], facts[row.task])
             settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
             ordered = {row.task: samples[row.task] for row in suite.tasks}
-            result = _result(model, tokenizer, suite, ordered, totals, settings, name)
-            for row in missing:
-                better = row.kind == "code" or likelihood.higher_is_better(prepared[row.task], row)
-                result["tasks"][row.task]["higher_is_better"] = better
+            result = _result(model, tokenizer, suite, ordered, facts, settings, name)
             seconds = ranks.from_first(lambda: time.monotonic() - start)
-            return result | {"sandbox": layers, "wall_s": seconds}, ordered
+            return result | {"wall_s": seconds}, ordered
 
         yield judge
 
@@ -206,14 +208,18 @@ def _result(
     tokenizer: "PreTrainedTokenizerBase",
     suite: Suite,
     samples: Samples,
-    totals: Mapping[str, int],
+    facts: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
     name: str,
 ) -> dict[str, Any]:
     data_root = settings["data_root"]
     tasks = {
-        row.task: task_result(row, samples[row.task], totals[row.task], data_root) for row in suite.tasks
+        row.task: task_result(row, samples[row.task], facts[row.task]["num_items_total"], data_root)
+        | {"higher_is_better": facts[row.task]["higher_is_better"]}
+        for row in suite.tasks
     }
+    # A task that was finished before may have run in another sandbox: the first one counts.
+    sandboxes = [found["sandbox"] for found in facts.values() if "sandbox" in found]
     mean, error = plain_mean([(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]])
     return {
         "schema_version": SCHEMA_VERSION,
@@ -223,6 +229,7 @@ def _result(
         "tasks": tasks,
         "mean": mean,
         "mean_stderr": error,
+        "sandbox": sandboxes[0] if sandboxes else None,
         "settings": {
             **settings,
             "data_root": None if data_root is None else str(data_root),

@@ -17,7 +17,7 @@ from fcsd.artifact import file_sha256, write_text, writing
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import SuiteTask
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # The files of transformers and its tokenizers; others (README, logs, a stage's manifest) change no answer.
 _CONFIGURATION = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken",
@@ -66,19 +66,22 @@ class TaskStore:
         text = json.dumps(self._key(row), sort_keys=True)
         return self.folder / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
-    def get(self, row: SuiteTask) -> tuple[list[dict[str, Any]], int] | None:
-        """(samples, number of items in the whole split) of a finished task; None when it is not there or damaged."""
+    def get(self, row: SuiteTask) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+        """(samples, facts) of a finished task; None when it is not there or damaged."""
         try:
             found = json.loads(self._path(row).read_text(encoding="utf-8"))
             if found["key"] == json.loads(json.dumps(self._key(row))):
-                return list(found["samples"]), int(found["num_items_total"])
+                return list(found["samples"]), dict(found["facts"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return None
 
-    def put(self, row: SuiteTask, samples: Sequence[Mapping[str, Any]], num_items_total: int) -> None:
-        """Keep a finished task; the file appears whole or not at all."""
+    def put(self, row: SuiteTask, samples: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+        """Keep a finished task; the file appears whole or not at all.
+
+        facts: what a result says of the task beside its samples.
+        """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        content = {"key": self._key(row), "num_items_total": num_items_total, "samples": samples}
+        content = {"key": self._key(row), "facts": facts, "samples": samples}
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")

@@ -182,8 +182,8 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> N
     row = SuiteTask.model_validate(ROWS[0])
     store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
     assert store.get(row) is None
-    store.put(row, [{"score": 1.0}], 9)
-    assert store.get(row) == ([{"score": 1.0}], 9)
+    store.put(row, [{"score": 1.0}], {"num_items_total": 9})
+    assert store.get(row) == ([{"score": 1.0}], {"num_items_total": 9})
     assert TaskStore(tmp_path, {"model": "2"}, {"piqa": "d"}).get(row) is None
     assert TaskStore(tmp_path, {"model": "1"}, {"piqa": "e"}).get(row) is None
     assert store.get(row.model_copy(update={"num_fewshot": 1})) is None
