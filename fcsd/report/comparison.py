@@ -219,12 +219,14 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
 
 
 def settings_line(result: Mapping[str, Any]) -> str:
-    """Shots and chat template per task, dtype, decoding and versions in one line."""
+    """Shots, chat template and cut prompts per task, dtype, decoding and versions in one line."""
     settings = result["settings"]
-    tasks = [
-        f"{task} {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
-        for task, row in result["tasks"].items()
-    ]
+    tasks = []
+    for task, row in result["tasks"].items():
+        text = f"{task} {row['num_fewshot']}-shot{', chat template' if row.get('chat_template') else ''}"
+        if cut := row.get("prompts_cut"):
+            text += f", {cut} of {row['num_items']} prompts cut on the left to fit the model's positions"
+        tasks.append(text)
     used = [f"{name} {version}" for name, version in settings.get("versions", {}).items()]
     how = [str(settings["dtype"])] if settings.get("dtype") else []
     how += [f"decoding {settings['decoding']}"] if settings.get("decoding") else []

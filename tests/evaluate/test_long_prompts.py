@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fcsd.errors import UserError
+from fcsd.report.comparison import settings_line
 from fcsd.report.table import score_table
 from fcsd.testing import tiny_model, tiny_tokenizer
 from tests.evaluate.test_runner import CODE, GENERATION, judge, likelihood, place, plain_lm_eval
@@ -39,6 +40,7 @@ def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
     assert 0 < too_long < 12, too_long
     assert made["tasks"]["t_choice"]["prompts_cut"] == too_long
     assert f"t_choice: {too_long} prompts are longer than the model's positions" in score_table(made)
+    assert f"t_choice 1-shot, {too_long} of 12 prompts cut on the left" in settings_line(made)
 
 
 def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -> None:
