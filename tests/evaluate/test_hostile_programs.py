@@ -124,9 +124,10 @@ def test_secrets_outside_cannot_be_read(scorer: CodeScorer, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "path",
     ["/etc/passwd", "/proc/self/environ", "/proc/1/environ", "/proc/self/maps", "/proc/self/mem", "~/.ssh",
-     *[f"/proc/{os.getpid()}/{name}" for name in ("environ", "cmdline", "mem")]],
+     *[f"/proc/{{caller}}/{name}" for name in ("environ", "cmdline", "mem")]],
 )  # fmt: skip
 def test_the_machine_s_own_files_cannot_be_read(scorer: CodeScorer, path: str) -> None:
+    path = path.format(caller=os.getpid())
     attack(scorer, f"import os\np = os.path.expanduser({path!r})\nopen(p, 'rb').read(1)")
 
 
