@@ -34,9 +34,8 @@ MEASURED = {
     "kl": PLAIN,
     "kl, one micro-batch": replace(PLAIN, accumulates=False),
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
-    "kl, frozen ends": replace(PLAIN, freeze_embeddings_and_head=True),
+    "jsd, frozen ends": replace(PLAIN, objective="jsd", freeze_embeddings_and_head=True),
     "sft": replace(PLAIN, objective="sft", num_rows=6),
-    "jsd, checkpointing": replace(PLAIN, objective="jsd", checkpointing=True),
     "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True),
     "kl, cached teacher": replace(PLAIN, teacher="cache", num_rows=6),
     "kl, lora, adapters off": replace(PLAIN, teacher="adapter_off", adapters=True, num_rows=6),
@@ -46,10 +45,7 @@ MEASURED = {
 }
 
 
-SHARDED = {
-    "fsdp2, kl": PLAIN,
-    "fsdp2, kl, checkpointing": replace(PLAIN, checkpointing=True),
-}
+SHARDED = {"fsdp2, kl, checkpointing": replace(PLAIN, checkpointing=True)}
 
 
 def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:

@@ -239,7 +239,8 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:
-    """Where nobody listens the client of the Hub tries for half a minute and says so; offline it does not try."""
+    """Where nobody listens the client of the Hub tries for half a minute (here it does not wait in between) and says so;
+    offline it does not try."""
     row = PIQA | {"revision": "a" * 40}
     *arguments, _, _ = words(model, root, row, **{"data-root": root})
     place = arguments.index("--data-root")
@@ -249,7 +250,8 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_
         "HF_DATASETS_OFFLINE": offline,
         "HF_ENDPOINT": "http://127.0.0.1:9",
     }
-    with start("-m", "fcsd", *arguments, **environment, HF_HOME=str(root.parent / "home")) as child:
+    hasty = "import time; time.sleep = lambda _: None; from fcsd.cli import main; raise SystemExit(main())"
+    with start("-c", hasty, *arguments, **environment, HF_HOME=str(root.parent / "home")) as child:
         said = child.communicate(timeout=300)[1].strip().splitlines()
     assert child.returncode == 2 and ("Retrying" in "".join(said)) == (offline == "0")
     assert said[-1].startswith(
