@@ -239,7 +239,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:
-    """Where nobody listens the client of the Hub tries for half a minute (here it does not wait in between) and says so;
+    """Where nobody listens the client of the Hub tries for half a minute, here without its pauses, and says so;
     offline it does not try."""
     row = PIQA | {"revision": "a" * 40}
     *arguments, _, _ = words(model, root, row, **{"data-root": root})
