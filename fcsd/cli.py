@@ -422,7 +422,7 @@ def _parser() -> argparse.ArgumentParser:
         "push",
         _push,
         "Put a FarSkip checkpoint with its card and results on the Hub.",
-        "Run it again after an interruption: what has arrived is not sent again. The access token is that of"
+        "Run it again after an interruption: it goes on from what has arrived. The access token is that of"
         " `hf auth login`, or HF_TOKEN.",
     )
     push.add_argument(

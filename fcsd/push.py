@@ -302,8 +302,9 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
     folder = Path(base)
     if not folder.is_dir() and hub_id(base) is not None:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
-        with contextlib.suppress(Exception):  # not here, or not whole
+        with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache
             folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
     if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
         return False
@@ -311,8 +312,13 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
         {file.name: file for file in sorted(each.glob("*.safetensors"))} for each in (source, folder)
     )
     sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
-    return sizes[0] == sizes[1] and all(
-        file.samefile(its[name]) or file_sha256(file) == file_sha256(its[name]) for name, file in mine.items()
+    return (
+        bool(mine)
+        and sizes[0] == sizes[1]
+        and all(
+            file.samefile(its[name]) or file_sha256(file) == file_sha256(its[name])
+            for name, file in mine.items()
+        )
     )
 
 
@@ -486,7 +492,7 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
             ) from None
         raise UserError(
             f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
-            " again, what has arrived is not sent again"
+            " again, it goes on from what has arrived"
         ) from None
 
 

@@ -69,6 +69,7 @@ def early_stopping(
                     allow_weak_sandbox=recipe.evaluation.allow_weak_sandbox,
                     progress=False,  # a bar of its own would cut the training's to pieces
                     ranks=launched_ranks(in_step=launched_engine().shards),
+                    any_direction=True,
                 )
             )
 

@@ -1,5 +1,5 @@
 """Distillation: instruction data to packed rows, fused head and loss, the trainer, early stopping, the sweep.
 
-Not covered: teachers that are sharded, cached or adapters switched off; reverse divergences; generation for early
-stopping while the model is sharded.
+Not covered: pre-training's own architectures; how a checkpoint is rewired (`fcsd.connectivity`); how a model is scored
+(`fcsd.evaluate`, `fcsd.stopping`).
 """

@@ -105,7 +105,7 @@ def check_files(task: str, location: str, name: str | None, split: str) -> None:
         files = [
             Path(file) for file in datasets.load_dataset_builder(location, name).config.data_files[split]
         ]
-    except Exception:
+    except Exception:  # of many kinds; the caller shows the one that `datasets` gave for the task
         return
     for file in files:
         if file.suffix == ".parquet":

@@ -103,7 +103,7 @@ def _add_group(
     whole["group_subtasks"][name] = list(members)
     whole["n-shot"][name] = row["num_fewshot"]
     whole["versions"][name] = "fcsd"
-    whole["higher_is_better"][name] = {metric: True}
+    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
 
 
 def _add_task(
@@ -115,13 +115,13 @@ def _add_task(
 ) -> None:
     metric, rule = lm_eval_key(row["metric"])
     whole["results"][name] = _scores(name, row["metric"], items)
-    generates = row["kind"] != "likelihood"
+    generates, more = row["kind"] != "likelihood", row.get("higher_is_better", True)
     whole["configs"][name] = {
         "task": name,
         "dataset_path": row["dataset"],
         "num_fewshot": row["num_fewshot"],
         "output_type": "generate_until" if generates else "multiple_choice",
-        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": more}],
         **({} if rule == "none" else {"filter_list": [{"name": rule}]}),
         "repeats": 1,
         "metadata": {
@@ -132,7 +132,7 @@ def _add_task(
     }
     whole["versions"][name] = "fcsd"
     whole["n-shot"][name] = row["num_fewshot"]
-    whole["higher_is_better"][name] = {metric: True}
+    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
     whole["n-samples"][name] = {"original": total or len(items), "effective": len(items)}
 
 

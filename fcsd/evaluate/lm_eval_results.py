@@ -159,6 +159,8 @@ def _task(
         "num_fewshot": int((whole.get("n-shot") or {}).get(leaves[0]) or 0),
         "kind": "generation" if config.get("output_type") == "generate_until" else "likelihood",
         "headline": True,
+        "higher_is_better": ((whole.get("higher_is_better") or {}).get(leaves[0]) or {}).get(name)
+        is not False,
         "chat_template": bool(whole.get("chat_template")) if own is None else bool(own),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,

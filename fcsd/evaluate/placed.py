@@ -22,7 +22,7 @@ from fcsd.recipe import Model
 
 
 def judging_engine() -> Engine:
-    """The engine of the launch. Under ZeRO-3 FSDP2 holds what is judged: both give the same scores, this one sooner."""
+    """The engine of the launch. Under ZeRO-3 FSDP2 holds what is judged: the scores are the same."""
     engine = launched_engine()
     return replace(engine, name="fsdp2", reshard=True) if engine.name == "zero3" else engine
 

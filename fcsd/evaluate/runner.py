@@ -108,8 +108,11 @@ def judging(
     progress: bool = True,
     store: TaskStore | None = None,
     ranks: Ranks = ALONE,
+    any_direction: bool = False,
 ) -> Iterator[Judge]:
     """`evaluate` for one model after another, as a function of model and name; data and sandbox are prepared once.
+
+    any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
     Raises: as `evaluate`.
     """
@@ -134,6 +137,11 @@ def judging(
                 prepared[row.task] = likelihood.load_task(row, suite, data_root, tokenizer)
                 total = likelihood.num_items(prepared[row.task], None)
                 higher_is_better = likelihood.higher_is_better(prepared[row.task], row)
+            if not (higher_is_better or any_direction):
+                raise UserError(
+                    f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
+                    " better, so choose one of those, or leave the task out"
+                )
             facts[row.task] = {"num_items_total": total, "higher_is_better": higher_is_better}
         scorer: CodeScorer | None = None
 

@@ -199,7 +199,8 @@ def compare(
         limit: the smaller of the two; None for whole tasks. complete: whether there is none
 
     Raises:
-        UserError: other tasks, metrics, shots or decoding, or samples that do not match.
+        UserError: other tasks, metrics, shots or decoding, or samples that do not match; a metric of which less is
+            better.
     """
     before, after = original["result"], converted["result"]
     tasks: dict[str, Any] = {}
@@ -255,6 +256,11 @@ def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[
 
 
 def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    if any(each["tasks"][task].get("higher_is_better") is False for each in (before, after)):
+        raise UserError(
+            f"{task}: lower is better in {before['tasks'][task]['metric']}; only metrics of which more is better are"
+            " compared; leave the task out with --tasks"
+        )
     for row, other, keys in (
         (before["tasks"][task], after["tasks"][task], _SAME_ROW),
         (_suite_row(before, task), _suite_row(after, task), _SAME_SUITE_ROW),

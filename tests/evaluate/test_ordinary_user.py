@@ -70,7 +70,7 @@ def test_hostile_programs_fail_for_an_ordinary_user_too(home: Path, disable: tup
     python = shutil.which("python3", path="/usr/bin:/bin")
     check = "import sys; assert sys.version_info >= (3, 11)"
     if python is None or subprocess.run([python, "-c", check], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("no Python 3.11 that an ordinary user can read")
+        pytest.skip("no python3 of 3.11 or newer in /usr/bin or /bin, where an ordinary user can run it")
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     victim = subprocess.Popen(["/bin/sleep", "60"], **user)
     outcomes = {}

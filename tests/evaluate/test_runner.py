@@ -42,6 +42,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "t_group": {"group": "t_group", "task": ["t_one", "t_two"]},
     "t_one": CHOICE,
     "t_two": CHOICE | {"test_split": "train"},
+    "t_mistakes": CHOICE
+    | {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": False}]},
     "t_median": CHOICE
     | {"metric_list": [{"metric": "acc", "aggregation": "median", "higher_is_better": True}]},
 }
@@ -264,6 +266,10 @@ def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(place: 
         (likelihood(kind="generation"), "kind is 'generation', but lm-eval's output_type is multiple_choice"),
         (CODE | {"split": "nope"}, "cannot read split 'nope'"),
         (likelihood("t_median"), "is not a mean over items"),
+        (
+            likelihood("t_mistakes"),
+            "task t_mistakes: lower is better in acc,none; models are compared by metrics of",
+        ),
     ],
 )
 def test_a_task_that_cannot_run_is_refused_with_its_name(

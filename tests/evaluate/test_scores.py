@@ -272,6 +272,14 @@ def test_samples_that_do_not_match_are_refused_with_the_setting_that_explains_it
         compare(a, b)
 
 
+def test_a_metric_of_which_less_is_better_is_not_compared_as_if_more_were() -> None:
+    row = {"metric": "brier_score,none", "higher_is_better": False}
+    with pytest.raises(
+        UserError, match=r"a: lower is better in brier_score,none; .*leave the task out with --tasks"
+    ):
+        compare(result({"a": [0.1, 0.2]}, **row), result({"a": [0.4, 0.5]}, **row))
+
+
 def test_another_revision_with_the_same_items_is_no_reason_to_refuse() -> None:
     a, b = result({"x": [1, 0]}, revision="a"), result({"x": [1, 0]}, revision="b")
     assert compare(a, b)["tasks"]["x"]["num_items"] == 2
