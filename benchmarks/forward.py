@@ -39,8 +39,8 @@ def build(family: str, layers: int, dim: int, device: str, dtype: str) -> Any:
     """
     import torch
 
-    from fcsd.testing import tiny_model
-    from fcsd.testing.tiny import TINY
+    from fcsd.tiny.configs import TINY
+    from fcsd.tiny.models import tiny_model
 
     overrides = {
         name: value * dim // 32

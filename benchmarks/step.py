@@ -65,7 +65,7 @@ def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
 
 
 def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]:
-    """{"input_ids", "loss_mask"} of each example, as `fcsd.distill.data.pack` takes them."""
+    """{"input_ids", "loss_mask"} of each example, as `fcsd.data.packing.pack` takes them."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]
 
 
 def packed_rows(options: argparse.Namespace, batch: list[dict[str, list]]) -> list[dict[str, Any]]:
-    from fcsd.distill.data import pack
+    from fcsd.data.packing import pack
 
     return list(pack(batch, options.length, pad_token_id=0))
 
@@ -147,10 +147,10 @@ def train_with_fcsd(
 ) -> None:
     from unittest import mock
 
+    from fcsd.config.training import Objective, Train
     from fcsd.distill import run as product
-    from fcsd.distill.teacher import ModelTeacher
-    from fcsd.recipe import Objective, Train
-    from fcsd.testing import tiny_tokenizer
+    from fcsd.distill.teachers.base import ModelTeacher
+    from fcsd.tiny.models import tiny_tokenizer
 
     rows = packed_rows(options, batch)
     student = make_model(options, rewired=True)
@@ -198,8 +198,8 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
     """A cache on disk of these rows, filled by the teacher, of which only the head stays in memory."""
     import copy
 
-    from fcsd.distill.cache import CachedTeacher, HiddenCache
-    from fcsd.distill.cache_stage import fill_cache
+    from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
+    from fcsd.distill.teachers.cache_fill import fill_cache
 
     weight = teacher.head.weight
     identity = {"hidden_size": weight.shape[1], "dtype": str(weight.dtype).removeprefix("torch.")}
@@ -214,7 +214,7 @@ def train_with_gkd(
     from transformers.trainer_callback import PrinterCallback
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    from fcsd.testing import tiny_tokenizer
+    from fcsd.tiny.models import tiny_tokenizer
 
     if variant == "gkd sorted":
         batch = sorted(batch, key=lambda example: len(example["input_ids"]))

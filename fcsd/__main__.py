@@ -2,6 +2,6 @@
 
 import sys
 
-from fcsd.cli import main
+from fcsd.cli.main import main
 
 sys.exit(main())

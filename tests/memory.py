@@ -16,14 +16,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fcsd.config.model import Lora
+from fcsd.config.training import Objective, Train
 from fcsd.connectivity import Connectivity, convert_model
-from fcsd.distill.adapters import AdapterOffTeacher, add_adapters
-from fcsd.distill.data import next_token_targets
-from fcsd.distill.run import TrainingRun, train
-from fcsd.distill.teacher import Teacher
-from fcsd.estimate.trace import Setting
-from fcsd.recipe import Lora, Objective, Train
-from fcsd.testing import run_ranks, tiny_tokenizer
+from fcsd.cost.trace import Setting
+from fcsd.data.batches import next_token_targets
+from fcsd.distill.arguments import TrainingRun
+from fcsd.distill.run import train
+from fcsd.distill.teachers.base import Teacher
+from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
+from fcsd.tiny.models import tiny_tokenizer
+from tests.reference.ranks import run_ranks
 from tests.support import ROOT
 
 SMALL = {
@@ -142,7 +145,7 @@ def peak_of_two_steps(setting: Setting, **overrides: Any) -> int:
 
 def peak_on_two_ranks(setting: Setting, **overrides: Any) -> int:
     """As `peak_of_two_steps`, of the rank that needs more, under FSDP2; the second rank starts without weights."""
-    from tests.distill.test_engines import environment
+    from tests.distributed.test_engines import environment
 
     variables = environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
     return max(run_ranks(_rank_peak, 2, variables, setting, overrides, timeout_s=400))

@@ -1,4 +1,4 @@
-"""Configurations of published models, from `tests/data/configs`."""
+"""Configurations of published models, from `tests/files/configs`."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from fcsd.connectivity.modeling import base_model_class
 from fcsd.families import Family
 from tests.support import ROOT
 
-CONFIGS = ROOT / "tests" / "data" / "configs"
+CONFIGS = ROOT / "tests" / "files" / "configs"
 
 
 def real_folder(name: str, folder: Path) -> Path:

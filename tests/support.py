@@ -130,7 +130,7 @@ def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Pop
 def in_forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> list[tuple[int, str]]:
     """(exit status as of `in_a_fork`, output) of `call(rank)` in each of `world_size` forks that form a gloo group.
 
-    Unlike `fcsd.testing.run_ranks` it lets every rank end as it will, and keeps how.
+    Unlike `tests.reference.ranks.run_ranks` it lets every rank end as it will, and keeps how.
     """
     port = str(free_port())
     store = Path(tempfile.mkdtemp(dir=folder)) / "store"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.artifact import Stage, differences, new_folder, weights_fingerprint, write_json, writing
+from fcsd.artifact import Stage, differences
 from fcsd.errors import UserError
+from fcsd.files import new_folder, weights_fingerprint, write_json, writing
 
 
 def stage(folder: Path, **settings: object) -> Stage:

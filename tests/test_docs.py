@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.cli import _parser
+from fcsd.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +31,7 @@ def test_there_are_commands_to_check() -> None:
 @pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value)
 def test_every_command_is_understood(page: str, text: str) -> None:
     words = shlex.split(text, comments=True)[1:]
-    arguments = _parser().parse_args(words)
+    arguments = build_parser().parse_args(words)
     assert arguments.command == words[0]
 
 

@@ -18,10 +18,12 @@ from typing import Any
 
 from benchmarks.recovery.corpus import write_corpus
 from benchmarks.recovery.report import write_report
-from fcsd.artifact import read_json, versions, write_json
+from fcsd.artifact import versions
+from fcsd.config.load import load_recipe
+from fcsd.config.recipe import Recipe
+from fcsd.config.strict import read_yaml, validate
 from fcsd.errors import UserError
-from fcsd.recipe import Recipe, load_recipe
-from fcsd.strict import read_yaml, validate
+from fcsd.files import read_json, write_json
 
 HERE = Path(__file__).parent
 MODELS = ("plain", "shared")
@@ -81,7 +83,7 @@ def measure(
     out: Path, model: str, seed: int, method: str, replacements: dict[str, Any], overrides: list[str]
 ) -> None:
     """One run, unless its result is there."""
-    from fcsd import stages
+    from fcsd.stages import run as stages
 
     result = result_path(out, model, seed, method)
     asked = {

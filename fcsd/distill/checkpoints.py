@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import read_json, write_json
 from fcsd.errors import UserError
+from fcsd.files import read_json, write_json
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
 _FILES = "files.json"

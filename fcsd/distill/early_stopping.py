@@ -1,19 +1,17 @@
 """When to stop: the score has not improved for a while (paper 5.1: every 1000 steps, patience 20, delta 2 %).
 
-Pure bookkeeping; what the score is and how it is measured is in `fcsd.stopping`.
+Pure bookkeeping; what the score is and how it is measured is in `fcsd.stages.scoring`.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fcsd.evaluate.divergence import ratio
-from fcsd.evaluate.progress import duration
-
-RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
+from fcsd.stats import ratio
+from fcsd.text import RELATIVE, duration, items_text, plus_minus
 
 
 @dataclass(frozen=True)
@@ -299,29 +297,3 @@ class TimeSpent:
         """Add what was spent before a restart."""
         self._run_s += state["run_s"]
         self.scoring_s += state["scoring_s"]
-
-
-def stopping_text(plan: Mapping[str, Any]) -> str:
-    """What a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
-    `Rowan/hellaswag`, split `train`"."""
-    if plan.get("metric") == "heldout_kl":
-        return "KL to the original on held-out text"
-    metric = str(plan.get("metric")).partition(",")[0]
-    of = f" of {plan['task']}" if plan.get("kind", "code") != "code" else ""
-    split = f", split `{plan['split']}`" if plan.get("split") else ""
-    return f"{metric}{of} on `{plan.get('dataset')}`{split}"
-
-
-def plus_minus(value: float, error: float | None, sign: str = "") -> str:
-    """`0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
-    size = max(abs(value), error or 0.0)
-    digits = 4 if size >= 0.01 or not size else min(12, 2 - math.floor(math.log10(size)))
-    text = f"{value:{sign}.{digits}f}"
-    return text if error is None else f"{text} ± {error:.{digits}f}"
-
-
-def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
-    """`40 of 378 items`; of held-out text `256 rows`."""
-    if metric in RELATIVE or num_items_total is None:
-        return f"{num_items} {'rows' if metric in RELATIVE else 'items'}"
-    return f"{num_items} of {num_items_total} items"

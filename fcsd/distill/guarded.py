@@ -17,12 +17,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from fcsd.artifact import read_json, write_text
+from fcsd.config.training import Safety
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
 from fcsd.errors import UserError
-from fcsd.recipe import Safety
+from fcsd.files import read_json, write_text
 
 
 class GuardedTrainer(Trainer):

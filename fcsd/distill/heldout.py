@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.distill.adapters import AdapterOffTeacher
-from fcsd.distill.data import Collator, next_token_targets, without_tail
+from fcsd.data.batches import Collator, next_token_targets, without_tail
 from fcsd.distill.early_stopping import Score
-from fcsd.distill.head import refuse_packing
-from fcsd.distill.teacher import Batch, ModelTeacher, Teacher
+from fcsd.distill.teachers.base import Batch, ModelTeacher, Teacher
+from fcsd.distill.teachers.lora import AdapterOffTeacher
+from fcsd.distributed.launch import processes
+from fcsd.distributed.ranks import Ranks, ranks_of
 from fcsd.errors import UserError
-from fcsd.evaluate.ranks import Ranks, ranks_of
-from fcsd.evaluate.state import preserved
-from fcsd.processes import processes
+from fcsd.losses.head import refuse_packing
+from fcsd.models.preserve import preserved
 
 
 class HeldoutKL:
@@ -26,7 +26,7 @@ class HeldoutKL:
     Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
     In a launch of several processes each has its share of the rows, and all of them call it.
 
-    Args: rows of `fcsd.distill.data.build_dataset`; `original` loads the model that the student is compared with, for
+    Args: rows of `fcsd.data.dataset.build_dataset`; `original` loads the model that the student is compared with, for
     runs whose own teacher cannot be asked about other rows (a cache), or that have none (sft).
     """
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.distill.teacher import ModelTeacher, Teacher
+from fcsd.config.training import Train
+from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.errors import UserError, is_out_of_memory
-from fcsd.inspect.table import size
-from fcsd.recipe import Train
+from fcsd.text import size
 
 REST = "activations, loss and buffers"
 

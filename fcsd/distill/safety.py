@@ -14,7 +14,7 @@ from before them, and on with the batches behind them (PaLM, arXiv 2204.02311, s
 
 Every decision is taken from figures that all ranks have, so that all ranks take the same.
 
-Not covered: ranks that fail (`fcsd.rank_failure`), signals (`fcsd.distill.interrupt`), what a checkpoint holds.
+Not covered: ranks that fail (`fcsd.distributed.failure`), signals (`fcsd.distill.interrupt`), what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, Literal
 
-from fcsd.recipe import Safety
+from fcsd.config.training import Safety
 
 Verdict = Literal["go", "skip", "rewind", "stop"]
 _FEWEST_LOSSES = 16  # before this many, or the whole window, nothing is called a spike

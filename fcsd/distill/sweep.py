@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import read_json, write_json, write_text
-from fcsd.distill.run import mean_of_last, read_history
+from fcsd.config.overrides import to_yaml
+from fcsd.config.recipe import Recipe
+from fcsd.config.strict import validate
+from fcsd.config.training import Sweep
+from fcsd.config.training import Train as TrainSettings
+from fcsd.distill.history import mean_of_last, read_history
 from fcsd.errors import UserError
-from fcsd.recipe import Recipe, Sweep, to_yaml
-from fcsd.recipe import Train as TrainSettings
-from fcsd.strict import validate
+from fcsd.files import read_json, write_json, write_text
 
 
 @dataclass(frozen=True)

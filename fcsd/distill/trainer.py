@@ -7,7 +7,6 @@ exact continuation needs.
 
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,21 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import SaveStrategy
 
-from fcsd.artifact import read_json, replace_folder, write_json, writing
+from fcsd.config.training import Objective, Train
+from fcsd.data.batches import next_token_targets, without_tail
 from fcsd.distill.averaging import WeightAverage
+from fcsd.distill.callbacks import STOPPER_FILE
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, guard_state, note_files, remove
-from fcsd.distill.data import next_token_targets, without_tail
-from fcsd.distill.early_stopping import EarlyStopper, Score
-from fcsd.distill.engines import Engine
-from fcsd.distill.extra_terms import ExtraTerms, Seen
+from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.guarded import GuardedTrainer
-from fcsd.distill.head import refuse_packing
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
-from fcsd.distill.quantiles import bin_counts, quantile
-from fcsd.distill.state import (
+from fcsd.distill.teachers.base import Teacher
+from fcsd.distributed.engine import Engine
+from fcsd.distributed.state import (
     PART_OF,
     check_state,
     load_schedule,
@@ -44,20 +37,22 @@ from fcsd.distill.state import (
     schedule_state,
     write_state,
 )
-from fcsd.distill.teacher import Teacher
 from fcsd.errors import UserError
-from fcsd.recipe import Objective, Train
+from fcsd.files import read_json, replace_folder, write_json, writing
+from fcsd.losses.head import refuse_packing
+from fcsd.losses.hidden_terms import ExtraTerms, Seen
+from fcsd.losses.quantiles import bin_counts, quantile
 
-STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 _PARTIAL = "checkpoint-being-written"
+
+
 _SCHEDULE = "scheduler.pt"
-_SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
 
 
 class DistillTrainer(GuardedTrainer):
     """Minimises an `Objective` over packed rows.
 
-    The model must carry a loss head (`fcsd.distill.head.attach_loss_head`). `teacher` is needed for the objectives
+    The model must carry a loss head (`fcsd.losses.head.attach_loss_head`). `teacher` is needed for the objectives
     that compare with one. `settings` say what moves the weights, beyond what `args` can say.
 
     Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
@@ -67,7 +62,7 @@ class DistillTrainer(GuardedTrainer):
         top1_agreement              share of tokens whose most probable continuation is the teacher's
         teacher_entropy             nats
         clipped_share               of tokens, with objective.clip
-        l2, router_kl               before their coefficients, see `fcsd.distill.extra_terms`
+        l2, router_kl               before their coefficients, see `fcsd.losses.hidden_terms`
         tokens_per_second           all tokens, of all ranks
     Divergence and entropy are taken at objective.temperature.
     """
@@ -412,142 +407,3 @@ class DistillTrainer(GuardedTrainer):
             self.average.load(checkpoint)
         self.state = state
         return True
-
-
-class ScoreFailure(Exception):
-    """A score could not be made, and all ranks know; the reason is the cause."""
-
-
-class ProgressBar(TrainerCallback):
-    """One line with step, time left, loss and tokens per second; nothing on ranks other than the first."""
-
-    def __init__(self, description: str):
-        self.description = description
-        self.bar: Any = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Open the bar at the step at which training begins."""
-        if state.is_world_process_zero:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
-            )
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Move the bar."""
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Show the newest figures."""
-        if self.bar is not None and logs and "tokens_per_second" in logs:
-            shown: dict[str, str] = {name: f"{logs[name]:.4f}" for name in _SHOWN if name in logs}
-            self.bar.set_postfix({**shown, "tok/s": f"{logs['tokens_per_second']:.0f}"}, refresh=False)
-
-    def close(self) -> None:
-        """End the line, also after an error: what is printed next begins a new one."""
-        if self.bar is not None:
-            self.bar.close()
-
-
-class StopWhenScoreStalls(TrainerCallback):
-    """Scores the model every `every_steps` steps and ends training when the stopper says so.
-
-    A step that is asked to be the last one (`ending`) is not scored any more, and one whose score failed ends the
-    training: both leave a checkpoint, and the run that goes on from it begins with that score. `failure` is the error.
-
-    Args:
-        score: of the step's weights; on all ranks, which get the same score or error.
-        keep_best: keeps the weights of that step beside those kept before.
-        drop_others: may drop all others; called once a checkpoint that names `step` as the best one is on disk.
-        say: prints a line, once for all ranks.
-    """
-
-    def __init__(
-        self,
-        stopper: EarlyStopper,
-        score: Callable[[int], Score],
-        *,
-        keep_best: Callable[[int], None],
-        drop_others: Callable[[int], None],
-        say: Callable[[str], None],
-        ending: Callable[[], bool],
-    ):
-        self.stopper, self.score = stopper, score
-        self.keep_best, self.drop_others = keep_best, drop_others
-        self.say, self.ending = say, ending
-        self.failure: ScoreFailure | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Score the model before the first step: the curve's first point, and never the best one kept.
-
-        Of a run that goes on, make the score that its last step is still to have.
-        """
-        self.stopper.time.start()
-        if state.global_step == 0:
-            self.stopper.first(self.score(0))
-            self.say(self.stopper.line())
-        elif self.stopper.is_due(state.global_step, state.max_steps):
-            self._evaluate(state.global_step)
-            control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Score, keep the best, stop."""
-        step = state.global_step
-        later = self.ending() and step < state.max_steps
-        if self.stopper.is_due(step, state.max_steps) and not later:
-            try:
-                self._evaluate(step)
-            except ScoreFailure as error:
-                self.failure = error
-                control.should_training_stop = True
-                control.should_save = args.save_strategy != SaveStrategy.NO
-        if self.stopper.should_stop:
-            control.should_training_stop = True
-            control.should_save = True
-
-    def _evaluate(self, step: int) -> None:
-        best = self.stopper.update(step, self.score(step))
-        self.say(self.stopper.line())
-        if (warning := self.stopper.noise()) is not None:
-            self.say(warning)
-        if best:
-            self.keep_best(step)
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Only the best weights are needed from now on."""
-        if self.stopper.best_step is not None:
-            self.drop_others(self.stopper.best_step)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The clock of the run stands still."""
-        self.stopper.time.stop()
-
-
-def replace_output(trainer: Trainer, description: str) -> ProgressBar:
-    """Put our progress bar in the place of the Trainer's own output."""
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    bar = ProgressBar(description)
-    trainer.add_callback(bar)
-    return bar

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
-from fcsd.evaluate.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

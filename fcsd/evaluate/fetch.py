@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import read_json, write_json, writing
+from fcsd.config.suite import Suite, SuiteTask
 from fcsd.errors import UserError
-from fcsd.evaluate.suites import Suite, SuiteTask, first_line
+from fcsd.evaluate.suites import first_line
+from fcsd.files import read_json, write_json, writing
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
 # Loading scripts are dead since datasets 4, and one that lies in the folder makes the folder unreadable.

@@ -4,32 +4,19 @@ Not covered: what an item is for a score; that is lm-eval's and the scorer's bus
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill.data import load_source
-from fcsd.distill.decontaminate import Item, all_texts
+from fcsd.config.data import Source
+from fcsd.config.suite import Suite, SuiteTask
+from fcsd.data.decontaminate import Item, all_texts
+from fcsd.data.sources import load_source
 from fcsd.errors import UserError
-from fcsd.evaluate.likelihood import load_task
-from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location
+from fcsd.evaluate.lm_eval.tasks import load_task
+from fcsd.evaluate.suites import dataset_location
 
 # Generated inputs and outputs, megabytes of numbers; what a reader of the benchmark sees is in the other columns.
 _CODE_LEFT_OUT = ("test",)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A data set as `load_source` wants it named."""
-
-    path: str
-    name: str | None
-    split: str
-    revision: str | None
-    columns: dict[str, str] = field(default_factory=dict)
-    streaming: bool = False
-    weight: float = 1.0
-    max_examples: int | None = None
 
 
 def suite_items(suite: Suite, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
@@ -49,9 +36,7 @@ def suite_items(suite: Suite, data_root: Path | None, tokenizer: Any) -> Iterato
 def _code_items(row: SuiteTask, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     revision = row.revision if location == row.dataset else None
-    for index, problem in enumerate(
-        load_source(_Rows(location, row.dataset_name, row.split or "test", revision))
-    ):
+    for index, problem in enumerate(_load(location, row.dataset_name, row.split or "test", revision)):
         shown = {name: value for name, value in problem.items() if name not in _CODE_LEFT_OUT}
         yield Item(row.task, str(problem.get("task_id", index)), tuple(all_texts(shown)))
 
@@ -78,10 +63,18 @@ def dataset_items(
     """
     location = judged_location(path, data_root)
     revision = revision if location == path else None
-    rows = load_source(_Rows(location, name, split, revision, {column: column for column in columns}))
+    rows = _load(location, name, split, revision, columns)
     for index, row in enumerate(rows):
         counted = {column: row[column] for column in columns} if columns else row
         yield Item(path, str(index), tuple(all_texts(counted)))
+
+
+def _load(path: str, name: str | None, split: str, revision: str | None, columns: Sequence[str] = ()) -> Any:
+    # Not validated: the columns of a test set are any, those of a training source make an example.
+    wanted: Any = {column: column for column in columns}
+    return load_source(
+        Source.model_construct(path=path, name=name, split=split, revision=revision, columns=wanted)
+    )
 
 
 def judged_location(path: str, data_root: Path | None) -> str:

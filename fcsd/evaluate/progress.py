@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
+from fcsd.text import duration
+
 
 @dataclass(frozen=True)
 class Work:
@@ -76,11 +78,3 @@ class Progress:
         known = [work for work in map(self.tasks.__getitem__, names) if work.unit in pace]
         word = "about " if len(known) == len(names) else "at least "
         return word, sum(pace[work.unit] * work.amount for work in known)
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`."""
-    minutes = round(seconds / 60)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -12,86 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.errors import UserError
+from fcsd.stats import ALPHA, centre_and_error, holm, interval, plain_mean, standard_error
 
 Sample = Mapping[str, Any]
-ALPHA = 0.05
+
+
 """Level of verdicts; intervals are 1 - ALPHA wide."""
-_Z = 1.959963984540054  # 97.5 % point of the normal distribution
+
 
 # What two rows must agree on: of the result, and of the suite where both results say it.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
+
+
 _SAME_SUITE_ROW = ("max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s")
-
-
-def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as lm-eval's; 0 for one item."""
-    count = len(scores)
-    if count < 2:
-        return 0.0
-    mean = math.fsum(scores) / count
-    return math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (count - 1) / count)
-
-
-def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
-    """Standard error of the mean over all items of a group of tasks, from the variance within its tasks alone:
-    sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N), as lm-eval's; None where a task has a single item."""
-    sizes = [len(group) for group in groups]
-    if min(sizes) < 2:
-        return None
-    within = math.fsum(
-        size * (size - 1) * standard_error(group) ** 2 for size, group in zip(sizes, groups, strict=True)
-    )
-    return math.sqrt(within / (sum(sizes) - len(sizes)) / sum(sizes))
-
-
-def plain_mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Unweighted mean of (value, standard error) and its own standard error sqrt(sum se^2) / n, tasks
-    independent."""
-    if not values:
-        raise ValueError("mean of no values")
-    count = len(values)
-    mean = math.fsum(value for value, _ in values) / count
-    return mean, math.sqrt(math.fsum(error**2 for _, error in values)) / count
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number (Holm 1979): the i-th smallest of m times m - i + 1, never falling, at most 1.
-
-    Calling every task different whose adjusted p is below alpha is wrong about any of them with probability alpha.
-    """
-    adjusted, least = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
-        adjusted[index] = least
-    return adjusted
-
-
-def centre_and_error(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Centre and standard error of the 95 % interval of a mean paired difference; None where one item cannot tell.
-
-    Where all are -1, 0 or 1, half an item is added to each cell of the 2 x 2 table (Agresti and Min 2005): the plain
-    interval would have no width where no item changed, as if nothing could. Elsewhere the mean, and its standard error
-    widened from Student's t to the normal distribution.
-    """
-    count = len(differences)
-    if all(difference in (-1, 0, 1) for difference in differences):
-        gained, lost = (sum(d == sign for d in differences) + 0.5 for sign in (1, -1))
-        centre = (gained - lost) / (count + 2)
-        return centre, math.sqrt(gained + lost - (gained - lost) * centre) / (count + 2)
-    if count < 2:
-        return None
-    from scipy.stats import t
-
-    wider = float(t.ppf(1 - ALPHA / 2, count - 1)) / _Z
-    return math.fsum(differences) / count, standard_error(differences) * wider
-
-
-def _interval(centre: tuple[float, float] | None, *, clip: bool = False) -> list[float] | None:
-    """clip: differences are shares of right answers."""
-    if centre is None:
-        return None
-    low, high = (centre[0] + sign * _Z * centre[1] for sign in (-1, 1))
-    return [max(-1.0, low), min(1.0, high)] if clip else [low, high]
 
 
 def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = "task") -> dict[str, Any]:
@@ -126,7 +59,7 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "converted_stderr": standard_error(after),
         "delta": math.fsum(differences) / len(pairs),
         "delta_stderr": standard_error(differences),
-        "interval": _interval(centre_and_error(differences), clip=set(before) | set(after) <= {0, 1}),
+        "interval": interval(centre_and_error(differences), clip=set(before) | set(after) <= {0, 1}),
         "gained": gained,
         "lost": lost,
         "p_value": float(binomtest(gained, changed).pvalue) if changed else 1.0,
@@ -186,7 +119,7 @@ def compare(
     """All tasks of two evaluations (result, samples), and the plain mean over the headline tasks.
 
     Args:
-        original, converted: {"result": …, "samples": …} as `fcsd.evaluate.runner.read_result` gives them.
+        original, converted: {"result": …, "samples": …} as `fcsd.evaluate.results.read_result` gives them.
         only: tasks to compare where the results have others, too.
 
     Returns:
@@ -299,7 +232,7 @@ def _mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
         )
     known = [found for task in tasks if (found := differences[task]) is not None]
-    mean["interval"] = _interval(plain_mean(known)) if len(known) == len(tasks) else None
+    mean["interval"] = interval(plain_mean(known)) if len(known) == len(tasks) else None
     low, high = mean["interval"] or (0.0, 0.0)
     mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
     if len(tasks) == 1:  # its exact test decides, here as there

@@ -1,6 +1,6 @@
 """The evaluation stage: one model judged on a suite, in a folder with a manifest.
 
-Not covered: which models a recipe has; that is `fcsd.stages`.
+Not covered: which models a recipe has; that is `fcsd.stages.run`.
 """
 
 import shutil
@@ -8,23 +8,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.artifact import Stage, new_folder, read_json, versions, weights_fingerprint
+from fcsd.artifact import Stage, versions
+from fcsd.config.data import Source
+from fcsd.config.model import Model
+from fcsd.config.recipe import Recipe
+from fcsd.config.suite import Suite, SuiteTask, load_suite
 from fcsd.connectivity.checkpoint import find_folder
-from fcsd.distill.data import build_dataset
+from fcsd.data.local import data_fingerprint
+from fcsd.distributed.launch import begin, finish, processes
+from fcsd.distributed.ranks import launched_ranks
 from fcsd.evaluate.batch import BatchSize, check_batch_size
-from fcsd.evaluate.divergence import mean_kl, read_original
-from fcsd.evaluate.lm_eval_files import write_lm_eval
-from fcsd.evaluate.placed import check_device_map, judging_engine, load_judged
-from fcsd.evaluate.ranks import launched_ranks
-from fcsd.evaluate.runner import Samples, judging, write_result
+from fcsd.evaluate.lm_eval.write import write_lm_eval
+from fcsd.evaluate.results import Samples, write_result
+from fcsd.evaluate.runner import judging
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
-from fcsd.evaluate.suites import Suite, SuiteTask, dataset_location, load_suite
-from fcsd.loading import data_fingerprint, free_memory, load_tokenizer
-from fcsd.processes import begin, finish, processes
-from fcsd.recipe import Model, Recipe, Source
+from fcsd.evaluate.suites import dataset_location
+from fcsd.files import new_folder, read_json, weights_fingerprint
+from fcsd.losses.kl import mean_kl, read_original
+from fcsd.models.load import free_memory, load_tokenizer
+from fcsd.models.place import check_device_map, judging_engine, load_judged
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
+from fcsd.data.dataset import heldout_rows
 
 FINISHED_TASKS = "finished-tasks"
 
@@ -110,7 +116,7 @@ def evaluate_checkpoint(
     """`fcsd evaluate`: judge any checkpoint, without a recipe; the results are in `output`. All ranks call this.
 
     cache: a folder of finished tasks that several evaluations share; None: one in `output`, until all are finished.
-    device_map: see `fcsd.evaluate.placed.load_judged`.
+    device_map: see `fcsd.models.place.load_judged`.
     """
     ranks = launched_ranks(in_step=judging_engine().shards)
     check_device_map(device_map)
@@ -181,23 +187,6 @@ def judged_data(
     }
     return found | (
         {"data.heldout": data_fingerprint(heldout.path, heldout.revision)} if heldout is not None else {}
-    )
-
-
-def heldout_rows(
-    source: Source,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    num_examples: int,
-    max_length: int,
-    packing: bool,
-    loss_on: str,
-) -> Any:
-    """Rows of the first `num_examples` of held-out text, in order."""
-    limit = min(num_examples, source.max_examples or num_examples)
-    plain = Source.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset(
-        [plain], tokenizer, max_length=max_length, packing=packing, loss_on=loss_on, shuffle=False
     )
 
 

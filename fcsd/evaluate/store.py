@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import file_sha256, write_text, writing
+from fcsd.config.suite import SuiteTask
 from fcsd.errors import UserError
-from fcsd.evaluate.suites import SuiteTask
+from fcsd.files import file_sha256, write_text, writing
 
 SCHEMA_VERSION = 2
 # The files of transformers and its tokenizers; others (README, logs, a stage's manifest) change no answer.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fcsd.report.table import markdown
+from fcsd.text import markdown, size
 
 _PARTS = {
     "embeddings": "embeddings",
@@ -131,16 +131,6 @@ def _cache(cache: Mapping[str, Any] | None) -> str:
 
 def _number(value: int | None) -> str:
     return "?" if value is None else f"{value:,}"
-
-
-def size(value: int) -> str:
-    """`31.4 GiB`, `512.0 KiB`."""
-    number, unit = float(value), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
 def ranges(indices: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
 """What people read: tables, figures, the report of a run, the model card.
 
-Not covered: uploading; that is `fcsd.push`.
+Not covered: uploading; that is `fcsd.publish.push`.
 """

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import new_folder, read_json, versions, write_json, write_text
+from fcsd.artifact import versions
 from fcsd.errors import UserError
-from fcsd.evaluate.lm_eval_files import write_lm_eval
-from fcsd.evaluate.lm_eval_results import read_results
+from fcsd.evaluate.lm_eval.read import read_results
+from fcsd.evaluate.lm_eval.write import write_lm_eval
 from fcsd.evaluate.scores import compare
+from fcsd.files import new_folder, read_json, write_json, write_text
 from fcsd.report.items import write_items
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures

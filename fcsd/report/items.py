@@ -20,7 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import write_text
+from fcsd.files import write_text
 from fcsd.report.table import percent
 from fcsd.report.verdict import p_text, quick_look, signed
 

@@ -193,7 +193,7 @@ def _difference_axis(axis: Any, label: str, note: str) -> None:
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
     """The layer study, a row a metric: number of rewired layers from both ends (paper Fig. 3), and one layer at a time.
 
-    result: what `fcsd.layers` writes to `layers.json`.
+    result: what `fcsd.layers.study` writes to `layers.json`.
     """
     metrics, points = result["metrics"], result["points"]
     by_side = {side: [p for p in points if p["side"] == side] for side in ("none", "first", "last", "single")}

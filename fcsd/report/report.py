@@ -8,24 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import new_folder, read_json, versions, write_json, write_text
-from fcsd.distill.early_stopping import stopping_text
+from fcsd.artifact import versions
+from fcsd.config.overrides import to_yaml
+from fcsd.config.recipe import Recipe
+from fcsd.config.stopping import EarlyStopping
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import read_result
-from fcsd.layers import read_study
-from fcsd.recipe import EarlyStopping, Recipe, to_yaml
-from fcsd.report.comparison import (
-    compare_all,
-    figure_parts,
-    settings_text,
-    tables,
-    verdicts,
-    write_details,
-)
+from fcsd.evaluate.results import read_result
+from fcsd.files import new_folder, read_json, write_json, write_text
+from fcsd.layers.study import read_study
+from fcsd.report.comparison import compare_all, figure_parts, settings_text, tables, verdicts, write_details
 from fcsd.report.plots import plot_layers, plot_models, plot_sweep
 from fcsd.report.table import models_table
 from fcsd.report.training import stopping_table, training_figures
 from fcsd.report.verdict import quick_look, verdict
+from fcsd.text import stopping_text
 
 SCHEMA_VERSION = 1
 

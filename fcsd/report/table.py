@@ -2,30 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fcsd.report.verdict import interval_text, p_text, quick_look, signed
-
-Rows = Sequence[Sequence[str]]
-
-
-def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
-    """A Markdown table that also reads well as plain text: columns padded, all but the first `left` of them
-    aligned to the right."""
-    widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    # Columns on the left are ruled `|----|`, the others `|---:|`, which aligns them to the right.
-    rule = "|".join("-" * (width + 1) + ("-" if index < left else ":") for index, width in enumerate(widths))
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+from fcsd.text import markdown
 
 
 def percent(value: float | None, stderr: float | None = None) -> str:
@@ -120,7 +102,7 @@ def _retained(row: Mapping[str, Any]) -> str:
 
 def result_table(folder: Path) -> str:
     """The results in one folder of `fcsd evaluate`."""
-    from fcsd.evaluate.runner import read_result
+    from fcsd.evaluate.results import read_result
 
     result, _ = read_result(folder)
     table = score_table(result)

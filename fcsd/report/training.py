@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import read_json
-from fcsd.evaluate.progress import duration
+from fcsd.files import read_json
+from fcsd.text import duration
 
 
 def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, str]:
     """Draw the losses, and the scores of early stopping, of finished trainings (name -> their folder); figure ->
     caption."""
-    from fcsd.distill.run import read_history
+    from fcsd.distill.history import read_history
     from fcsd.report.plots import plot_losses, plot_scores
 
     figures: dict[str, str] = {}
@@ -32,7 +32,7 @@ def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, st
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
     """Of every training with early stopping (name -> its manifest): best score, items, and what the scores took of the
     time; "" for none."""
-    from fcsd.distill.early_stopping import items_text, plus_minus
+    from fcsd.text import items_text, plus_minus
 
     rows = []
     for name, manifest in training.items():
@@ -56,8 +56,8 @@ def _stopping_curves(
     training: Mapping[str, Path],
 ) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
     """(metric, what it is of) -> the points of every training that was stopped by it."""
-    from fcsd.distill.early_stopping import stopping_text
-    from fcsd.distill.run import read_scores
+    from fcsd.distill.history import read_scores
+    from fcsd.text import stopping_text
 
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():

@@ -22,10 +22,10 @@ from fcsd.connectivity import (
 )
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
-from fcsd.testing import tiny_model
-from fcsd.testing.images import image_inputs
-from fcsd.testing.reference_adapted import LAYERS, adapted_forward, adapted_streams
-from fcsd.testing.reference_multimodal import multimodal_reference_forward
+from fcsd.tiny.models import tiny_model
+from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
+from tests.reference.images import image_inputs
+from tests.reference.multimodal import multimodal_reference_forward
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 TOLERANCE = 5e-5

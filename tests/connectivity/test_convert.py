@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fcsd.connectivity import Connectivity, convert_model, farskip_layers, unconvert_model
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
-from fcsd.testing import tiny_config, tiny_model
+from fcsd.tiny.models import tiny_config, tiny_model
 
 # PEFT 0.21 asks for the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

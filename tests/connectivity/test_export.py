@@ -22,7 +22,7 @@ from fcsd.connectivity import (
 )
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.support import assert_same_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)

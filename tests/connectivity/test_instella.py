@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fcsd.cli import main
+from fcsd.cli.main import main
 from fcsd.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -15,8 +15,9 @@ from fcsd.connectivity import (
 )
 from fcsd.connectivity.aliases import from_instella
 from fcsd.errors import UserError
-from fcsd.testing import reference_forward, tiny_model
-from fcsd.testing.reference import layer_arguments
+from fcsd.tiny.models import tiny_model
+from tests.reference.parts import layer_arguments
+from tests.reference.reference import reference_forward
 
 X = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(5))
 TOLERANCE = 5e-5  # on logits of size 5

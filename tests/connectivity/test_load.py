@@ -11,7 +11,7 @@ from fcsd.connectivity import Connectivity, convert_checkpoint, farskip_layers, 
 from fcsd.connectivity import load as load_module
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
-from fcsd.testing import tiny_config, tiny_model
+from fcsd.tiny.models import tiny_config, tiny_model
 from tests.support import assert_same_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)

@@ -25,16 +25,11 @@ from fcsd.connectivity import (
 )
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, family_of, moe_mask
-from fcsd.testing import tiny_config, tiny_model, tiny_tokenizer
-from fcsd.testing.configs.multimodal import IMAGE, IMAGES
-from fcsd.testing.images import image_inputs
-from fcsd.testing.reference_multimodal import (
-    ADAPTED,
-    MULTIMODAL_MOE,
-    multimodal_reference_forward,
-    text_stack,
-)
+from fcsd.tiny.configs.multimodal import IMAGE, IMAGES
+from fcsd.tiny.models import tiny_config, tiny_model, tiny_tokenizer
 from tests.connectivity.test_export import run_without_fcsd
+from tests.reference.images import image_inputs
+from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
 from tests.support import assert_same_model
 
 NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)
@@ -498,7 +493,7 @@ def test_code_of_a_hub_repository_is_named_there(tmp_path, monkeypatch):
     tiny_model("aria").save_pretrained(snapshot)
     names = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     (snapshot / "tokenizer_config.json").write_text(json.dumps(names))
-    monkeypatch.setattr("fcsd.connectivity.export.find_folder", lambda *_: snapshot)
+    monkeypatch.setattr("fcsd.connectivity.checkpoint.find_folder", lambda *_: snapshot)
     convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
     carried = json.loads((tmp_path / "far" / "tokenizer_config.json").read_text())
     assert carried == {"auto_map": {"AutoTokenizer": ["owner/name--tokenization_own.Own", None]}}

@@ -6,7 +6,8 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model, farskip_layers
 from fcsd.connectivity.rewire import regular
 from fcsd.families import FAMILIES
-from fcsd.testing import TINY, tiny_model
+from fcsd.tiny.configs import TINY
+from fcsd.tiny.models import tiny_model
 
 # One family of each kind of layer: what differs between the others are names.
 KINDS = {

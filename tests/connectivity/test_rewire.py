@@ -10,12 +10,12 @@ import torch
 
 from fcsd.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
 from fcsd.families import FAMILIES, moe_mask
-from fcsd.testing import reference_forward, tiny_model
-from fcsd.testing.configs import TINY
-from fcsd.testing.configs.multimodal import IMAGES
-from fcsd.testing.reference import MOE
-from fcsd.testing.reference_adapted import LAYERS
-from fcsd.testing.surgery import surgery_forward
+from fcsd.tiny.configs import TINY
+from fcsd.tiny.configs.multimodal import IMAGES
+from fcsd.tiny.models import tiny_model
+from tests.reference.adapted import LAYERS
+from tests.reference.reference import MOE, reference_forward
+from tests.reference.surgery import surgery_forward
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])

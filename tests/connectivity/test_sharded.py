@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from fcsd.connectivity import Connectivity, convert_model
-from fcsd.testing import run_ranks, tiny_model
+from fcsd.tiny.models import tiny_model
+from tests.reference.ranks import run_ranks
 
 X = torch.randint(3, 99, (4, 9), generator=torch.Generator().manual_seed(0))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fcsd.connectivity import Connectivity, convert_checkpoint, unconvert_checkpoint
-from fcsd.testing import tiny_config, tiny_model
+from fcsd.tiny.models import tiny_config, tiny_model
 from tests.support import start
 
 MIB = 2**20

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from fcsd.connectivity import Connectivity, convert_model, farskip_layers, rewire
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
-from fcsd.testing import run_ranks, tiny_model
+from fcsd.tiny.models import tiny_model
+from tests.reference.ranks import run_ranks
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fcsd.connectivity import Connectivity, convert_model
-from fcsd.testing import reference_forward, tiny_model
+from fcsd.tiny.models import tiny_model
+from tests.reference.reference import reference_forward
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fcsd.testing import run_ranks, tiny_model
+from fcsd.tiny.models import tiny_model
+from tests.reference.ranks import run_ranks
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
 CODE = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## )[^\n]*\n)*?```python\n(.*?)```", TEXT, flags=re.M | re.S))

@@ -7,7 +7,7 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model, farskip_layers, load_model
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
-from fcsd.testing import tiny_model
+from fcsd.tiny.models import tiny_model
 
 FAMILY_NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text")
 EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in FAMILY_NAMES}

@@ -14,7 +14,8 @@ from fcsd.connectivity import (
     rewire,
 )
 from fcsd.errors import UserError
-from fcsd.testing import run_ranks, tiny_model
+from fcsd.tiny.models import tiny_model
+from tests.reference.ranks import run_ranks
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "llama4_text")
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, farskip_layers, load_model
-from fcsd.testing import tiny_model
+from fcsd.tiny.models import tiny_model
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
 X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from fcsd.distill.early_stopping import EarlyStopper, Score, TimeSpent, items_text, plus_minus, stopping_text
+from fcsd.distill.early_stopping import EarlyStopper, Score, TimeSpent
+from fcsd.text import items_text, plus_minus, stopping_text
 
 
 def run(scores: list[float], patience: int = 2, min_delta: float = 0.02) -> tuple[EarlyStopper, list[int]]:

@@ -11,21 +11,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from fcsd.artifact import read_json, weights_fingerprint
-from fcsd.cli import main
+from fcsd.cli.main import main
 from fcsd.distill import run as run_module
 from fcsd.distill.early_stopping import EarlyStopper, Score
-from fcsd.distill.engines import Engine
-from fcsd.distill.head import attach_loss_head
 from fcsd.distill.heldout import HeldoutKL
-from fcsd.distill.run import read_history, train
-from fcsd.distill.teacher import ModelTeacher
+from fcsd.distill.history import read_history
+from fcsd.distill.run import train
+from fcsd.distill.teachers.base import ModelTeacher
+from fcsd.distributed.engine import Engine
 from fcsd.errors import UserError
-from fcsd.testing import run_ranks
-from tests.distill.test_engines import compare as compare_spread
-from tests.distill.test_engines import launch
+from fcsd.files import read_json, weights_fingerprint
+from fcsd.losses.head import attach_loss_head
 from tests.distill.test_parallel import compare, history, ranks
 from tests.distill.test_trainer import Rows, make, reference, teacher, weights  # noqa: F401
+from tests.distributed.test_engines import compare as compare_spread
+from tests.distributed.test_engines import launch
+from tests.reference.ranks import run_ranks
 from tests.support import Bench, in_a_fork
 
 OBJECTIVE = {

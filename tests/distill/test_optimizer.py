@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fcsd.distill.optimizer import MuonWithAdamW, learning_rate_scales, parameter_groups
-from fcsd.testing import tiny_model
+from fcsd.tiny.models import tiny_model
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.cli import main
+from fcsd.cli.main import main
+from fcsd.config.training import Train
 from fcsd.distill import out_of_memory
 from fcsd.distill.out_of_memory import REST, advice, explained, held
-from fcsd.distill.teacher import ModelTeacher
+from fcsd.distill.teachers.base import ModelTeacher
 from fcsd.errors import UserError, is_out_of_memory
-from fcsd.recipe import Train
-from fcsd.testing import tiny_model
+from fcsd.tiny.models import tiny_model
 from tests.memory import PLAIN, memory_of_this_process, small_model, train_two_steps
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from fcsd.cli import main
+from fcsd.cli.main import main
 from fcsd.distill import run as run_module
-from fcsd.testing import run_ranks
+from tests.reference.ranks import run_ranks
 from tests.support import ROOT, Bench, start
 
 # One micro-batch on each of two processes, or two on one: the same four rows a step.
@@ -83,7 +83,7 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
             raise UserError("the sandbox is gone")
 
-        fcsd.evaluate.runner.generate_completions = broken  # type: ignore[assignment]
+        fcsd.evaluate.code.generate.generate_completions = broken  # type: ignore[assignment]
     if spoil == "nan":
 
         class Spoil(TrainerCallback):

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fcsd.artifact import read_json, weights_fingerprint
-from fcsd.cli import main
+from fcsd.cli.main import main
 from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
+from fcsd.files import read_json, weights_fingerprint
 from tests.support import Bench, in_a_fork, in_forked_ranks, start
 
 
@@ -232,7 +232,7 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
     command = ["distill", str(recipe(bench, "r"))]
     assert main(command) == 0
     capsys.readouterr()
-    monkeypatch.setattr("fcsd.stages.train", lambda run: pytest.fail("trained again"))
+    monkeypatch.setattr("fcsd.distill.run.train", lambda run: pytest.fail("trained again"))
     assert main(command) == 0
     assert "finished before" in capsys.readouterr().err
     assert main([*command, "--set", "train.logging_steps=7"]) == 0

@@ -14,18 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fcsd.config.training import Safety
 from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill import guarded, interrupt
 from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.checkpoints import damage, newest_usable, note_files
 from fcsd.distill.guarded import GuardedTrainer
+from fcsd.distill.history import read_history
 from fcsd.distill.interrupt import Signals
-from fcsd.distill.run import read_history, train
+from fcsd.distill.run import train
 from fcsd.distill.safety import Guard, SpikeDetector
 from fcsd.distill.trainer import DistillTrainer
 from fcsd.errors import Interrupted, UserError
-from fcsd.recipe import Safety
 from tests.distill.test_trainer import Rows, make, teacher
 from tests.support import in_a_fork
 

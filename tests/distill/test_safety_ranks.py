@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from fcsd.testing import run_ranks
-from tests.distill.test_engines import ENGINES, environment
-from tests.distill.test_safety import events, run, same, spoil, teacher, train
+from fcsd.distill.run import train
+from tests.distill.test_safety import events, run, same, spoil, teacher
+from tests.distributed.test_engines import ENGINES, environment
+from tests.reference.ranks import run_ranks
 from tests.support import ROOT
 
 __all__ = ["teacher"]  # the fixture

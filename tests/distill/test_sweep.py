@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from fcsd.config.load import load_recipe
+from fcsd.config.recipe import Recipe
+from fcsd.config.training import Train
 from fcsd.distill.sweep import Candidate, run_sweep, with_choice
 from fcsd.errors import UserError
-from fcsd.recipe import Recipe, Train, load_recipe
 
 # loss[batch size][learning rate]: the last step alone would choose another learning rate than the mean of the last two
 LOSSES = {

@@ -16,13 +16,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from fcsd.config.training import Objective, Train
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill import run as run_module
+from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.early_stopping import EarlyStopper, Score
-from fcsd.distill.run import TrainingRun, read_history, read_scores, train
+from fcsd.distill.history import read_history, read_scores
+from fcsd.distill.run import train
 from fcsd.errors import UserError
-from fcsd.recipe import Objective, Train
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 
 LENGTH = 16
 VOCABULARY = 99

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.artifact import read_json
-from fcsd.cli import main
+from fcsd.cli.main import main
 from fcsd.evaluate.stage import FINISHED_TASKS
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.files import read_json
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import rows_of, write_repository
 from tests.support import start
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.cli import main
+from fcsd.cli.main import main
+from fcsd.config.suite import Suite, SuiteTask, load_suite
 from fcsd.errors import UserError
-from fcsd.evaluate.columns import COLUMNS, check_rows
-from fcsd.evaluate.likelihood import load_task, work
+from fcsd.evaluate.lm_eval.columns import COLUMNS, check_rows
+from fcsd.evaluate.lm_eval.tasks import load_task, work
 from fcsd.evaluate.progress import Work
 from fcsd.evaluate.runner import evaluate
-from fcsd.evaluate.suites import Suite, SuiteTask, load_suite
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import mmlu_subjects, rows_of, write_repository, write_root
 from tests.support import start
 
@@ -217,7 +217,7 @@ def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:
     import yaml
     from jinja2 import Environment
 
-    from fcsd.evaluate.problems import Problem
+    from fcsd.evaluate.code.problems import Problem
 
     folder = Path(str(lm_eval.__file__)).parent / "tasks" / "mbpp"
     function = next(

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd import loading
+from fcsd.config.load import load_recipe
+from fcsd.config.model import Model
 from fcsd.errors import UserError
-from fcsd.evaluate import placed, stage
+from fcsd.evaluate import stage
 from fcsd.evaluate.store import configuration_fingerprint
-from fcsd.loading import to_accelerator
-from fcsd.recipe import Model, load_recipe
+from fcsd.models import load as loading
+from fcsd.models import place as placed
+from fcsd.models.load import to_accelerator
 from tests.evaluate.test_kept_tasks import judge, place
 from tests.support import Bench
 

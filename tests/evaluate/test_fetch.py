@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from fcsd.config.suite import Suite, SuiteTask, load_suite
+from fcsd.data.local import data_fingerprint
 from fcsd.errors import UserError
 from fcsd.evaluate import fetch
 from fcsd.evaluate.fetch import MARK, fetch_suite, fetched_revision
-from fcsd.evaluate.likelihood import load_task
-from fcsd.evaluate.suites import Suite, SuiteTask, load_suite
-from fcsd.loading import data_fingerprint
-from fcsd.testing import tiny_tokenizer
+from fcsd.evaluate.lm_eval.tasks import load_task
+from fcsd.tiny.models import tiny_tokenizer
 from tests.evaluate.rows import rows_of, write_repository
 from tests.support import start
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 import yaml
 
-from fcsd.artifact import read_json
+from fcsd.config.suite import SuiteTask
+from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
-from fcsd.evaluate import likelihood, runner
+from fcsd.evaluate import runner
 from fcsd.evaluate.batch import Batch
-from fcsd.evaluate.progress import Progress, Work, duration
-from fcsd.evaluate.ranks import ALONE, Ranks
+from fcsd.evaluate.lm_eval import tasks as likelihood
+from fcsd.evaluate.progress import Progress, Work
 from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint
 from fcsd.evaluate.store import TaskStore
-from fcsd.evaluate.suites import SuiteTask
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.files import read_json
+from fcsd.text import duration
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import rows_of, write_repository
 from tests.support import start
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.artifact import read_json
-from fcsd.cli import main
+from fcsd.cli.main import main
+from fcsd.config.suite import load_suite
 from fcsd.connectivity import load_model
+from fcsd.distributed.ranks import input_device
 from fcsd.evaluate import runner
-from fcsd.evaluate.ranks import input_device
-from fcsd.evaluate.runner import evaluate, read_result
+from fcsd.evaluate.results import read_result
+from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.stage import FINISHED_TASKS
-from fcsd.evaluate.suites import load_suite
-from fcsd.testing import tiny_tokenizer
-from tests.distill.test_engines import launch, outcomes
+from fcsd.files import read_json
+from fcsd.tiny.models import tiny_tokenizer
+from tests.distributed.test_engines import launch, outcomes
 from tests.evaluate.test_ranks import place
 from tests.support import ROOT, Bench, in_forked_ranks, start
 

@@ -8,7 +8,7 @@ import pytest
 from fcsd.errors import UserError
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import score_table
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.test_runner import CODE, GENERATION, judge, likelihood, place, plain_lm_eval
 
 __all__ = ["place"]  # a fixture

@@ -12,19 +12,20 @@ import pytest
 import torch
 import yaml
 
+from fcsd.config.model import Model
+from fcsd.config.suite import load_suite
 from fcsd.connectivity import Connectivity, convert_model
-from fcsd.distill.engines import expert_parallel
+from fcsd.distributed.engine import expert_parallel
+from fcsd.distributed.ranks import Ranks, is_spread, launched_ranks, ranks_of
 from fcsd.errors import UserError
-from fcsd.evaluate.divergence import mean_kl, read_original
-from fcsd.evaluate.placed import judging_engine, load_judged
-from fcsd.evaluate.ranks import Ranks, is_spread, launched_ranks, ranks_of
 from fcsd.evaluate.runner import evaluate, judging
-from fcsd.evaluate.state import preserved
-from fcsd.evaluate.suites import load_suite
-from fcsd.recipe import Model
-from fcsd.testing import run_ranks, tiny_model, tiny_tokenizer
-from tests.distill.test_engines import environment
+from fcsd.losses.kl import mean_kl, read_original
+from fcsd.models.place import judging_engine, load_judged
+from fcsd.models.preserve import preserved
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from tests.distributed.test_engines import environment
 from tests.evaluate.test_runner import TASKS, write_rows
+from tests.reference.ranks import run_ranks
 from tests.support import ROOT
 
 ROWS: list[dict[str, Any]] = [

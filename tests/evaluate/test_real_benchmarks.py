@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.evaluate.problems import Tests, read_problems
+from fcsd.config.suite import load_suite
+from fcsd.evaluate.code.problems import Tests, read_problems
+from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.runner import evaluate
-from fcsd.evaluate.scorer import CodeScorer
-from fcsd.evaluate.suites import load_suite
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 
 
 def test_benchmarks_run_from_local_data_and_have_their_official_numbers_of_items(shared_hub: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 
+from fcsd.config.suite import Suite, load_suite
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import evaluate, read_result, write_result
+from fcsd.evaluate.results import read_result, write_result
+from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.scores import compare
-from fcsd.evaluate.suites import Suite, load_suite
-from fcsd.testing import tiny_model, tiny_tokenizer
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 
 CHOICE = {
     "dataset_path": "o/choice",

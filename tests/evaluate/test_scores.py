@@ -8,15 +8,8 @@ import pytest
 from scipy import stats
 
 from fcsd.errors import UserError
-from fcsd.evaluate.scores import (
-    centre_and_error,
-    compare,
-    holm,
-    paired,
-    plain_mean,
-    pooled_standard_error,
-    standard_error,
-)
+from fcsd.evaluate.scores import compare, paired
+from fcsd.stats import centre_and_error, holm, plain_mean, pooled_standard_error, standard_error
 
 
 def samples(scores: list[float], prompt: str = "p") -> list[dict[str, Any]]:

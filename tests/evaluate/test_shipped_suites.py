@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from fcsd.cli import main
-from fcsd.evaluate.suites import load_suite, suite_names
+from fcsd.cli.main import main
+from fcsd.config.suite import load_suite, suite_names
 
 # Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1 and Table 4 of FarSkip-Collective
 # (which state no shots; MMLU at 5 and the rest at lm-eval's own are our choice), and section 4.2 of CAMoE (which does).

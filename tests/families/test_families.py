@@ -11,8 +11,8 @@ from fcsd.connectivity import register
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, base_model_type, family_of, moe_mask
-from fcsd.testing import tiny_config, tiny_model
-from fcsd.testing.configs import TINY
+from fcsd.tiny.configs import TINY
+from fcsd.tiny.models import tiny_config, tiny_model
 
 NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 

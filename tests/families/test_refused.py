@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from fcsd.connectivity import Connectivity, convert_checkpoint, register
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, REFUSED, family_of
-from fcsd.testing import tiny_config
+from fcsd.tiny.models import tiny_config
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

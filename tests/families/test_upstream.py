@@ -8,16 +8,10 @@ import transformers
 
 from fcsd.families import FAMILIES
 from fcsd.families.refused import REFUSED
-from fcsd.testing.upstream import (
-    README,
-    SNAPSHOT,
-    fingerprint,
-    moe_model_types,
-    with_families,
-)
+from tests.reference.upstream import README, SNAPSHOT, fingerprint, moe_model_types, with_families
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-WRITE = "`python -m fcsd.testing.upstream`"
+WRITE = "`python -m tests.reference.upstream`"
 
 
 def saved():
@@ -68,7 +62,7 @@ def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_pa
     folder = tmp_path / "models" / "qwen3_moe"
     folder.mkdir(parents=True)
     text = (source / "modeling_qwen3_moe.py").read_text(encoding="utf-8")
-    monkeypatch.setattr("fcsd.testing.upstream._MODELS", tmp_path / "models")
+    monkeypatch.setattr("tests.reference.upstream._MODELS", tmp_path / "models")
 
     def hashed(changed):
         (folder / "modeling_qwen3_moe.py").write_text(changed, encoding="utf-8")
@@ -91,7 +85,7 @@ def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_pa
     "text", ["class LlamaSparseMoeBlock(nn.Module): ...", "class LlamaMLP:\n    def f(self): self.experts(x)"]
 )
 def test_a_model_type_that_gets_experts_is_found(tmp_path, monkeypatch, text):
-    monkeypatch.setattr("fcsd.testing.upstream._MODELS", tmp_path)
+    monkeypatch.setattr("tests.reference.upstream._MODELS", tmp_path)
     (tmp_path / "llama").mkdir()
     for content, found in (("class LlamaMLP:\n    pass", False), (text, True)):
         (tmp_path / "llama" / "modeling_llama.py").write_text(content, encoding="utf-8")

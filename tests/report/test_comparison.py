@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fcsd.artifact import write_json, write_text
-from fcsd.cli import main
-from fcsd.evaluate.lm_eval_files import write_lm_eval
-from fcsd.evaluate.lm_eval_results import read_results
-from fcsd.evaluate.runner import write_result
+from fcsd.cli.main import main
+from fcsd.evaluate.lm_eval.read import read_results
+from fcsd.evaluate.lm_eval.write import write_lm_eval
+from fcsd.evaluate.results import write_result
 from fcsd.evaluate.scores import by_member, compare
+from fcsd.files import write_json, write_text
 from fcsd.report.comparison import read_evaluated, training_of
 from fcsd.report.table import paired_table
 from fcsd.report.verdict import quick_look, verdict

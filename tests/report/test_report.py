@@ -10,13 +10,17 @@ import yaml
 from huggingface_hub import metadata_load, parse_eval_result_entries
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from fcsd.artifact import Stage, write_json, write_text
+from fcsd.artifact import Stage
+from fcsd.config.recipe import Recipe
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import SCHEMA_VERSION, write_result
-from fcsd.recipe import Recipe
-from fcsd.report.card import Facts, model_card, write_card, write_publication
+from fcsd.evaluate.results import SCHEMA_VERSION, write_result
+from fcsd.files import write_json, write_text
+from fcsd.publish.card import model_card, write_card
+from fcsd.publish.facts import Facts
+from fcsd.publish.folder import write_publication
 from fcsd.report.report import write_report
-from fcsd.report.table import markdown, models_table, percent, result_table
+from fcsd.report.table import models_table, percent, result_table
+from fcsd.text import markdown
 from tests.support import documented_keys
 
 SCORES = {

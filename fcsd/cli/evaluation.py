@@ -1,0 +1,307 @@
+"""Commands that measure a model: evaluate, score, layers, plan-layers, compare."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from fcsd.cli.options import (
+    SEVERAL_EVALUATE,
+    Command,
+    expert_parallel_argument,
+    model_argument,
+    quiet_transformers,
+    sandbox_argument,
+    sides_arguments,
+)
+from fcsd.errors import UserError
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from fcsd.config.suite import load_suite
+    from fcsd.distributed.ranks import launched_ranks
+    from fcsd.evaluate.fetch import fetch_suite
+
+    if arguments.fetch is not None:
+        if arguments.data_root is not None:
+            raise UserError("--fetch and --data-root are both given; leave one out")
+        suite = load_suite(arguments.suite)
+        ranks = launched_ranks(in_step=False)
+        fetched = ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
+        if ranks.first:
+            found = ", ".join(fetched) if fetched else "everything was there"
+            print(f"{arguments.fetch}: {found}", file=sys.stderr)
+        if arguments.model is None:
+            return
+    for name in ("model", "output"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
+    from fcsd.distributed.engine import expert_parallel
+    from fcsd.evaluate.stage import evaluate_checkpoint
+    from fcsd.report.table import result_table
+
+    quiet_transformers()
+    with expert_parallel(arguments.expert_parallel):
+        evaluate_checkpoint(
+            arguments.model,
+            suite=arguments.suite,
+            data_root=arguments.fetch or arguments.data_root,
+            output=arguments.output,
+            batch_size=_batch_size(arguments.batch_size),
+            cache=arguments.cache,
+            limit=arguments.limit,
+            allow_weak_sandbox=arguments.allow_weak_sandbox,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
+            device_map=arguments.device_map,
+        )
+    if not launched_ranks(in_step=False).first:
+        return
+    if arguments.json:
+        print((arguments.output / "results.json").read_text(encoding="utf-8"))
+    else:
+        print(result_table(arguments.output))
+
+
+def _score(arguments: argparse.Namespace) -> None:
+    from fcsd.evaluate.code.score_file import score_file
+    from fcsd.report.table import score_table
+
+    result = score_file(
+        arguments.samples,
+        arguments.dataset,
+        data_root=arguments.data_root,
+        output=arguments.output,
+        scorer=arguments.scorer,
+        evalplus_data=arguments.evalplus_data,
+        partial=arguments.partial,
+        timeout_s=arguments.timeout_s,
+        allow_weak_sandbox=arguments.allow_weak_sandbox,
+    )
+    print(json.dumps(result, indent=2) if arguments.json else score_table(result))
+
+
+def _batch_size(text: str) -> "int | Literal['auto']":
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--batch-size: a number of at least 1 or 'auto', got {text!r}")
+    return int(text)
+
+
+def _layers(arguments: argparse.Namespace) -> None:
+    from fcsd.layers.proposal import study_table
+    from fcsd.layers.study import read_study, study_from_options, study_layers
+    from fcsd.report.plots import plot_layers
+
+    quiet_transformers()
+    study_layers(study_from_options(vars(arguments)), arguments.output, plot_layers)
+    study = read_study(arguments.output)
+    print(json.dumps(study, indent=2) if arguments.json else study_table(study))
+
+
+def _plan_layers(arguments: argparse.Namespace) -> None:
+    from fcsd.layers.proposal import plan_layers, plan_text
+
+    quiet_transformers()
+    plan = plan_layers(
+        arguments.study,
+        arguments.budget,
+        metric=arguments.metric,
+        verify=arguments.verify,
+        model=arguments.model,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        print(plan_text(plan, as_json=arguments.json))
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
+
+    evaluated = read_evaluated(arguments.original, arguments.converted)
+    only = None if arguments.tasks is None else [task.strip() for task in arguments.tasks.split(",")]
+    comparisons = compare_all(evaluated, only)
+    if arguments.output is not None:
+        write_comparison(evaluated, arguments.output, only)
+    print(json.dumps(comparisons, indent=2) if arguments.json else comparison_text(comparisons, evaluated))
+
+
+def _add_evaluate(command: Command) -> None:
+    parser = command(
+        "evaluate",
+        _evaluate,
+        "Judge a checkpoint on a suite of tasks.",
+        "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
+        " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
+        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
+        f" Generated code runs only in a sandbox. {SEVERAL_EVALUATE}",
+    )
+    model_argument(parser, optional=True)
+    parser.add_argument(
+        "--suite",
+        default="paper11",
+        help="paper11, paper11_chat, pretrain9, camoe9, tiny, or the path of a suite file of your own"
+        " (docs/evaluation.md)",
+    )
+    parser.add_argument(
+        "--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used"
+    )
+    parser.add_argument(
+        "--fetch",
+        type=Path,
+        metavar="ROOT",
+        help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
+        " that is all",
+    )
+    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    parser.add_argument(
+        "--batch-size", default="16", help="sequences in one forward, or auto: as many as fit the memory"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer,"
+        " data and settings, never by a path",
+    )
+    parser.add_argument(
+        "--limit", type=int, help="the first items of every task only, for a quick look; every table says so"
+    )
+    expert_parallel_argument(parser)
+    parser.add_argument(
+        "--device-map",
+        choices=["auto"],
+        help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
+    )
+    sandbox_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_score(command: Command) -> None:
+    parser = command(
+        "score",
+        _score,
+        "Grade a file of ready samples for a code benchmark.",
+        "A line is {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into samples_TASK.jsonl;"
+        " several lines of a problem are several samples, and give pass@k. The programs run only in the sandbox.",
+    )
+    parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
+    parser.add_argument(
+        "--dataset",
+        required=True,
+        help="mbpp_plus, humaneval_plus, mbpp_plus_lmeval, or the path of a data set in one of their schemas",
+    )
+    parser.add_argument(
+        "--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used"
+    )
+    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    parser.add_argument("--partial", action="store_true", help="leave out problems that have no sample")
+    parser.add_argument("--timeout-s", type=float, help="processor time of one program (default: 10)")
+    parser.add_argument(
+        "--scorer",
+        choices=["fcsd", "evalplus"],
+        default="fcsd",
+        help="evalplus: the package of that name, in a process of its own, without our sandbox",
+    )
+    parser.add_argument("--evalplus-data", type=Path, help="with --scorer evalplus: its own .jsonl.gz file")
+    sandbox_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_layers(command: Command) -> None:
+    parser = command(
+        "layers",
+        _layers,
+        "Quality against the rewired layers, untrained (paper Fig. 3).",
+        "From the start, from the end, and one layer at a time; measured by suite tasks, KL to the original, or both."
+        " Continues where it was cut off.",
+    )
+    model_argument(parser)
+    parser.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
+    parser.add_argument(
+        "--text",
+        help="measure the KL to the original on this text: .jsonl file, data set folder or hub id, or what a recipe's"
+        " data.heldout holds, in YAML: '{path: X, columns: {text: body}, split: test}'",
+    )
+    parser.add_argument("--text-examples", type=int, default=256, help="examples of the text")
+    parser.add_argument("--max-length", type=int, default=4096, help="tokens in one row of the text")
+    parser.add_argument(
+        "--loss-on",
+        choices=["response", "all"],
+        default="response",
+        help="tokens of the text that are judged",
+    )
+    parser.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        help="measure this task of the suite; may be given several times",
+    )
+    parser.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
+    parser.add_argument("--data-root", help="folder in hub layout (owner/name/…); without it the Hub is used")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences in one forward of a task")
+    parser.add_argument("--limit", type=int, help="items per task, for a quick look")
+    parser.add_argument("--sides", help="some of first,last,single (default: all that can be measured)")
+    numbers = parser.add_mutually_exclusive_group()
+    numbers.add_argument(
+        "--every", type=int, default=1, help="first and last: every Nth number of layers, and all layers"
+    )
+    numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
+    sides_arguments(parser)
+    parser.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model"
+    )
+    sandbox_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_plan_layers(command: Command) -> None:
+    parser = command(
+        "plan-layers",
+        _plan_layers,
+        "Propose which layers to rewire for a given share, from a finished layer study.",
+        "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
+    )
+    parser.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
+    parser.add_argument("--budget", required=True, help="share of the layers (90%%) or their number (43)")
+    parser.add_argument(
+        "--metric", help="kl or a task of the study (default: the first one, kl if it was measured)"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"
+    )
+    parser.add_argument("--model", help="with --verify: where the study's model lies now")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_compare(command: Command) -> None:
+    parser = command(
+        "compare",
+        _compare,
+        "Original against converted, per task, with paired errors.",
+        "Item by item: the difference and its 95 % interval, items gained and lost, exact McNemar p, and a verdict in"
+        " words. Results may be of different times; other items, prompts, shots or data are refused.",
+    )
+    parser.add_argument(
+        "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
+    )
+    parser.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="new folder for table, figures, a page of all answers, and lm-eval's files",
+    )
+    parser.add_argument(
+        "--tasks", metavar="A,B,…", help="only these, where not every result has the same tasks"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_commands(command: Command) -> None:
+    """Add these commands to the parser."""
+    _add_evaluate(command)
+    _add_score(command)
+    _add_layers(command)
+    _add_plan_layers(command)
+    _add_compare(command)

@@ -1,0 +1,104 @@
+"""The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from fcsd import __version__
+from fcsd.cli import checkpoints, evaluation, publishing, recipes
+from fcsd.cli.options import Help
+from fcsd.distributed import failure as rank_failure
+from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.command is None:
+        build_parser().print_help()
+        return 2
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
+    if os.environ.get("RANK", "0") != "0":
+        os.environ.setdefault(
+            "TQDM_DISABLE", "1"
+        )  # the first rank's bars stand for all, those of libraries too
+    try:
+        run: Callable[[argparse.Namespace], int | None] = arguments.run
+        return run(arguments) or 0
+    except UserError as error:
+        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 2, error)
+    except ScorerError as error:
+        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 1, error)
+    except Interrupted as interruption:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"fcsd {arguments.command}: {interruption}", file=sys.stderr)
+        return interruption.status
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"\nfcsd {arguments.command}: interrupted; run the same command again to continue",
+                file=sys.stderr,
+            )
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+            reason = (" ".join(str(error).split()) or "the host's memory is full")[:200]
+            text = (
+                f"fcsd {arguments.command}: error: out of memory: {reason}; `fcsd estimate RECIPE` says what a training"
+                " needs, `fcsd inspect MODEL` what its weights need"
+            )
+            return _failed(text, 2, error)
+        if _number_of_processes() == 1:
+            raise
+        return _failed(f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error)
+    finally:
+        rank_failure.stop_watching()
+
+
+def _failed(text: str, status: int, error: Exception) -> int:
+    """Print an error, once in a launch of several processes."""
+    if _number_of_processes() > 1:
+        text = f"{text} (rank {os.environ.get('RANK', '?')} of {_number_of_processes()})"
+    to_print, status = rank_failure.first_failure(text, status, error)
+    if to_print is not None:
+        print(to_print, file=sys.stderr)
+        rank_failure.wait_until_told()
+    return status
+
+
+def _number_of_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="fcsd",
+        description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
+        " evaluate it against the original and leave it ready to publish.",
+        epilog="First steps: `fcsd tiny-data runs/tiny-data && fcsd run recipes/tiny/demo.yaml` trains, converts and"
+        " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",
+    )
+    parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = ""
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text} {more}".strip(),
+            formatter_class=Help,
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    for group in (checkpoints, recipes, evaluation, publishing):
+        group.add_commands(command)
+    return parser

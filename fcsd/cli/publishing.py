@@ -1,0 +1,124 @@
+"""Commands that talk to a model or to the Hub: chat, push."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from fcsd.cli.options import (
+    Command,
+    model_argument,
+    quiet_transformers,
+)
+from fcsd.errors import UserError
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens: must be at least 1, got {arguments.max_new_tokens}")
+    from transformers.utils import logging
+
+    from fcsd.chat.chat import chat, load_speaker
+
+    quiet_transformers()
+    logging.set_verbosity_error()  # advice on generation settings would stand between the replies
+    options = {
+        "trust_remote_code": arguments.trust_remote_code,
+        "device_map": arguments.device_map,
+        "thinking": not arguments.no_thinking,
+    }
+    speakers = [load_speaker(arguments.model, revision=arguments.revision, **options)]
+    if arguments.beside is not None:
+        speakers.append(load_speaker(arguments.beside, **options))
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    chat(
+        speakers,
+        system=arguments.system,
+        max_new_tokens=arguments.max_new_tokens,
+        greedy=arguments.greedy,
+    )
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from fcsd.publish.push import NewCard, push
+
+    out = arguments.dry_run
+    if out == Path():
+        folder = arguments.folder.resolve()
+        out = folder.with_name(f"{folder.name}-hub")
+    card = NewCard(
+        arguments.base_model, arguments.license, tuple(arguments.results) if arguments.results else None
+    )
+    print(push(arguments.folder, arguments.repo_id, private=arguments.private, dry_run=out, card=card))
+
+
+def _add_chat(command: Command) -> None:
+    parser = command(
+        "chat",
+        _chat,
+        "Talk to a model, or to a converted one and its original side by side (paper App. B).",
+        "Replies stream with the model's own generation settings. Without a terminal every line of stdin is a turn."
+        " MODEL computes on the accelerator if there is one.",
+    )
+    model_argument(parser)
+    parser.add_argument(
+        "--beside", metavar="ORIGINAL", help="hub id or folder of a second model that answers beside it"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument(
+        "--max-new-tokens", type=int, help="longest reply (default: the model's own setting, or 2048)"
+    )
+    parser.add_argument(
+        "--greedy",
+        action="store_true",
+        help="always the likeliest token, so that two models differ by nothing else",
+    )
+    parser.add_argument(
+        "--no-thinking", action="store_true", help="ask a hybrid model for answers without thoughts"
+    )
+    parser.add_argument(
+        "--device-map", metavar="MAP", help='transformers\' device_map, for example "auto": several GPUs'
+    )
+
+
+def _add_push(command: Command) -> None:
+    parser = command(
+        "push",
+        _push,
+        "Put a FarSkip checkpoint with its card and results on the Hub.",
+        "Run it again after an interruption: it goes on from what has arrived. The access token is that of"
+        " `hf auth login`, or HF_TOKEN.",
+    )
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a run, its publish folder, or a converted checkpoint"
+    )
+    parser.add_argument("repo_id", metavar="OWNER/NAME", help="model repository; created if there is none")
+    parser.add_argument("--private", action="store_true", help="create it private")
+    parser.add_argument(
+        "--dry-run",
+        metavar="OUT",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        help="only write the folder that would be uploaded (default: DIR with -hub after its name)",
+    )
+    parser.add_argument(
+        "--base-model", help="for a checkpoint without README.md: hub id or folder of the original"
+    )
+    parser.add_argument(
+        "--license", help="for a checkpoint without README.md: instead of the licence on the original's card"
+    )
+    parser.add_argument(
+        "--results",
+        nargs=2,
+        type=Path,
+        metavar=("ORIGINAL", "MODEL"),
+        help="for a checkpoint without README.md: what `fcsd evaluate` wrote for the original and for it",
+    )
+
+
+def add_commands(command: Command) -> None:
+    """Add these commands to the parser."""
+    _add_chat(command)
+    _add_push(command)

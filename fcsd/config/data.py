@@ -1,0 +1,68 @@
+"""Schema of training data, held-out text and the test items that are kept out of them."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.config.strict import Strict
+
+Column = Literal["messages", "prompt", "input", "response", "text"]
+
+
+class Source(Strict):
+    """One data set: a hub id, a local folder in hub layout, or a .jsonl, .json or .parquet file."""
+
+    path: str
+    name: str | None = None  # configuration of the data set
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    columns: dict[Column, str] = Field({"messages": "messages"})
+    weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
+    max_examples: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _columns_make_an_example(self) -> "Source":
+        kinds = set(self.columns)
+        if kinds not in ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"}):
+            raise ValueError(
+                "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'),"
+                f" got {', '.join(sorted(kinds)) or 'nothing'}"
+            )
+        return self
+
+
+class Judged(Strict):
+    """Rows of a data set that models are judged on."""
+
+    path: str  # hub id or folder below evaluation.data_root, or a local folder or file
+    name: str | None = None  # configuration of the data set
+    split: str = "test"
+    revision: str | None = None
+    columns: list[str] = Field(default_factory=list)  # whose text counts; none: all of them
+
+
+class Decontaminate(Strict):
+    """Training examples that share `ngram` words in a row with a test item are left out and listed."""
+
+    suite: str | None = None  # name in eval/suites, or a path: the items of its tasks
+    against: list[Judged] = Field(default_factory=list)  # and of these data sets
+    ngram: int = Field(13, ge=5)
+
+    @model_validator(mode="after")
+    def _has_test_items(self) -> "Decontaminate":
+        if self.suite is None and not self.against:
+            raise ValueError("needs test items: name a suite, or data sets under `against`")
+        return self
+
+
+class Data(Strict):
+    """Training text, and held-out text on which KL to the original is reported."""
+
+    train: list[Source] = Field(min_length=1)
+    decontaminate: Decontaminate | None = None
+    heldout: Source | None = None
+    heldout_examples: int = Field(256, gt=0)
+    max_length: int = Field(4096, gt=1)  # tokens in one row
+    packing: bool = True
+    loss_on: Literal["response", "all"] = "response"

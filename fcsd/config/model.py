@@ -1,0 +1,94 @@
+"""Schema of what is trained and compared: model, connectivity, teacher, adapters."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.config.strict import Strict
+from fcsd.errors import UserError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Model(Strict):
+    """The original checkpoint: the teacher, and the weights the student starts from."""
+
+    path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: Dtype = (
+        "auto"  # of the teacher, and of every model while it is evaluated; auto: the checkpoint's own
+    )
+    attn_implementation: str | None = None
+    experts_implementation: str | None = None
+
+
+class Connectivity(Strict):
+    """Which layers are rewired, and which of their two inputs (see `fcsd.connectivity.Connectivity`)."""
+
+    layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
+    attention: Literal["partial", "full"] = "partial"
+    mlp: Literal["outdated", "full"] = "outdated"
+
+    @model_validator(mode="after")
+    def _selection_can_be_read(self) -> "Connectivity":
+        from fcsd.connectivity.spec import parse_selection
+
+        try:
+            parse_selection(self.layers)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class Teacher(Strict):
+    """Where the teacher's final hidden states come from; the numbers are the same, memory and time are not.
+
+    sharded      a second, frozen model: whole on one process, in shards over several where the engine shards
+    adapter_off  the student's own weights, with adapters and connectivity off; needs `lora`
+    cache        read from the folder that `fcsd cache-teacher` wrote; the teacher is not run
+    """
+
+    backend: Literal["sharded", "adapter_off", "cache"] = "sharded"
+    path: str | None = (
+        None  # another checkpoint as the teacher, with the student's vocabulary; null: model.path
+    )
+    revision: str | None = None  # of a hub id in `path`
+    cache: str | None = None  # folder of `fcsd cache-teacher`; read by backend cache only
+    # Of a cache: rows that are compared with the loaded teacher before training starts; 0: it is never loaded.
+    spot_check_rows: int = Field(4, ge=0)
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_backend(self) -> "Teacher":
+        if self.backend == "cache" and not self.cache:
+            raise ValueError("backend 'cache' needs `cache`, the folder that `fcsd cache-teacher` wrote")
+        if self.backend == "adapter_off" and self.path is not None:
+            raise ValueError(
+                "backend 'adapter_off' runs the student's own weights and takes no path; use sharded or cache"
+            )
+        if self.revision is not None and self.path is None:
+            raise ValueError("revision belongs to `path`; that of the student's model is model.revision")
+        return self
+
+
+class Lora(Strict):
+    """Low-rank adapters are trained, the weights of the model are not; names are those of `peft.LoraConfig`."""
+
+    r: int = Field(16, gt=0)
+    lora_alpha: float = Field(32, gt=0)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | list[str] | None = (
+        "all-linear"  # names of Linear modules; all-linear: all but the head
+    )
+    # Experts are one parameter of three dimensions: mlp.experts.gate_up_proj, mlp.experts.down_proj
+    target_parameters: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _something_is_adapted(self) -> "Lora":
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError("target_modules or target_parameters must name what is adapted")
+        if self.lora_dropout and self.target_parameters:
+            raise ValueError(
+                "lora_dropout must be 0 with target_parameters: the adapters of a parameter have no input to drop"
+            )
+        return self

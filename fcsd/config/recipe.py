@@ -1,0 +1,185 @@
+"""A recipe: one strict YAML file that names everything a run depends on, and is the record of that run.
+
+A recipe is complete: no flag beside it, no inheritance, every default in the schema below
+(`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys. Relative paths are relative to the
+folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
+
+Not covered: where a run happens (processes, FSDP, DeepSpeed) is accelerate's configuration, see `configs/`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from fcsd.config.data import Data
+from fcsd.config.model import Connectivity, Lora, Model, Teacher
+from fcsd.config.overrides import set_dotted
+from fcsd.config.stopping import EarlyStopping
+from fcsd.config.strict import Strict, did_you_mean, validate
+from fcsd.config.training import _DIVERGENCES, _OBJECTIVES_WITH, Objective, Safety, Sweep, Train
+from fcsd.errors import UserError
+
+_VARIANT_SECTIONS = (
+    "connectivity",
+    "data",
+    "objective",
+    "teacher",
+    "lora",
+    "train",
+    "early_stopping",
+    "seed",
+)
+
+
+class Evaluation(Strict):
+    """How every model of the run is judged."""
+
+    suite: str = "tiny"  # name in eval/suites, or a path
+    data_root: str | None = None  # folder in hub layout; null: the Hub
+    batch_size: PositiveInt | Literal["auto"] = 16
+    limit: int | None = Field(None, gt=0)  # items per task, for a quick look
+    cache: str | None = None  # folder of finished tasks that several runs share; null: one in each evaluation
+    layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
+    allow_weak_sandbox: bool = False
+
+
+class Pretrain(Strict):
+    """A model from scratch (paper App. A): `config` is a transformers model configuration with its model_type."""
+
+    config: dict[str, Any]
+    tokenizer: str
+    connectivity: Connectivity = Connectivity(layers="none")
+    data: Data
+    train: Train
+
+    @field_validator("config")
+    @classmethod
+    def _config_names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "model_type" not in value:
+            raise ValueError("model_type is required (for example 'qwen3_moe')")
+        return value
+
+
+class Publication(Strict):
+    """What the model card of the published folder says beyond what was measured."""
+
+    repo_id: str | None = None
+    license: str | None = None
+    base_model: str | None = None
+    language: list[str] = Field(default_factory=list)
+
+
+class Recipe(Strict):
+    """Everything a run depends on; sections that are null are stages that the run does not have."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: str
+    seed: int = Field(0, ge=0)
+    pretrain: Pretrain | None = None
+    model: Model = Model()
+    connectivity: Connectivity = Connectivity()
+    data: Data
+    objective: Objective = Objective()
+    teacher: Teacher | None = None  # null: backend sharded, where the objective has a teacher
+    lora: Lora | None = None  # null: all weights are trained
+    train: Train = Train()
+    safety: Safety = Safety()
+    early_stopping: EarlyStopping | None = None
+    sweep: Sweep | None = None
+    # Further distillations of the same model, each this recipe with some dotted keys replaced:
+    # {sft: {objective.name: sft}, last-50: {connectivity.layers: {last: 50%}}}
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    evaluation: Evaluation = Evaluation()
+    publication: Publication = Publication()
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "Recipe":
+        if not self.model.path and self.pretrain is None:
+            raise ValueError("model.path is required (or a `pretrain` section that makes the model)")
+        if self.model.path and self.pretrain is not None:
+            raise ValueError("model.path and pretrain are both given; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> "Recipe":
+        teacher = self.teacher
+        if teacher is None:
+            if self.objective.has_teacher:
+                self.__dict__["teacher"] = Teacher()
+        elif not self.objective.has_teacher:
+            raise ValueError(
+                f"teacher: objective {self.objective.name!r} compares with no teacher; leave the section out"
+            )
+        elif teacher.backend == "adapter_off" and self.lora is None:
+            raise ValueError(
+                "teacher.backend adapter_off needs a `lora` section: without adapters the trained weights are no"
+                " longer the teacher's; use sharded or cache"
+            )
+        elif teacher.backend == "cache" and self.objective.has_extra_terms:
+            what = "objective kl+l2" if self.objective.name == "kl+l2" else "objective.router_kl_coefficient"
+            raise ValueError(
+                f"teacher.backend cache holds final hidden states, {what} compares those of every layer;"
+                " use sharded" + (" or adapter_off" if self.lora is not None else "")
+            )
+        for key in ("freeze_embeddings_and_head", "freeze_routers"):
+            if self.lora is not None and getattr(self.objective, key):
+                raise ValueError(
+                    f"objective.{key} has no meaning with lora, which freezes all weights; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _stopping_has_its_text(self) -> "Recipe":
+        stopping = self.early_stopping
+        if stopping is not None and stopping.metric == "heldout_kl" and self.data.heldout is None:
+            raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output_dir)
+
+    @property
+    def model_path(self) -> str:
+        """The original checkpoint: `model.path`, or what the pre-training stage leaves."""
+        return self.model.path or str(self.folder / "pretrain" / "model")
+
+    @property
+    def teacher_model(self) -> tuple[str, Model]:
+        """The teacher's checkpoint, and how it is loaded: as the student's original but for path and revision."""
+        if self.teacher is None or self.teacher.path is None:
+            return self.model_path, self.model
+        changed = {"path": self.teacher.path, "revision": self.teacher.revision}
+        return self.teacher.path, self.model.model_copy(update=changed)
+
+    def dump(self) -> dict[str, Any]:
+        """The whole recipe as plain data, defaults included."""
+        return self.model_dump(mode="json")
+
+    def variant(self, name: str) -> "Recipe":
+        """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
+
+        A variant with another `objective.name` does not inherit the keys that belong to other objectives.
+        """
+        raw = self.dump()
+        raw["variants"], raw["sweep"] = {}, None
+        where = f"recipe {self.name}: variants.{name}"
+        for key, value in self.variants[name].items():
+            section = key.split(".")[0]
+            if section not in _VARIANT_SECTIONS:
+                raise UserError(
+                    f"{where}: {key}: a variant is another distillation of the same model and can change only"
+                    f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
+                )
+            if key == "objective.name":
+                for other, names in _OBJECTIVES_WITH.items():
+                    if value not in names and f"objective.{other}" not in self.variants[name]:
+                        raw["objective"][other] = None
+                if value not in _DIVERGENCES and not any(
+                    other.split(".")[0] == "teacher" for other in self.variants[name]
+                ):
+                    raw["teacher"] = None
+            set_dotted(raw, key, value, where)
+        return validate(Recipe, raw, where)

@@ -1,0 +1,167 @@
+"""Schema of a suite: which tasks are run, with which shots, metric, data set and revision (`eval/suites/*.yaml`).
+
+    name: tiny
+    tasks:
+      - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
+        kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
+        metric: acc,none               # lm-eval's key: metric,filter
+        num_fewshot: 0
+        dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
+        split: test
+        lm_eval_include: tiny          # folder with the task's YAML, see `SuiteTask.lm_eval_include`
+        chat_template: true
+
+Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root).
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.config.strict import Strict, did_you_mean, read_yaml, validate
+from fcsd.errors import UserError
+from fcsd.files import data_dir
+
+# Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without
+# special tokens.
+CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
+
+
+_CODE_DEFAULTS: dict[str, Any] = {
+    "metric": "pass@1",
+    "split": "test",
+    "max_new_tokens": 768,
+    "stop": CODE_STOP,
+    "timeout_s": 10.0,
+    "prompt_template": "{prompt}",
+    "tests": "all",
+    "num_samples": 1,
+    "temperature": 0.0,
+    "top_p": 1.0,
+}
+
+
+_CODE_ONLY = ("timeout_s", "prompt_template", "tests", "num_samples", "temperature", "top_p")
+
+
+_GENERATES_ONLY = ("max_new_tokens", "stop")
+
+
+class SuiteTask(Strict):
+    """One row of a suite. A key that has no meaning for the row's kind is an error, not ignored."""
+
+    task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    kind: Literal["likelihood", "generation", "code"]
+    metric: str  # lm-eval key such as "acc,none"; "pass@1", "pass@10", … for code
+    num_fewshot: int = Field(0, ge=0)
+    headline: bool = True  # counts in the suite's plain mean
+    dataset: str  # hub id; with a data root the folder of that name below it
+    dataset_name: str | None = None  # configuration; null: what the lm-eval task names
+    split: str | None = None  # graded split; null: what the lm-eval task names
+    revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
+    # Folder with the lm-eval task's YAML; looked for beside the suite file, in eval/tasks, and in lm-eval's
+    # own tasks folder (`arc`, `mmlu/default`). null: lm-eval's folder named like the task.
+    lm_eval_include: str | None = None
+    chat_template: bool = False
+    # generation and code; null: what the lm-eval task says
+    max_new_tokens: int | None = Field(None, gt=0)
+    stop: list[str] | None = None
+    # code only
+    timeout_s: float | None = Field(None, gt=0)  # processor time of a program; three times it on the clock
+    # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
+    # of them.
+    prompt_template: str | None = None
+    # What decides: the data set's `test`, or only the first three visible tests, as lm-eval's mbpp tasks do.
+    tests: Literal["all", "visible"] | None = None
+    num_samples: int | None = Field(None, gt=0)  # completions of one problem; pass@k needs k of them or more
+    temperature: float | None = Field(None, ge=0)  # 0: greedy
+    top_p: float | None = Field(None, gt=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _code_has_its_own_defaults(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("kind") == "code":
+            return _CODE_DEFAULTS | value
+        return value
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_kind(self) -> "SuiteTask":
+        if self.kind == "code":
+            if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
+                raise ValueError(
+                    f"metric of a code task is 'pass@k', for example 'pass@1', got {self.metric!r}"
+                )
+            if pass_k(self) > (self.num_samples or 1):
+                raise ValueError(f"{self.metric} needs num_samples of {pass_k(self)} or more")
+            if (self.num_samples or 1) > 1 and not self.temperature:
+                raise ValueError("several samples of greedy decoding are the same; set a temperature above 0")
+            if self.num_fewshot or self.lm_eval_include is not None:
+                raise ValueError("num_fewshot and lm_eval_include have no meaning for kind 'code'")
+            if "{prompt}" not in (self.prompt_template or ""):
+                raise ValueError("prompt_template must contain {prompt}")
+        elif "," not in self.metric:
+            raise ValueError(
+                f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {self.metric!r}"
+            )
+        wrong = [key for key in _CODE_ONLY if self.kind != "code" and getattr(self, key) is not None]
+        wrong += [
+            key for key in _GENERATES_ONLY if self.kind == "likelihood" and getattr(self, key) is not None
+        ]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: no meaning for kind '{self.kind}'")
+        return self
+
+
+def pass_k(row: SuiteTask) -> int:
+    """The k of a code row's pass@k."""
+    return int(row.metric.removeprefix("pass@"))
+
+
+class Suite(Strict):
+    """A named list of tasks with different names."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    tasks: list[SuiteTask] = Field(min_length=1)
+    folder: str = ""  # where the suite file lies; set by `load_suite`
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "Suite":
+        names = [row.task for row in self.tasks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
+        if not any(row.headline for row in self.tasks):
+            raise ValueError("tasks: at least one must have headline: true")
+        return self
+
+
+def suite_names() -> list[str]:
+    """The suites that ship with fcsd."""
+    return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
+
+
+def load_suite(name_or_path: str | Path) -> Suite:
+    """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
+
+    Raises:
+        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that
+        does not
+            belong to the task's kind.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or "/" in text or text.endswith((".yaml", ".yml")):
+        path = Path(text)
+    else:
+        names = suite_names()
+        if text not in names:
+            raise UserError(
+                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the path of a .yaml file)"
+            )
+        path = data_dir("eval") / "suites" / f"{text}.yaml"
+    raw = read_yaml(path)
+    if isinstance(raw, dict) and "folder" in raw:
+        raise UserError(f"{path}: folder: unknown key")
+    return validate(Suite, {**raw, "folder": str(path.parent)} if isinstance(raw, dict) else raw, str(path))

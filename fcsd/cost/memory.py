@@ -1,0 +1,126 @@
+"""Bytes and seconds of one rank, from a trace: whole copies, or shards."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fcsd.cost.trace import Setting, Trace
+
+Sharding = Literal["none", "fsdp2", "zero3"]
+
+
+SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "zero3")
+
+
+FRAGMENTATION = 0.10
+
+
+"""Assumption: share by which the caching allocator holds more than what lives, of all that comes and goes."""
+
+
+CONTEXT_BYTES = 1 << 30
+
+
+"""Assumption: the driver's context, kernels and communication buffers of one process."""
+
+
+GPUS_PER_NODE = 8
+
+
+# DeepSpeed's defaults: parameters that stay gathered, and the bucket that gradients are reduced in.
+ZERO3_LIVE_PARAMETERS = 10**9
+
+
+ZERO3_BUCKET = 5 * 10**8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the models lie on the ranks.
+
+    offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: of an optimiser
+    step, over all ranks: the teacher's hidden states of all of them are there before the student runs.
+    """
+
+    sharding: Sharding
+    num_gpus: int
+    offload: bool = False
+    step_tokens: int = 0
+    averages: bool = False
+
+
+def compute_dtype(setting: Setting) -> torch.dtype:
+    """The dtype of a sharded model's products: that of its gathered weights."""
+    return torch.bfloat16 if setting.autocast else setting.student_dtype
+
+
+def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool = False) -> dict[str, int]:
+    """Bytes of one rank by what they are for, at the moment at which most are needed.
+
+    none: every rank holds student, gradients, AdamW's two moments and teacher whole; with several ranks DDP adds
+    buckets as large as the gradients. Gradients count as far as they are there when the step needs most.
+    fsdp2: parameters, gradients and moments in `student_dtype` over all ranks. Gathered is the head while the loss is
+    computed; in the backward pass two layers and the head, and the gradient of one of these, whole before it is reduced
+    in `student_dtype`.
+    zero3: with autocast weights in bfloat16; gradients, master weights and moments in float32; DeepSpeed's buffers.
+    In both the teacher is sharded but for its head. freeze: estimate frozen embeddings and head from a trace without.
+    """
+    size = setting.student_dtype.itemsize
+    trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
+    peak = dict(trace.peak)
+    ranks = layout.num_gpus
+    if layout.sharding == "none":
+        gradients = min(peak.get("gradients", 0), trained * size)
+        parts = {
+            "student weights": peak["student"],
+            "gradients": gradients,
+            "optimizer states": 0 if layout.offload else 2 * trained * size,
+            "averaged weights": 4 * trained if layout.averages else 0,
+            "teacher weights": peak.get("teacher", 0),
+            "DDP buckets": trained * size if ranks > 1 else 0,
+        }
+        moving = {kind: n for kind, n in peak.items() if kind not in _PERSISTENT}
+    else:
+        computed = compute_dtype(setting).itemsize
+        total, mixed = trace.num_parameters, computed < size
+        master = 4 * trained if layout.sharding == "zero3" and mixed else 0
+        weights = total * (computed if layout.sharding == "zero3" else size)
+        if layout.sharding == "zero3":
+            gathered = computed * min(ZERO3_LIVE_PARAMETERS, total)
+            reduced = computed * ZERO3_BUCKET
+        else:
+            # The head alone while the loss is computed; then, when the loss's tiles are gone, a layer's backward pass.
+            reduced = 0
+            in_backward = computed * (trace.head + 2 * trace.largest_layer)
+            in_backward += (computed + size) * max(trace.largest_layer, trace.head)
+            gathered = max(computed * trace.head, in_backward - trace.transient.get("loss", 0))
+        teacher = peak.get("teacher", 0)
+        head = min(teacher, trace.head * setting.teacher_dtype.itemsize)
+        parts = {
+            "student weights": weights // ranks,
+            "master weights": 0 if layout.offload else master // ranks,
+            "gradients": size * trained // ranks,
+            "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
+            "teacher weights": (teacher - head) // ranks,
+            "teacher head": head,
+            "gathered weights": gathered if ranks > 1 else 0,
+            "gradients being reduced": reduced if ranks > 1 and trained else 0,
+        }
+        moving = dict(trace.transient)
+    if setting.has_teacher:
+        each = trace.hidden_size * setting.teacher_dtype.itemsize
+        others = max(0, layout.step_tokens // ranks - setting.num_rows * setting.num_tokens)
+        parts["teacher hidden states"] = each * others
+    parts |= {
+        "activations": sum(n for kind, n in moving.items() if kind != "loss"),
+        "loss": moving.get("loss", 0),
+    }
+    coming_and_going = parts["activations"] + parts["loss"]
+    coming_and_going += parts.get("gathered weights", 0) + parts.get("gradients being reduced", 0)
+    parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
+    parts["GPU context"] = CONTEXT_BYTES
+    return {name: number for name, number in parts.items() if number}
+
+
+_PERSISTENT = ("student", "teacher", "gradients", "optimizer")

@@ -1,0 +1,412 @@
+"""One optimiser step of fcsd's own code on tensors without storage: which bytes live when, which products run.
+
+The models are built on the meta device and moved to fake tensors, so any family and any size takes seconds. What is
+run is the product's own: the rewired student, `fcsd.losses.head`, the fused loss, transformers' checkpointing.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fcsd.config.training import Objective
+from fcsd.distill.arguments import freeze_embeddings_and_head
+from fcsd.distill.teachers.lora import as_original
+from fcsd.families.structure import output_head
+from fcsd.losses import fused as losses
+from fcsd.losses.head import attach_loss_head, body_hidden, final_hidden
+from fcsd.losses.hidden_terms import ExtraTerms, Seen
+
+PERSISTENT = ("student", "teacher", "gradients", "optimizer")
+"""Kinds of bytes that live from one micro-batch to the next."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the memory and the products of a micro-batch depend on.
+
+    objective: a name of `fcsd.config.training.Objective`; divergence: its temperature, jsd_beta and clip.
+    sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
+    on_gpu: chunk sizes and product dtypes of the loss as on CUDA; else as on a CPU.
+    accumulates: the step has several micro-batches, so that gradients are there when one begins.
+    teacher: its back-end (`fcsd.config.model.Teacher`). adapters: the student is a LoRA student,
+    its own weights in `teacher_dtype`, the adapters in `student_dtype`.
+    """
+
+    objective: str
+    num_rows: int
+    num_tokens: int
+    student_dtype: torch.dtype
+    teacher_dtype: torch.dtype
+    autocast: bool
+    sharded: bool
+    checkpointing: bool
+    freeze_embeddings_and_head: bool
+    accumulates: bool
+    on_gpu: bool
+    divergence: tuple[tuple[str, float], ...] = ()
+    vocab_size: int | None = None
+    teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
+    adapters: bool = False
+
+    @property
+    def runs_teacher_model(self) -> bool:
+        """Whether a second model is in memory."""
+        return self.has_teacher and self.teacher == "sharded"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the student is compared with a teacher."""
+        return self.objective not in ("sft", "ce")
+
+
+@dataclass
+class Trace:
+    """What one optimiser step needs.
+
+    peak: kind -> bytes at the moment at which most live; transient: the same at the moment at which most live beside
+    `PERSISTENT`, without those. flops: phase -> dtype -> operations of one micro-batch. num_pairs: layers that are
+    given the pair (o, o - routed), whose checkpointed input is twice as large. attention_flops: of the fused
+    attention in the student's forward pass, part of `flops`. Other numbers are of parameters.
+    """
+
+    peak: dict[str, int]
+    transient: dict[str, int]
+    flops: dict[str, dict[str, int]]
+    attention_flops: int
+    num_trainable: int
+    num_parameters: int
+    largest_layer: int
+    outside_layers: int
+    embeddings_and_head: int
+    head: int
+    num_layers: int
+    num_pairs: int
+    hidden_size: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """All kinds together."""
+        return sum(self.peak.values())
+
+
+@dataclass
+class _Live:
+    reference: Any
+    kind: str
+    num_bytes: int
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of live storages by the kind under which they were made, and the matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "other"
+        self.live: dict[int, _Live] = {}
+        self.now: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self.transient: dict[str, int] = {}
+        self.flops: dict[str, Counter[str]] = {}
+        self.attention_flops: Counter[str] = Counter()
+        self._peak = self._transient = 0
+
+    @contextlib.contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """What is allocated and computed inside counts as `kind`."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def becomes(self, tensor: Tensor, kind: str) -> None:
+        """Count a live tensor's storage as `kind` from now on."""
+        entry = self.live.get(id(tensor.untyped_storage()))
+        if entry is not None:
+            self.now[entry.kind] -= entry.num_bytes
+            self.now[kind] += entry.num_bytes
+            entry.kind = kind
+
+    def add_flops(self, dtype: torch.dtype, number: int) -> None:
+        """Count operations of the present kind."""
+        self.flops.setdefault(self.kind, Counter())[str(dtype).removeprefix("torch.")] += number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._track(tensor.untyped_storage())
+        count = _FLOPS.get(func._overloadpacket)
+        if count is not None:
+            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            number = int(count(*args, **(kwargs or {}), out_val=out))
+            self.add_flops(dtype, number)
+            if count is _attention:
+                self.attention_flops[self.kind] += number
+        return out
+
+    def _track(self, storage: Any) -> None:
+        key = id(storage)
+        if key in self.live:
+            return
+        entry = _Live(None, self.kind, storage.nbytes())
+
+        def gone(_: Any) -> None:
+            del self.live[key]
+            self.now[entry.kind] -= entry.num_bytes
+
+        entry.reference = weakref.ref(storage, gone)
+        self.live[key] = entry
+        self.now[entry.kind] += entry.num_bytes
+        total = sum(self.now.values())
+        if total > self._peak:
+            self._peak, self.peak = total, dict(self.now)
+        transient = total - sum(self.now[kind] for kind in PERSISTENT)
+        if transient > self._transient:
+            self._transient = transient
+            self.transient = {kind: n for kind, n in self.now.items() if kind not in PERSISTENT}
+
+
+def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * input.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+def _grouped_backward(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _grouped(input, weight)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+def _flop_counts() -> dict[Any, Callable[..., Any]]:
+    """torch's own formulas, and those of the products that it does not know."""
+    import transformers.integrations.moe  # noqa: F401, registers the grouped products
+
+    aten, own = torch.ops.aten, torch.ops.transformers
+    return dict(flop_registry) | {
+        own.grouped_mm_fallback: _grouped,
+        own.grouped_mm_fallback_backward: _grouped_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+
+
+_FLOPS = _flop_counts()
+
+
+def trace_step(
+    build: Callable[[], nn.Module],
+    rewire: Callable[[nn.Module], Any],
+    layers: Any,
+    setting: Setting,
+    *,
+    adapt: Callable[[nn.Module], Any] | None = None,
+    progress: Callable[[], Any] | None = None,
+) -> Trace:
+    """Run one optimiser step without storage, as `fcsd.distill.trainer` does.
+
+    Args:
+        build: makes the regular model; it is called on the meta device, for the teacher once more.
+        rewire: gives the student its connectivity, in place.
+        layers: the decoder layers of a model.
+        adapt: puts the adapters of a LoRA student in, in place; needed with `setting.adapters`.
+        progress: called after every layer's forward pass.
+    """
+    tracker = Tracker()
+    with torch.device("meta"):
+        student: Any = build()
+        teacher: Any = build() if setting.runs_teacher_model else None
+    rewire(student)
+    if setting.adapters:
+        assert adapt is not None
+        nn.Module.to(student, setting.teacher_dtype)
+        adapt(student)
+    else:
+        nn.Module.to(
+            student, torch.bfloat16 if setting.sharded and setting.autocast else setting.student_dtype
+        )
+    if setting.freeze_embeddings_and_head:
+        freeze_embeddings_and_head(student)
+    student.train()
+    student.config.use_cache = False
+    if setting.checkpointing:
+        student.activation_checkpointing_enable({"use_reentrant": False})
+    attach_loss_head(student, setting.vocab_size)
+    if teacher is not None:
+        nn.Module.to(teacher, setting.teacher_dtype).eval().requires_grad_(False)
+        teacher.config.use_cache = False
+    if progress is not None:
+        for model in (student,) if teacher is None else (student, teacher):
+            for layer in layers(model):
+                layer.register_forward_hook(_calls(progress))
+    with FakeTensorMode(), tracker, _as_traced(tracker, setting):
+        with tracker.making("student"):
+            _give_fake_storage(student)
+        head: Any = output_head(student)
+        with tracker.making("teacher"):
+            if teacher is not None:
+                _give_fake_storage(teacher)
+                head = output_head(teacher)
+            elif setting.has_teacher and setting.teacher == "cache":
+                head = nn.Linear(
+                    head.in_features,
+                    head.out_features,
+                    bias=head.bias is not None,
+                    dtype=setting.teacher_dtype,
+                ).requires_grad_(False)
+        trainable = [p for p in student.parameters() if p.requires_grad]
+        with tracker.making("optimizer"):
+            moments = [torch.empty_like(p) for p in trainable for _ in range(2)]
+        for parameter in trainable:
+            if setting.accumulates:
+                with tracker.making("gradients"):
+                    parameter.grad = torch.empty_like(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.becomes(p.grad, "gradients"))
+        _report_loss_as_loss(student, tracker)
+        _micro_batch(student, teacher, head, tracker, setting)
+        stack = layers(student)
+        plans = [getattr(layer, "farskip_plan", None) for layer in stack]
+        ends = {id(p): p.numel() for p in _embeddings_and_head(student)}
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
+        total = sum(p.numel() for p in student.parameters())
+        trace = Trace(
+            peak={kind: n for kind, n in tracker.peak.items() if n},
+            transient={kind: n for kind, n in tracker.transient.items() if n},
+            flops={kind: dict(counts) for kind, counts in tracker.flops.items()},
+            attention_flops=tracker.attention_flops["activations"],
+            num_trainable=sum(p.numel() for p in trainable),
+            num_parameters=total,
+            largest_layer=max(sizes),
+            outside_layers=total - sum(sizes),
+            embeddings_and_head=sum(ends.values()),
+            head=output_head(student).weight.numel(),
+            num_layers=len(sizes),
+            num_pairs=sum(plan is not None and plan.carry for plan in plans),
+            hidden_size=output_head(student).weight.shape[1],
+        )
+        del moments
+    return trace
+
+
+def _calls(progress: Callable[[], Any]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        progress()
+
+    return hook
+
+
+def _embeddings_and_head(model: Any) -> Iterator[Tensor]:
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        yield from module.parameters()
+
+
+def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting) -> None:
+    """`DistillTrainer.compute_loss` and the backward pass, with every token kept."""
+    shape = (setting.num_rows, setting.num_tokens)
+    terms = None
+    if setting.objective == "kl+l2":
+        terms = ExtraTerms(Objective(name="kl+l2", l2_coefficient=1.0), student, 1)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
+    with tracker.making("activations"):
+        ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
+        extra: dict[str, Any] = {"labels": keep, "objective": "ce"}
+    if setting.has_teacher:
+        watched_teacher = student if teacher is None else teacher
+        with (
+            tracker.making("teacher forward"),
+            torch.no_grad(),
+            terms.seen(watched_teacher) if terms else contextlib.nullcontext(Seen()) as teacher_seen,
+        ):
+            if teacher is not None:
+                hidden = final_hidden(teacher, ids, positions, keep)
+            elif setting.teacher == "adapter_off":
+                with as_original(student):
+                    hidden = body_hidden(student, ids, positions, None, keep)
+            else:
+                hidden = torch.empty((len(keep), head.in_features), dtype=setting.teacher_dtype)
+        name = setting.objective.removesuffix("+l2")
+        extra = {"teacher_hidden": hidden, "teacher_head": head, "objective": name}
+        extra |= setting.divergence
+    watched = terms.seen(student) if terms else contextlib.nullcontext(Seen())
+    with tracker.making("activations"), autocast, watched as seen:
+        loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
+    if terms is not None:
+        with tracker.making("loss"):
+            loss = loss + terms.values(seen, teacher_seen, keep, ["l2"])["l2"]
+    with tracker.making("backward"):
+        loss.backward()
+
+
+def _give_fake_storage(model: nn.Module) -> None:
+    """Replace every meta tensor by a fake one; must run in a FakeTensorMode."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _report_loss_as_loss(student: Any, tracker: Tracker) -> None:
+    before: list[str] = []
+
+    def enter(*_: Any) -> None:
+        before.append(tracker.kind)
+        tracker.kind = "loss"
+
+    def leave(*_: Any) -> None:
+        tracker.kind = before.pop()
+
+    head = output_head(student)
+    head.register_forward_pre_hook(enter)
+    head.register_forward_hook(leave)
+
+
+@contextlib.contextmanager
+def _as_traced(tracker: Tracker, setting: Setting) -> Iterator[None]:
+    """What fake tensors cannot do is done in its place: products whose sizes are in data, products of the GPU.
+
+    transformers' grouped product of the experts has a shape function for every dtype only in its own fallback. The
+    loss's products write into given tensors and allocate nothing, whatever the dtype of their operands.
+    """
+    chunk_tokens, widening = losses._chunk_tokens, losses._widening_product
+    kind = torch.device("cuda" if setting.on_gpu else "cpu")
+
+    def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+        tracker.add_flops(a.dtype, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+    def addmm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+        mm(a, b, accumulator)
+
+    with (
+        mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False),
+        mock.patch.object(losses, "_mm", mm),
+        mock.patch.object(losses, "_addmm", addmm),
+        mock.patch.object(losses, "_widening_product", lambda _, dtype: widening(kind, dtype)),
+        mock.patch.object(
+            losses, "_chunk_tokens", lambda size, chunk, _, trains: chunk_tokens(size, chunk, kind, trains)
+        ),
+    ):
+        yield

@@ -1,0 +1,4 @@
+"""Text to packed rows: sources, chat templates, packing, batches, decontamination.
+
+Not covered: images, video and audio.
+"""

@@ -1,0 +1,68 @@
+"""Collate packed rows into a batch: ids, positions, next-token targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+
+NO_LOSS = -100
+
+
+_ROW = {name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "position_ids", "labels")}
+
+
+_TAIL_MULTIPLE = 64
+
+
+class Collator:
+    """Rows to int64 tensors (B, T): input_ids, position_ids, labels. No attention mask: position ids say it
+    all.
+
+    ahead: is shown each batch; with a worker process that collates, this is well before the batch is used.
+    """
+
+    def __init__(self, ahead: Callable[[dict[str, Tensor]], None] | None = None):
+        self.ahead = ahead
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        batch = {
+            name: torch.stack([torch.as_tensor(np.asarray(row[name]), dtype=torch.int64) for row in rows])
+            for name in _ROW
+        }
+        if self.ahead is not None:
+            self.ahead(batch)
+        return batch
+
+
+def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """What each position has to predict.
+
+    Position t predicts the label at t+1, if that carries loss and belongs to the same example.
+
+    Args: labels, position_ids (B, T). Returns: keep, (B, T) bool, True where a position has a target; targets
+    (N,) token ids of those positions, in the order of `hidden[keep]`.
+    """
+    keep = torch.zeros_like(labels, dtype=torch.bool)
+    keep[:, :-1] = (labels[:, 1:] != NO_LOSS) & (position_ids[:, 1:] != 0)
+    return keep, labels.roll(-1, dims=1)[keep]
+
+
+def without_tail(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, cut behind the last position with loss in any of its rows: what follows is padding, mostly.
+
+    No kept position sees what is cut off. The length stays a multiple of 64, or as it was, so that shapes recur; it
+    matters where rows are not packed.
+    """
+    with_loss = (batch["labels"] != NO_LOSS).any(dim=0).nonzero()
+    length = int(with_loss.max()) + 1 if len(with_loss) else 1
+    length = -(-length // _TAIL_MULTIPLE) * _TAIL_MULTIPLE
+    return {name: batch[name][:, :length] if name in _ROW else batch[name] for name in batch}

@@ -1,0 +1,217 @@
+"""Training examples that hold test items: found by the words that both have in a row, left out, and listed.
+
+The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C), also lm-eval's: texts become lower-case words
+without punctuation, and an example is left out when it shares `ngram` (13) words in a row with a test item. Two
+additions. A text of an item that is shorter counts when it is found whole and has at least `SHORTEST` words, GPT-3's
+lower limit. What says nothing about an item does not count: wordings that more than `COMMON` items of a benchmark
+have, and rows of words of which more than half are numbers.
+
+Not covered: paraphrases, translations, items that are shorter (they are counted), text that is written without spaces.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fcsd.config.data import Source
+from fcsd.data.chat import example_texts
+
+SHORTEST = 8
+COMMON = 10
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item that models are judged on; `id` is that of the evaluation's samples, `texts` are compared one by one."""
+
+    task: str
+    id: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A training example that was left out, and why: the words that it shares with an item."""
+
+    source: str
+    example_sha256: str  # of its texts, a line break between two
+    begins: str
+    task: str
+    item: str
+    ngram: str
+
+
+class ItemIndex:
+    """The rows of words of all test items, looked up by their first `SHORTEST` words."""
+
+    def __init__(self, items: Iterable[Item], ngram: int = 13):
+        self.ngram, self.first = ngram, min(SHORTEST, ngram)
+        self.vocabulary: dict[str, int] = {}  # word -> number from 1
+        self.items: list[tuple[str, str]] = []
+        self.unchecked: Counter[str] = Counter()  # task -> items that have no text long enough
+        texts: list[np.ndarray] = []
+        owners: list[int] = []
+        for item in items:
+            found = [self._number(words(text)) for text in dict.fromkeys(item.texts)]
+            found = [text for text in found if len(text) >= self.first]
+            self.unchecked[item.task] += not found
+            texts += found
+            owners += [len(self.items)] * len(found)
+            self.items.append((item.task, item.id))
+        # One random number a word; a row of words is the sum of theirs, each times a power of an odd number.
+        generator = np.random.default_rng(0)
+        self._values = generator.integers(1, 2**64, len(self.vocabulary) + 1, dtype=np.uint64)
+        self._names = ["", *self.vocabulary]
+        self._is_number = np.array([name.isdigit() for name in self._names])
+        self._add(texts, owners)
+
+    def _number(self, found: list[str]) -> np.ndarray:
+        numbers = [self.vocabulary.setdefault(word, len(self.vocabulary) + 1) for word in found]
+        return np.array(numbers, np.int32)
+
+    def _add(self, texts: list[np.ndarray], owners: list[int]) -> None:
+        """Rows of words: where each begins in all texts, its length, its item; sorted by their first words."""
+        starts, lengths, items, whole, first, offset = [], [], [], [], [], 0
+        for text, owner in zip(texts, owners, strict=True):
+            length = min(self.ngram, len(text))
+            telling = _windows(self._is_number[text], length) * 2 <= length
+            where = np.flatnonzero(telling)
+            starts.append(where + offset)
+            lengths.append(np.full(len(where), length))
+            items.append(np.full(len(where), owner))
+            whole.append(self._keys(text, length)[where] + np.uint64(length))
+            first.append(self._keys(text, self.first)[where])
+            offset += len(text)
+        none = [np.zeros(0, np.int64)]
+        self._words = np.concatenate([*texts, np.zeros(0, np.int32)])
+        start, length_, item = (np.concatenate(part or none) for part in (starts, lengths, items))
+        keys = np.concatenate(first or [np.zeros(0, np.uint64)])
+        kept = self._uncommon(np.concatenate(whole or [np.zeros(0, np.uint64)]), item)
+        order = kept[np.argsort(keys[kept], kind="stable")]
+        self._starts, self._lengths, self._items = start[order], length_[order], item[order]
+        self._first = keys[order]
+
+    def _uncommon(self, whole: np.ndarray, item: np.ndarray) -> np.ndarray:
+        """Indices of the rows of words that no more than `COMMON` items of one task have."""
+        tasks = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in self.items))}
+        task = np.array([tasks[name] for name, _ in self.items], np.uint64)[item] if len(item) else whole
+        mixed = whole * np.uint64(0x9E3779B97F4A7C15) + task
+        owned = np.unique(np.stack([mixed, item.astype(np.uint64)]), axis=1)[0]
+        found, counts = np.unique(owned, return_counts=True)
+        return np.flatnonzero(~np.isin(mixed, found[counts > COMMON]))
+
+    def _keys(self, text: np.ndarray, length: int) -> np.ndarray:
+        """A number for every row of `length` words of a text, the same for the same words."""
+        values, end = self._values[text], len(text) - length + 1
+        keys = np.zeros(max(end, 0), np.uint64)
+        for offset in range(length if end > 0 else 0):
+            keys = keys * np.uint64(0xD1342543DE82EF95) + values[offset : offset + end]
+        return keys
+
+    def find(self, text: str) -> tuple[str, str, str] | None:
+        """Task, item and words of the first overlap of a text, None where there is none."""
+        numbers = np.array([self.vocabulary.get(word, 0) for word in words(text)], np.int32)
+        if len(numbers) < self.first or not len(self._first):
+            return None
+        keys = self._keys(numbers, self.first)
+        places = np.searchsorted(self._first, keys)
+        known = _windows(numbers == 0, self.first) == 0
+        same = self._first[np.minimum(places, len(self._first) - 1)] == keys
+        for begin in np.flatnonzero(known & same):
+            for row in range(places[begin], len(self._first)):
+                if self._first[row] != keys[begin]:
+                    break
+                mine = self._words[self._starts[row] : self._starts[row] + self._lengths[row]]
+                if np.array_equal(mine, numbers[begin : begin + len(mine)]):
+                    return *self.items[self._items[row]], self._text(mine)
+        return None
+
+    def _text(self, numbers: np.ndarray) -> str:
+        return " ".join(self._names[number] for number in numbers)
+
+
+def words(text: str) -> list[str]:
+    """The lower-case words of a text: letters, digits and underscores in a row."""
+    return _WORD.findall(text.lower())
+
+
+def _windows(flags: np.ndarray, length: int) -> np.ndarray:
+    """How many of every `length` flags in a row are set."""
+    total = np.concatenate([[0], np.cumsum(flags)])
+    return total[length:] - total[:-length]
+
+
+class Decontaminator:
+    """Leaves overlapping examples out of data sets and keeps the record.
+
+    A stream is read again after a restart and in every epoch: an example is on the record once, and `num_examples` is
+    the number of examples that were looked at.
+    """
+
+    def __init__(self, index: ItemIndex):
+        self.index = index
+        self.num_examples: Counter[str] = Counter()
+        self._found: dict[tuple[str, str], Overlap] = {}
+
+    def filter(self, dataset: Any, source: Source) -> Any:
+        """The examples of a data set in memory that overlap with no test item."""
+        # Without its own name for the result, `datasets` would hash the whole index.
+        name = hashlib.sha256(f"{dataset._fingerprint} {id(self)}".encode()).hexdigest()[:16]
+        return dataset.filter(
+            lambda example: self.keeps(source, example),
+            desc=f"Looking for test items in {source.path}",
+            keep_in_memory=True,
+            load_from_cache_file=False,
+            new_fingerprint=name,
+        )
+
+    def keeps(self, source: Source, example: Mapping[str, Any]) -> bool:
+        """Whether an example of `source` overlaps with no test item; one that does goes on the record."""
+        name = ":".join(part for part in (source.path, source.name, source.split) if part)
+        self.num_examples[name] += 1
+        texts = example_texts(example, source.columns)
+        for text in texts:
+            overlap = self.index.find(text)
+            if overlap is not None:
+                whole = "\n".join(texts)
+                digest = hashlib.sha256(whole.encode()).hexdigest()
+                self._found[name, digest] = Overlap(name, digest, whole[:80], *overlap)
+                return False
+        return True
+
+    def overlaps(self) -> list[dict[str, str]]:
+        """All examples that were left out."""
+        return [asdict(overlap) for overlap in self._found.values()]
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers for a manifest: test items, of them unchecked; examples left out, by task and by source."""
+        by_source = Counter(overlap.source for overlap in self._found.values())
+        return {
+            "ngram": self.index.ngram,
+            "num_items": len(self.index.items),
+            "num_items_too_short": dict(sorted((+self.index.unchecked).items())),
+            "num_left_out": len(self._found),
+            "by_task": dict(sorted(Counter(overlap.task for overlap in self._found.values()).items())),
+            "by_source": {
+                source: {"num_examples": number, "num_left_out": by_source[source]}
+                for source, number in sorted(self.num_examples.items())
+            },
+        }
+
+
+def all_texts(value: Any) -> Iterator[str]:
+    """Every text in a row of a data set, also inside its lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from all_texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from all_texts(inner)

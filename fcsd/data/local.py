@@ -1,0 +1,64 @@
+"""Reading local data sets: always the bytes that lie there now.
+
+`datasets` (5.2) names the cache of a local folder after the folder's last name and its README, not after its content:
+two folders called `tiny-code`, or one whose files have changed, give the rows that were read first.
+
+Not covered: data sets on the Hub, whose cache is keyed by revision.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fcsd.files import file_sha256
+
+if TYPE_CHECKING:
+    pass
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterator
+
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
+
+
+def data_fingerprint(location: str, revision: str | None = None) -> str:
+    """What identifies the bytes of a data set: a hash for local files, id and revision for the Hub."""
+    path = Path(location)
+    if path.is_file():
+        return file_sha256(path)
+    if path.is_dir():
+        digest = hashlib.sha256()
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and file.suffix in _DATA_FILES:
+                digest.update(str(file.relative_to(path)).encode() + b"\0" + file_sha256(file).encode())
+        return digest.hexdigest()
+    return f"{location}@{revision or 'main'}"
+
+
+@contextlib.contextmanager
+def fresh_cache(location: str | Path) -> Iterator[None]:
+    """Within the block, `datasets` reads a local `location` into a cache of its own; for a hub id nothing changes.
+
+    The cache is removed when the process ends, not before: rows are memory-mapped, and `map` writes beside them.
+    """
+    if not Path(location).exists():
+        yield
+        return
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=_root()))
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
+
+
+@functools.cache
+def _folder() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="fcsd-data-", ignore_cleanup_errors=True)
+
+
+def _root() -> str:
+    return _folder().name

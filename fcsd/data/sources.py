@@ -1,0 +1,73 @@
+"""Load a data set: a hub id, a local folder in hub layout, or one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+
+from fcsd.config.data import Source
+from fcsd.data.local import fresh_cache
+from fcsd.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+
+_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
+    """The examples of `source`, untouched but for `max_examples`.
+
+    Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
+    """
+    path = Path(source.path).expanduser()
+    options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
+    if path.suffix in _FILE_FORMATS and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"data set {source.path}: no such file")
+        if not source.split.startswith("train"):
+            raise UserError(
+                f"data set {source.path}: no split {source.split!r}; a file has the split 'train' only"
+            )
+        arguments = (_FILE_FORMATS[path.suffix],)
+        options["data_files"] = {"train": str(path)}
+    else:
+        local = path.is_dir()
+        looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1
+        if looks_local and not local:
+            raise UserError(
+                f"data set {source.path}: no such folder, and not the name of a data set on the Hub"
+            )
+        arguments = (str(path) if local else source.path,)
+        options |= {"name": source.name, "revision": None if local else source.revision}
+    try:
+        with fresh_cache(path):
+            dataset = datasets.load_dataset(*arguments, **options)
+        columns = dataset.column_names
+        if columns is None or source.streaming:  # a stream fails, or turns out to be empty, when it is read
+            first = next(iter(dataset), None)
+            columns = None if first is None else list(first)
+    except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
+        columns = None
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"data set {source.path}: {_one_line(error)}") from error
+    if columns is None or (not source.streaming and len(dataset) == 0):
+        raise UserError(f"data set {source.path}, split {source.split!r}: it is empty")
+    missing = [column for column in source.columns.values() if column not in columns]
+    if missing:
+        raise UserError(
+            f"data set {source.path}: no column {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, columns))}; name the right ones under `columns`"
+        )
+    if source.max_examples is not None:
+        dataset = dataset.take(source.max_examples)
+    return dataset
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of `error`, or of its cause where that says more, on one line."""
+    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+    return " ".join(str(cause or error).split()) or type(error).__name__

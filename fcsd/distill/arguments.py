@@ -1,0 +1,175 @@
+"""Describe a training run, and translate its settings to `transformers.TrainingArguments`."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from fcsd.config.training import Objective, Safety, Train
+from fcsd.distill.early_stopping import EarlyStopper, Score
+from fcsd.distill.teachers.base import Teacher
+from fcsd.distributed.engine import (
+    Engine,
+    checkpoints_activations,
+)
+from fcsd.distributed.launch import processes
+from fcsd.errors import UserError
+
+Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What one run is made from.
+
+    max_length: tokens in a row of `rows`; score: of a model, for early stopping; save_dtype: of the weights
+    that are left (the checkpoint's own, whatever dtype they were trained in); adapters: the `PeftModel` around a LoRA
+    student.
+    """
+
+    folder: Path
+    description: str
+    student: PreTrainedModel
+    teacher: PreTrainedModel | Teacher | None
+    tokenizer: PreTrainedTokenizerBase
+    rows: Any
+    max_length: int
+    objective: Objective
+    train: Train
+    seed: int
+    save_dtype: torch.dtype
+    safety: Safety = field(default_factory=Safety)
+    stopper: EarlyStopper | None = None
+    score: Scorer | None = None
+    save_model: bool = True
+    adapters: Any = None
+
+
+def accumulation_steps(train: Train, max_length: int, world_size: int) -> int:
+    """Micro-batches in one optimiser step.
+
+    Raises:
+        UserError: the batch is not a whole number of micro-batches over all ranks.
+    """
+    micro_tokens = train.per_device_train_batch_size * max_length * world_size
+    if train.batch_size_tokens % micro_tokens:
+        raise UserError(
+            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of {micro_tokens}"
+            f" (per_device_train_batch_size {train.per_device_train_batch_size} x data.max_length {max_length}"
+            f" x {world_size} processes); change one of them"
+        )
+    return train.batch_size_tokens // micro_tokens
+
+
+def training_arguments(run: TrainingRun, world_size: int, engine: Engine) -> TrainingArguments:
+    """The recipe's training section in the words of `transformers`; inside `engine_environment`."""
+    train = run.train
+    on_cpu = processes().device.type == "cpu"
+    checkpointing = checkpoints_activations(train, run.student)
+    schedule = {"min_lr_rate": train.min_lr_rate} if train.min_lr_rate is not None else {}
+    return TrainingArguments(
+        output_dir=str(run.folder / "checkpoints"),
+        run_name=run.description,
+        max_steps=train.max_steps,
+        per_device_train_batch_size=train.per_device_train_batch_size,
+        gradient_accumulation_steps=accumulation_steps(train, run.max_length, world_size),
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.lr_scheduler_type,
+        lr_scheduler_kwargs=schedule,
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.adam_beta1,
+        adam_beta2=train.adam_beta2,
+        adam_epsilon=train.adam_epsilon,
+        max_grad_norm=train.max_grad_norm,
+        bf16=train.bf16 and not engine.shards,  # there it is in the parameters, not in autocast
+        use_cpu=on_cpu and engine.name != "zero3",  # accelerate knows DeepSpeed on devices only
+        ddp_backend="gloo" if on_cpu and engine.name == "zero3" else None,
+        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
+        accelerator_config={
+            "gradient_accumulation_kwargs": {"sync_each_batch": engine.name in ("fsdp2", "ep")}
+        },
+        activation_checkpointing=checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        logging_steps=train.logging_steps,
+        logging_nan_inf_filter=False,  # a loss that is not finite stops the run, see DistillTrainer
+        save_strategy="steps" if run.save_model else "no",
+        save_steps=train.save_steps,
+        save_total_limit=train.save_total_limit,
+        report_to=[name for name in train.report_to if name != "tensorboard"],  # see `_tensorboard`
+        seed=run.seed,
+        data_seed=run.seed,
+        remove_unused_columns=False,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
+    )
+
+
+def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
+    """Keep the input embeddings and the LM head as they are (paper Table 2, `KL embed.`)."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(False)
+
+
+def refuse_what_cannot_be_spread(run: TrainingRun, engine: Engine) -> None:
+    by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
+    wrong = {
+        "train.optimizer: muon orthogonalises whole matrices, which no rank has under FSDP or DeepSpeed; launch data"
+        " parallel copies": run.train.optimizer == "muon",
+        "train.ema_decay: an average is kept of whole weights, which no rank has under FSDP or DeepSpeed; launch data"
+        " parallel copies": run.train.ema_decay is not None,
+        "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
+            engine.name == "ep" and run.train.layer_lr_ratio != 1
+        ),
+        # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
+        "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
+            engine.name == "zero3" and by_heldout_kl and run.objective.has_extra_terms
+        ),
+    }
+    for message, asked in wrong.items():
+        if asked:
+            raise UserError(message)
+
+
+def check_reporters(train: Train) -> None:
+    for name in train.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]', or leave it out"
+            )
+
+
+def check_vocabulary(run: TrainingRun, teacher: Teacher | None) -> None:
+    size, tokens = _vocab_size(run.student), run.objective.vocab_size
+    rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
+    if tokens is None and rows != size:
+        raise UserError(
+            f"the vocabularies differ: {rows} tokens in the teacher, {size} in the student;"
+            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher, or"
+            " set objective.vocab_size if one vocabulary is padded differently"
+        )
+    if tokens is not None and not len(run.tokenizer) <= tokens <= size:
+        raise UserError(
+            f"objective.vocab_size {tokens}: must be between the {len(run.tokenizer)} tokens of the tokenizer and the"
+            f" {size} rows of the head"
+        )
+    if len(run.tokenizer) > size:
+        raise UserError(
+            f"the tokenizer has {len(run.tokenizer)} tokens, the model's vocabulary only {size};"
+            " use the tokenizer that belongs to the model"
+        )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().vocab_size

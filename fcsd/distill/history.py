@@ -1,0 +1,27 @@
+"""Read back what a training run logged: `history.jsonl` and `scores.json`."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from fcsd.files import read_json
+
+
+def mean_of_last(losses: list[float], count: int) -> float:
+    """Mean of the last `count` losses; not a number when any of them is not, so that a diverged run never wins."""
+    chosen = losses[-count:]
+    return math.fsum(chosen) / len(chosen) if chosen else math.nan
+
+
+def read_history(folder: Path) -> list[dict[str, float]]:
+    """The logged points of a finished run, oldest first."""
+    lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """`EarlyStopper.record` of a finished run with early stopping; None for any other run."""
+    path = folder / "scores.json"
+    found: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    return found

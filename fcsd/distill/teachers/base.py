@@ -1,0 +1,85 @@
+"""What a student is compared with: one interface that gives final hidden states, whatever they come from.
+
+The final hidden states (after the final norm) of the tokens that carry loss, and the teacher's head, are all that a
+divergence needs: D numbers a token instead of the vocabulary's. A step asks for those of all its micro-batches at
+once, before the student's first forward, so that a teacher whose weights are spread over ranks gathers them while the
+student's are not.
+
+Not covered: how a teacher's weights are spread over ranks (`fcsd.distributed.engine`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.data.batches import next_token_targets, without_tail
+from fcsd.errors import UserError
+from fcsd.families.structure import head_scaling, output_head
+from fcsd.losses.head import LossHead, final_hidden
+from fcsd.losses.hidden_terms import ExtraTerms, Seen
+
+Batch = dict[str, Tensor]
+
+
+class Teacher(ABC):
+    """`head`: a module with the teacher's `weight` (V, D') and `bias`, whole on every rank and frozen.
+
+    `ahead`: called with each micro-batch when it is collated, some steps before `prepare` and in another process; None
+    where there is nothing to do so early.
+    """
+
+    head: nn.Module
+    ahead: Callable[[Batch], None] | None = None
+
+    @abstractmethod
+    def prepare(self, batches: list[Batch]) -> None:
+        """Put `teacher_hidden` (N, D') of the kept positions into each micro-batch of a step.
+
+        batches: input_ids, position_ids, labels, each (B, T), on the device of the training.
+        """
+
+    def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
+        """(N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
+
+        Raises: UserError when this kind of teacher has no layers at hand.
+        """
+        raise UserError(
+            f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
+        )
+
+
+class ModelTeacher(Teacher):
+    """A frozen model, run on the batches of the student.
+
+    Args: a causal language model, on the training's device or sharded over the ranks already; `head` where the
+    model's own is sharded.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):
+        self.model: Any = model.eval().requires_grad_(False)
+        self.head = output_head(model) if head is None else head
+        if not isinstance(self.head, LossHead):  # without them the loss would take the student's
+            scaled: Any = self.head
+            scaled.logit_scale, scaled.softcap = head_scaling(model.config)
+
+    @torch.no_grad()
+    def prepare(self, batches: list[Batch]) -> None:
+        """One forward a micro-batch."""
+        for batch in batches:
+            cut = without_tail(batch)
+            keep, _ = next_token_targets(cut["labels"], cut["position_ids"])
+            batch["teacher_hidden"] = final_hidden(self.model, cut["input_ids"], cut["position_ids"], keep)
+
+    @torch.no_grad()
+    def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
+        """One forward that collects what the terms need."""
+        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+        with terms.seen(self.model) as seen:
+            hidden = final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)
+        return hidden, seen

@@ -1,0 +1,268 @@
+"""Which engine a launch asks for: one process, data parallel copies, or weights spread by FSDP2 or DeepSpeed ZeRO-3.
+
+accelerate's configuration says which (`configs/`), the recipe says everything that a result depends on, the precision
+too. What can be seen to be wrong is refused before anything is loaded. Expert parallelism, for which accelerate has no
+setting, is asked for by `fcsd distill --expert-parallel N`; transformers spreads the weights then, while it loads them.
+
+Not covered: how weights are spread (`fcsd.distributed.shard`); tensor and context parallel meshes; ZeRO stages 1 and 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+
+from fcsd.config.training import Train
+from fcsd.distributed.launch import processes
+from fcsd.errors import UserError
+
+# From this size on activation checkpointing is on unless the recipe says otherwise.
+CHECKPOINTING_FROM = 1_000_000_000
+
+_EXPERT_PARALLEL: ContextVar[int] = ContextVar("expert_parallel", default=1)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What spreads the weights of a launch, and over which ranks.
+
+    replicas: groups of ranks that each hold the whole model among them (hybrid sharding); FSDP2 only.
+    reshard: FSDP2 frees a layer's weights after its forward pass, and gathers them again in the backward pass.
+    offload: FSDP2 keeps its shards in host memory.
+    layer_classes: the classes that accelerate's configuration wants wrapped; checked, nothing else.
+    expert_parallel: ranks that hold an MoE layer's experts among them, each some whole ones; ep only.
+    """
+
+    name: Literal["one", "ddp", "fsdp2", "zero3", "ep"]
+    replicas: int = 1
+    reshard: bool = True
+    offload: bool = False
+    layer_classes: tuple[str, ...] = ()
+    expert_parallel: int = 1
+
+    @property
+    def shards(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.name in ("fsdp2", "zero3", "ep")
+
+
+@contextlib.contextmanager
+def expert_parallel(size: int) -> Iterator[None]:
+    """Inside, `launched_engine` spreads the experts over groups of `size` ranks; 1: it does not."""
+    token = _EXPERT_PARALLEL.set(size)
+    try:
+        yield
+    finally:
+        _EXPERT_PARALLEL.reset(token)
+
+
+def launched_engine() -> Engine:
+    """The engine that accelerate's configuration asks for.
+
+    Raises:
+        UserError: a configuration that is not supported, or that would spread nothing.
+    """
+    world = processes().num_processes
+    _check_expert_parallel(world)
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        raise UserError("accelerate's configuration: Megatron-LM is not supported; use FSDP2 or DeepSpeed")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
+        raise UserError(
+            f"accelerate's configuration: mixed_precision {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported;"
+            " set mixed_precision: 'no' there and train.bf16: true in the recipe"
+        )
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        return _zero3()
+    replicas = _replicas(world)
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return _fsdp2(replicas)
+    if (size := _EXPERT_PARALLEL.get()) != 1:
+        return Engine("ep", expert_parallel=size)
+    if replicas > 1:
+        raise UserError("accelerate's configuration: parallelism_config needs distributed_type: FSDP")
+    return Engine("ddp" if world > 1 else "one")
+
+
+def _check_expert_parallel(world: int) -> None:
+    size = _EXPERT_PARALLEL.get()
+    if size == 1:
+        return
+    if size < 1 or world % size:
+        raise UserError(
+            f"--expert-parallel {size}: does not divide the number of processes, {world}; change one of them"
+        )
+    flags = ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
+    if any(parse_flag_from_env(f"ACCELERATE_USE_{flag}") for flag in flags):
+        raise UserError(
+            f"--expert-parallel {size}: spreads all other weights as well; launch with distributed_type: MULTI_GPU and"
+            " no parallelism_config (see configs/ep_8.yaml)"
+        )
+
+
+def _replicas(world: int) -> int:
+    """Of accelerate's `parallelism_config`: dp_replicate_size; 1 without one."""
+    if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") or 1)
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    }
+    where = "accelerate's configuration: parallelism_config"
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if sizes[name] > 1:
+            raise UserError(f"{where}_{name} {sizes[name]} is not supported; data parallel sizes only")
+    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] != world:
+        raise UserError(
+            f"{where}: dp_replicate_size {sizes['dp_replicate_size']} x dp_shard_size {sizes['dp_shard_size']} is not"
+            f" the number of processes, {world}; change one of them"
+        )
+    return sizes["dp_replicate_size"]
+
+
+def _fsdp2(replicas: int) -> Engine:
+    where = "accelerate's configuration: "
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError(
+            f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see configs/fsdp2_8.yaml)"
+        )
+    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
+    if policy != "TRANSFORMER_BASED_WRAP":
+        raise UserError(
+            f"{where}fsdp_auto_wrap_policy {policy} would gather the whole model at once; set TRANSFORMER_BASED_WRAP,"
+            " every decoder layer is a unit then"
+        )
+    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise UserError(
+            f"{where}fsdp_activation_checkpointing: leave it out, the recipe's train.gradient_checkpointing decides"
+        )
+    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or ""
+    return Engine(
+        "fsdp2",
+        replicas=replicas,
+        reshard=parse_flag_from_env("FSDP_RESHARD_AFTER_FORWARD", default=True),
+        offload=parse_flag_from_env("FSDP_OFFLOAD_PARAMS"),
+        layer_classes=tuple(name for name in names.split(",") if name not in ("", "None")),
+    )
+
+
+def _zero3() -> Engine:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
+    if processes().device.type == "cpu":
+        _without_shared_memory_op()
+    from accelerate.utils import DeepSpeedPlugin
+
+    stage = DeepSpeedPlugin().deepspeed_config["zero_optimization"]["stage"]
+    if int(stage) != 3:
+        raise UserError(
+            f"accelerate's configuration: DeepSpeed zero_stage {stage} is not supported; set zero_stage: 3"
+            " (see configs/zero3_8.yaml)"
+        )
+    return Engine("zero3")
+
+
+def _without_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling an extension for reductions between CPU processes, which takes a minute."""
+    # An import statement would give torch itself, which deepspeed.comm has under this name.
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
+
+
+def check_precision(train: Train, engine: Engine) -> None:
+    """Raises UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed == "bf16" and not train.bf16:
+        raise UserError(
+            "accelerate's configuration says mixed_precision bf16, the recipe train.bf16 false; precision is the"
+            " recipe's: set mixed_precision: 'no' in the configuration, or train.bf16: true"
+        )
+    if engine.name == "zero3" and train.dtype == "bfloat16":
+        raise UserError(
+            "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones; set train.dtype: float32"
+            " and train.bf16: true"
+        )
+
+
+@contextlib.contextmanager
+def engine_environment(engine: Engine) -> Iterator[None]:
+    """accelerate's variables while a Trainer lives, such that it leaves the sharding to us.
+
+    FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it starts DeepSpeed on a model that is
+    partitioned already; on a CPU too.
+    """
+    changes: dict[str, str | None] = {}
+    if engine.name == "fsdp2":
+        changes = {"ACCELERATE_USE_FSDP": None, "ACCELERATE_USE_PARALLELISM_CONFIG": None}
+    if engine.shards:
+        changes["ACCELERATE_MIXED_PRECISION"] = "no"
+    if engine.name == "zero3" and processes().device.type == "cpu":
+        changes["ACCELERATE_USE_CPU"] = None
+    before = {name: os.environ.get(name) for name in changes}
+    _set_environment(changes)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+        if engine.name == "zero3":
+            # transformers would partition whatever is loaded next, while it is loaded.
+            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+            unset_hf_deepspeed_config()
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def finish_zero_settings(arguments: Any, train: Train) -> None:
+    """What DeepSpeed is told by the recipe and by us, whatever accelerate's configuration says."""
+    config = arguments.deepspeed_plugin.deepspeed_config
+    config["bf16"] = {"enabled": train.bf16}
+    arguments.bf16 = train.bf16  # only now: without a GPU the arguments refuse it, DeepSpeed does not
+    config["gradient_clipping"] = arguments.max_grad_norm
+    # Gradients are summed over ranks and micro-batches in float32, also those of bfloat16 weights.
+    config["communication_data_type"] = "fp32"
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+
+
+def holds_weights(engine: Engine) -> bool:
+    """Whether this rank loads weights; with FSDP2 and ZeRO-3 the first rank does, and sends the others their parts."""
+    return engine.name in ("one", "ddp", "ep") or processes().is_main_process
+
+
+def distributed_config(engine: Engine, *, bf16: bool = False) -> Any:
+    """What transformers is to spread while it loads a model; None: nothing, `fcsd.distributed.shard` does it.
+
+    bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
+    """
+    if engine.name != "ep":
+        return None
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(
+        fsdp_size=processes().num_processes,
+        ep_size=engine.expert_parallel,
+        ep_implementation="all_to_all",
+        fsdp_mixed_precision=bf16,
+    )
+
+
+def checkpoints_activations(train: Train, model: nn.Module) -> bool:
+    """`train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
+    if train.gradient_checkpointing is not None:
+        return train.gradient_checkpointing
+    supported = getattr(model, "supports_gradient_checkpointing", False)
+    return supported and sum(parameter.numel() for parameter in model.parameters()) >= CHECKPOINTING_FROM

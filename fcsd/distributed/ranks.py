@@ -1,0 +1,158 @@
+"""The ranks that evaluate one model together: each takes a share of the batches, all of them know all answers.
+
+    ranks = ranks_of(model)                              # all ranks of the launch; one process: that one
+    result, samples = evaluate(model, tokenizer, suite, data_root=root, batch_size=16, ranks=ranks)
+    texts = generate_completions(model, tokenizer, problems, task=row, batch_size=16, ranks=ranks)
+
+All ranks make these calls, with the same arguments, and all of them get the same back; the first one alone prints,
+writes and runs programs. It works on a model in training as well, under every engine (`fcsd.distributed.engine`):
+
+copies      every rank has the whole model (of DDP the model inside). A rank asks its own share, at its own pace.
+in step     the weights are spread over the ranks (FSDP2, ZeRO-3, expert parallelism), so a forward pass needs all of
+            them at the same time. A rank that has run dry goes on with rows that nobody reads, and generation lasts as
+            long as the longest of the ranks.
+
+The batches are those that one process would make, in its order, dealt one by one: the number of ranks changes neither
+what a sequence is padded with nor the seed that it is sampled with.
+
+An error of one rank in its share is raised on all ranks, where they are copies. In step, and for everything that is not
+an `Exception`, the others wait in a collective, and `fcsd.distributed.failure` ends them.
+
+Not covered: ranks that must see the same batch (tensor parallelism, and the `all_reduce` kind of expert parallelism).
+"""
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fcsd.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place. in_step: a forward pass needs all ranks at the same time."""
+
+    rank: int = 0
+    size: int = 1
+    in_step: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank prints, writes and runs programs."""
+        return self.rank == 0
+
+    def deal(self, batches: Sequence[Item]) -> list[Item]:
+        """This rank's share, in order."""
+        return list(batches[self.rank :: self.size])
+
+    def idle_passes(self, num_batches: int) -> int:
+        """How many batches this rank has less than the first; in step it passes something else through the model."""
+        own = len(range(self.rank, num_batches, self.size))
+        return math.ceil(num_batches / self.size) - own if self.in_step else 0
+
+    def share(self, call: Callable[[], Result]) -> list[Result]:
+        """call() of every rank, by rank, on all ranks. Plain data only.
+
+        Raises:
+            What `call` raises here; for what it raises on another rank a UserError or RuntimeError of the same text.
+        """
+        if self.size == 1:
+            return [call()]
+        found: Result | None = None
+        error: Exception | None = None
+        try:
+            found = call()
+        except Exception as raised:
+            if self.in_step:  # the others are in a pass, and cannot be told
+                raise
+            error = raised
+        outcomes: list[Any] = [None] * self.size
+        import torch.distributed as dist
+
+        dist.all_gather_object(outcomes, (found, _told(error)))
+        _raise_first(error, [told for _, told in outcomes])
+        return [result for result, _ in outcomes]
+
+    def from_first(self, call: Callable[[], Result]) -> Result:
+        """What call() gives on the first rank, which alone makes it, on all ranks; so for an error. Plain data only."""
+        if self.size == 1:
+            return call()
+        found: Result | None = None
+        error: Exception | None = None
+        if self.first:
+            try:
+                found = call()
+            except Exception as raised:
+                error = raised
+        outcome: list[Any] = [(found, _told(error))]
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(outcome, src=0)
+        result, told = outcome[0]
+        _raise_first(error, [told])
+        return result
+
+
+ALONE = Ranks()
+
+
+def _told(error: Exception | None) -> tuple[bool, str] | None:
+    """An error as the other ranks learn of it: whether it is a user's mistake, and its text, a bug's with the trace."""
+    if error is None or isinstance(error, UserError):
+        return None if error is None else (True, str(error))
+    return False, "".join(traceback.format_exception(error))
+
+
+def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None]) -> None:
+    errors = [
+        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1]) for mistake in told if mistake
+    ]
+    if errors:
+        error = own or errors[0]
+        error.of_all_ranks = True  # type: ignore[attr-defined]
+        raise error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Whether all ranks have raised this error, or one of the same text, and can go on together."""
+    return getattr(error, "of_all_ranks", False)
+
+
+def ranks_of(model: "nn.Module") -> Ranks:
+    """The ranks of the launch, all of which hold `model`, whole or a part of it."""
+    return launched_ranks(in_step=is_spread(model))
+
+
+def launched_ranks(*, in_step: bool) -> Ranks:
+    """The ranks of the launch, before there is a model."""
+    from fcsd.distributed.launch import processes
+
+    state = processes()
+    return Ranks(state.process_index, state.num_processes, in_step) if state.num_processes > 1 else ALONE
+
+
+def is_spread(model: "nn.Module") -> bool:
+    """Whether this rank holds a part of the weights only: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
+    return any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def input_device(model: Any) -> "torch.device":
+    """Where token ids go: not where the embedding's weights lie, if those are brought to a device for each pass."""
+    import torch
+
+    embedding = model.get_input_embeddings()
+    if is_spread(embedding):
+        from fcsd.distributed.launch import processes
+
+        return processes().device
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device(device) if device is not None else next(embedding.parameters()).device

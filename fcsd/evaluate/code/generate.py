@@ -1,0 +1,227 @@
+"""Code tasks: completions from a model in memory, greedy or sampled, and the program in a completion.
+
+Not covered: reading the problems (`fcsd.evaluate.code.problems`); running the programs (`fcsd.evaluate.code.scorer`).
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from fcsd.config.suite import SuiteTask
+from fcsd.distributed.ranks import ALONE, Ranks, input_device
+from fcsd.errors import UserError
+from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.code.problems import Problem
+from fcsd.evaluate.suites import require_chat_template
+from fcsd.models.preserve import preserved
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SAMPLING_SEED = 1234
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def extract_code(text: str, stop: Sequence[str] = ()) -> str:
+    """The program in a completion: the first fenced block (to the end if it is not closed), else the text up
+    to the first of the `stop` strings."""
+    fenced = _FENCE.search(text)
+    if fenced:
+        return fenced[1]
+    return text[: first_stop(text, stop)]
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int:
+    """Where the first of the stop strings begins in `text`; its length when there is none."""
+    return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
+
+
+def prompts(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: SuiteTask) -> list[str]:
+    """The texts that the model is given: as one user turn, or as they are with a line break.
+
+    Raises:
+        UserError: a chat template is asked for and the tokenizer has none.
+    """
+    template = task.prompt_template or "{prompt}"
+    if not task.chat_template:
+        return [problem.text(template).strip() + "\n" for problem in problems]
+    require_chat_template(tokenizer, task)
+    made = []
+    for problem in problems:
+        turn = [{"role": "user", "content": problem.text(template)}]
+        # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore
+        # it
+        text = tokenizer.apply_chat_template(
+            turn, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        made.append(str(text))
+    return made
+
+
+def generate_completions(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    *,
+    task: SuiteTask,
+    batch_size: int | Batch,
+    progress: bool = True,
+    ranks: Ranks = ALONE,
+) -> dict[str, list[str]]:
+    """`task.num_samples` completions of every problem under the settings of a code task's row: task_id -> texts up to
+    the first stop string, in the order of the problems.
+
+    Temperature 0 is greedy. Samples are drawn from a generator that is seeded for every batch, so the same problems and
+    batch size give the same samples, on any number of ranks. Batches are sorted by prompt length, longest first, and
+    padded on the left; a batch ends when all its sequences have. The model's training mode, its `use_cache` and the
+    state of all random generators are as before, and the tokenizer is not changed.
+
+    Args:
+        batch_size: of a `Batch` the size may shrink where memory runs out.
+        ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions. By
+            default this process does all of it.
+
+    Raises:
+        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat
+        template.
+    """
+    import torch
+
+    assert task.max_new_tokens is not None and task.stop is not None and task.num_samples is not None
+    texts = prompts(tokenizer, problems, task)
+    # A chat template writes its own special tokens.
+    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
+    longest = max(map(len, tokens), default=0)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + task.max_new_tokens > positions:
+        raise UserError(
+            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
+            f" the model's {positions} positions; lower max_new_tokens"
+        )
+    order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
+    rows = [index for index in order for _ in range(task.num_samples)]
+    if isinstance(batch_size, int):
+        size = batch_size
+    else:
+        batch_size.begin(len(rows), ranks)
+        size = batch_size.size
+    batches = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+
+    def generate(batch: range, size: int) -> list[str]:
+        texts = []
+        for start in range(batch.start, batch.stop, size):
+            piece = rows[start : min(start + size, batch.stop)]
+            torch.manual_seed(SAMPLING_SEED + start)
+            texts += _generate(model, tokenizer, [tokens[index] for index in piece], task, ranks)
+        return texts
+
+    def own_share() -> list[list[str]]:
+        own, made = ranks.deal(batches), []
+        of_ranks = f" (the first of {ranks.size} ranks)" if ranks.size > 1 else ""
+        bar = tqdm(
+            total=sum(map(len, own)), desc=f"generation{of_ranks}", disable=not (progress and ranks.first)
+        )
+        with bar:
+            for batch in own:
+                if isinstance(batch_size, int):
+                    made.append(generate(batch, batch_size))
+                else:
+                    made.append(batch_size.run(functools.partial(generate, batch)))
+                bar.update(len(batch))
+        for _ in range(ranks.idle_passes(len(batches))):
+            short = task.model_copy(update={"max_new_tokens": 1})
+            _generate(model, tokenizer, [tokens[rows[-1]]], short, ranks)
+        return made
+
+    completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
+    with preserved(model), torch.no_grad():
+        model.eval()
+        by_rank = ranks.share(own_share)
+    for number, batch in enumerate(batches):
+        texts = by_rank[number % ranks.size][number // ranks.size]
+        for row, text in zip(batch, texts, strict=True):
+            completions[problems[rows[row]].task_id].append(text)
+    return completions
+
+
+def _generate(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[list[int]],
+    task: SuiteTask,
+    ranks: Ranks,
+) -> list[str]:
+    """Completions of one batch of token rows."""
+    import torch
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+    stop = task.stop or []
+    ends = _end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for line, row in enumerate(rows):
+        ids[line, width - len(row) :] = torch.tensor(row, dtype=torch.long)
+        mask[line, width - len(row) :] = 1
+    sampling: dict[str, Any] = {"do_sample": False}
+    if task.temperature:
+        # top_k: transformers' own default would cut the distribution to 50 tokens.
+        sampling = {"do_sample": True, "temperature": task.temperature, "top_p": task.top_p, "top_k": 0}
+    # A fresh configuration: the model's own may sample, or penalise repetition.
+    config = GenerationConfig(
+        **sampling,
+        num_beams=1,
+        max_new_tokens=task.max_new_tokens,
+        eos_token_id=ends or None,
+        pad_token_id=pad,
+        bos_token_id=tokenizer.bos_token_id,
+        use_cache=True,
+    )
+    criteria = StoppingCriteriaList([StopAtText(tokenizer, stop, width)] if stop else [])
+    device = input_device(model)
+    made = model.generate(  # type: ignore[operator]
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        generation_config=config,
+        stopping_criteria=criteria,
+        synced_gpus=True if ranks.in_step else None,
+    )
+    texts = tokenizer.batch_decode(
+        made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return [text[: first_stop(text, stop)] for text in texts]
+
+
+def _end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ends = [] if own is None else [own] if isinstance(own, int) else list(own)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        ends.append(tokenizer.eos_token_id)
+    return [int(end) for end in ends]
+
+
+class StopAtText:
+    """Ends the sequences whose new text holds a stop string. transformers' own `stop_strings` looks at the
+    prompt too."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str], prompt_length: int):
+        self.tokenizer, self.stop, self.prompt_length = tokenizer, list(stop), prompt_length
+        # A token is at least one byte, so this many tokens reach back beyond any stop string.
+        self.look_back = max(len(word.encode()) for word in stop) + 1
+
+    def __call__(self, input_ids: "torch.Tensor", scores: Any, **_: Any) -> "torch.Tensor":
+        """Which of the sequences B have ended."""
+        import torch
+
+        tail = input_ids[:, max(self.prompt_length, input_ids.shape[1] - self.look_back) :]
+        texts = self.tokenizer.batch_decode(
+            tail, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        ended = [first_stop(text, self.stop) < len(text) for text in texts]
+        return torch.tensor(ended, device=input_ids.device, dtype=torch.bool)

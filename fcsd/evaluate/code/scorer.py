@@ -1,0 +1,458 @@
+"""Runs generated programs in the sandbox and says what became of each: the scorer side of
+`fcsd.evaluate.code.sandbox`.
+
+    with CodeScorer(timeout_s=10.0) as scorer:
+        scorer.self_check(problems)                      # canonical solutions must pass, or ScorerError
+        outcomes = scorer.score(problems, completions)   # one Outcome a problem, in the order of the problems
+        print(pass_at_1(outcomes))
+
+A failure of the scorer raises `ScorerError`; it is never a score of 0.
+
+Not covered: outcomes of programs that depend on the order of sets are as random as that order.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from fcsd.errors import ScorerError, UserError
+from fcsd.evaluate.code.generate import extract_code
+from fcsd.evaluate.code.problems import Problem
+
+OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
+OUTCOME_CLASSES: tuple[OutcomeClass, ...] = ("passed", "wrong", "error", "timeout", "memory")
+LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
+MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
+# The limit of a canonical solution, which sets the limit of its problem, over that of an ordinary program.
+_CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0  # Mbpp/255 took 137 s on a machine with five jobs a core
+# A program may take this many times as long as the canonical solution of its problem, where that was
+# measured.
+_SLOWER = 4.0
+
+_SERVER = Path(__file__).parent / "sandbox" / "server.py"
+_START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0  # the server ends a job at _WAIT times its limit
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one program.
+
+    passed   ran all tests to their end
+    wrong    a test's assertion failed
+    error    another exception, in the program or in a test, or the program ended itself
+    timeout  not finished in time
+    memory   more memory than allowed
+
+    base: the same for the original benchmark's tests alone; None where a problem has no such part.
+    """
+
+    task_id: str
+    outcome: OutcomeClass
+    seconds: float
+    message: str = ""
+    base: OutcomeClass | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program counts."""
+        return self.outcome == "passed"
+
+
+def pass_at_1(outcomes: Sequence[Outcome]) -> float:
+    """Share of programs that passed, one program a problem (greedy pass@1)."""
+    if not outcomes:
+        raise ValueError("pass@1 of no programs")
+    return sum(outcome.passed for outcome in outcomes) / len(outcomes)
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Chance that one of k programs drawn without replacement from the samples passes: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over problems is pass@k.
+    """
+    if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_passed} passed of {num_samples} samples")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
+    """One worker a core that this process may use, and no more than fit the available memory."""
+    cores = len(os.sched_getaffinity(0))
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(1, min(cores, int(free // memory_bytes)))
+
+
+class CodeScorer:
+    """A pool of sandbox servers, each a fresh process of its own; use as a context manager.
+
+    Args:
+        num_workers: programs that run at the same time; None: `default_num_workers`.
+        allow_weak_sandbox: run even where programs cannot be kept off the network and from writing files.
+        timeout_s: processor time of one program and its tests; three times as much may go by on the clock. More for
+            problems whose canonical solution took more than a quarter of it in `self_check`.
+        memory_bytes: address space of one program.
+        disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
+
+    Raises:
+        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not
+        accepted. ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        allow_weak_sandbox: bool = False,
+        timeout_s: float = 10.0,
+        memory_bytes: int = MEMORY_BYTES,
+        disable: Collection[str] = (),
+    ):
+        unknown = sorted(set(disable) - set(LAYERS))
+        if unknown:
+            raise ValueError(f"disable: unknown layers {unknown}; allowed: {', '.join(LAYERS)}")
+        self.num_workers = default_num_workers(memory_bytes) if num_workers is None else num_workers
+        if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
+            raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
+        self.allow_weak_sandbox, self.timeout_s, self.memory_bytes = (
+            allow_weak_sandbox,
+            timeout_s,
+            memory_bytes,
+        )
+        self.disable = sorted(disable)
+        self.layers: dict[str, Any] = {}
+        self._canonical_s: dict[tuple[str, str], float] = {}
+        self._servers: list[_Server] = []
+
+    def __enter__(self) -> "CodeScorer":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all servers and what runs in them."""
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+
+    def _start(self) -> None:
+        """Bring the pool to its size; servers that have ended are replaced."""
+        alive = []
+        for server in self._servers:
+            if server.usable:
+                alive.append(server)
+            else:
+                server.stop()
+        self._servers = alive
+        while len(self._servers) < self.num_workers:
+            server = _Server(self.memory_bytes, self.disable)
+            self._servers.append(server)
+        for server in self._servers:
+            self.layers = server.ready()
+            self._refuse_weak()
+
+    def _refuse_weak(self) -> None:
+        missing = [
+            text
+            for key, text in (
+                ("network_off", "keep generated programs off the network (seccomp on x86_64 or aarch64)"),
+                ("writes_restricted", "keep them from writing files (Landlock)"),
+            )
+            if not self.layers[key]
+        ]
+        if missing and not self.allow_weak_sandbox:
+            raise UserError(
+                f"code tasks: this machine's sandbox cannot {' and cannot '.join(missing)};"
+                " run on a newer kernel or in a container that allows it,"
+                " or accept the risk with --allow-weak-sandbox (allow_weak_sandbox: true)"
+            )
+
+    def self_check(
+        self, problems: Sequence[Problem], *, timeout_s: float | None = None, progress: bool = False
+    ) -> list[Outcome]:
+        """Score the canonical solutions, which must all pass; what they take sets the time limits of their
+        problems.
+
+        Raises:
+            ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
+        """
+        limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
+        jobs = [(problem, problem.canonical, limit) for problem in problems]
+        outcomes = self._run(jobs, progress, "canonical solutions")
+        failed = [outcome for outcome in outcomes if not outcome.passed]
+        if failed:
+            shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
+            raise ScorerError(
+                f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
+                " the scorer or the data set is broken, so no score is given"
+            )
+        for problem, outcome in zip(problems, outcomes, strict=True):
+            self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
+        return outcomes
+
+    def score(
+        self,
+        problems: Sequence[Problem],
+        completions: Mapping[str, str],
+        *,
+        progress: bool = False,
+    ) -> list[Outcome]:
+        """Run the program in each completion (`extract_code`) against the tests of its problem.
+
+        Raises:
+            UserError: a problem without completion, or a completion for an unknown problem.
+            ScorerError: the sandbox failed.
+        """
+        several = {task_id: [text] for task_id, text in completions.items()}
+        return [outcomes[0] for outcomes in self.score_samples(problems, several, progress=progress)]
+
+    def score_samples(
+        self,
+        problems: Sequence[Problem],
+        completions: Mapping[str, Sequence[str]],
+        *,
+        timeout_s: float | None = None,
+        whole_programs: bool = False,
+        progress: bool = False,
+    ) -> list[list[Outcome]]:
+        """As `score`, for one or more completions of every problem: one list a problem, in their order.
+
+        Args:
+            timeout_s: of one program, instead of the scorer's own.
+            whole_programs: the texts are programs, to be run as they are.
+        """
+        known = {problem.task_id for problem in problems}
+        given = {task_id for task_id, texts in completions.items() if texts}
+        missing, extra = sorted(known - given), sorted(given - known)
+        if missing or extra:
+            what = f"no completion for problem {missing[0]}" if missing else f"{extra[0]} is not a problem"
+            raise UserError(
+                f"completions do not match the problems: {what}"
+                f" ({len(missing)} missing, {len(extra)} unknown)"
+            )
+        jobs = [
+            (
+                problem,
+                text if whole_programs else problem.program(extract_code(text)),
+                self._limit(problem, timeout_s or self.timeout_s),
+            )
+            for problem in problems
+            for text in completions[problem.task_id]
+        ]
+        outcomes = iter(self._run(jobs, progress, "programs"))
+        return [[next(outcomes) for _ in completions[problem.task_id]] for problem in problems]
+
+    def _limit(self, problem: Problem, timeout_s: float) -> float:
+        return max(timeout_s, _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0))
+
+    def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
+        self._start()
+        queue, lock = deque(enumerate(jobs)), threading.Lock()
+        outcomes: dict[int, Outcome] = {}
+        with tqdm(total=len(jobs), desc=what, disable=not progress) as bar:
+
+            def work(server: _Server) -> None:
+                while True:
+                    with lock:
+                        if not queue:
+                            return
+                        index, (problem, program, limit) = queue.popleft()
+                    try:
+                        outcome = _judge(server, problem, program, limit)
+                    except BaseException:
+                        with lock:
+                            queue.clear()  # the others stop after the program they are at
+                        raise
+                    with lock:
+                        outcomes[index] = outcome
+                        bar.update()
+
+            try:
+                with ThreadPoolExecutor(len(self._servers)) as pool:
+                    for future in [pool.submit(work, server) for server in self._servers]:
+                        future.result()
+            except BaseException:
+                self.close()
+                raise
+        return [outcomes[index] for index in range(len(jobs))]
+
+
+def _judge(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
+    """Run a program against the base tests, if there are any, and if it passes against the others."""
+    if not problem.base_tests:
+        return _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
+    base = _outcome(problem.task_id, server.run(program, problem.base_tests, limit, problem.names))
+    if not base.passed:
+        return replace(base, base=base.outcome)
+    plus = _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
+    return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
+
+
+def _outcome(task_id: str, reply: dict[str, Any]) -> Outcome:
+    outcome = reply.get("outcome")
+    if outcome not in OUTCOME_CLASSES:
+        raise ScorerError(f"problem {task_id}: the sandbox failed: {reply.get('message', reply)}")
+    return Outcome(task_id, outcome, float(reply["seconds"]), str(reply["message"]))
+
+
+class _Server:
+    """One sandbox server process and the pipes to it; one job at a time."""
+
+    def __init__(self, memory_bytes: int, disable: Sequence[str]):
+        self.memory_bytes, self.disable = memory_bytes, list(disable)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._layers: dict[str, Any] | None = None
+        self._broken = False
+        self._spawn()
+
+    def _spawn(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="fcsd-sandbox-")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._layers, self._broken, self._clean = None, False, True
+        numpy = importlib.util.find_spec("numpy")
+        config = {
+            "folder": self.folder,
+            "memory_bytes": self.memory_bytes,
+            "disable": self.disable,
+            "numpy": str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else None,
+        }
+        # Nothing of this process reaches the server: no environment, no descriptors, another working
+        # directory.
+        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **one_thread},
+            cwd=self.folder,
+            bufsize=0,
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the server can take a job, or can be started anew after an orderly end."""
+        return self._process is not None and not self._broken
+
+    def ready(self) -> dict[str, Any]:
+        """The layers of a started server."""
+        if self._layers is None:
+            self._layers = self._read(time.monotonic() + _START_S)["layers"]
+        return self._layers
+
+    def run(
+        self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """Run one job; the server's reply. The tests see the program's functions in `names`, see `Problem.names`."""
+        assert self._process is not None and self._process.stdin is not None
+        if not self._clean:  # a program left a folder that cannot be removed
+            self.stop()
+            self._spawn()
+            assert self._process is not None and self._process.stdin is not None
+        self.ready()
+        self._number += 1
+        body = json.dumps({"code": code, "tests": list(tests), "names": names}).encode()
+        message = memoryview(
+            f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode() + body
+        )
+        deadline = time.monotonic() + _WAIT * limit_s + _GRACE_S
+        try:
+            while message:
+                message = message[self._process.stdin.write(message) or 0 :]
+        except OSError:
+            raise self._failure("takes no more programs") from None
+        outcome: dict[str, Any] | None = None
+        while True:
+            reply = self._read(deadline)
+            if reply.get("job") != self._number:
+                raise self._failure("answers for another program")
+            if "clean" in reply:
+                self._clean = reply["clean"] is True
+                if outcome is None:
+                    raise self._failure("gave no outcome")
+                return outcome
+            # The examiner may have replied in the moment in which the server gave it up: the first counts.
+            outcome = outcome or reply
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        size = int(self._read_exactly(16, deadline), 16)
+        try:
+            reply = json.loads(self._read_exactly(size, deadline))
+        except ValueError:
+            raise self._failure("wrote something that is no reply") from None
+        return dict(reply)
+
+    def _read_exactly(self, size: int, deadline: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        fd, parts = self._process.stdout.fileno(), b""
+        while len(parts) < size:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                raise self._failure("does not answer")
+            part = os.read(fd, size - len(parts))
+            if not part:
+                raise self._failure("has ended")
+            parts += part
+        return parts
+
+    def _failure(self, what: str) -> ScorerError:
+        """The error that says how the server ended; it is not used again."""
+        self._broken = True
+        assert self._process is not None
+        status: Any = "running"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(2.0)
+        self._log.seek(0)
+        log = self._log.read().decode(errors="replace").strip().splitlines()
+        return ScorerError(
+            f"the sandbox server {what} (exit status {status}){': ' + log[-1] if log else ''};"
+            " the scorer has failed, nothing is known about the programs; call again to start it anew"
+        )
+
+    def stop(self) -> None:
+        """End the server and all that runs in it, and remove its folder."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the supervisor kills its server and cleans up
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""lm-eval's interface to a model in memory, whole on every rank or spread over them.
+
+lm-eval sees one process: on every rank it builds all requests, and is given all answers. Here, between the two, the
+requests are cut into the batches that lm-eval would make of them, and this rank is asked its share.
+
+Importing this imports lm-eval.
+
+Not covered: adaptive batch sizes of lm-eval; ours are in `fcsd.evaluate.batch`.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
+
+from fcsd.distributed.ranks import Ranks, input_device
+from fcsd.errors import UserError
+from fcsd.evaluate.batch import Batch
+
+# A batch is a list of sequences, a sequence the (number, request) that it answers.
+_Batches = Iterable[list[list[tuple[int, Any]]]]
+
+
+class InMemory(HFLM):
+    """HFLM with bars that can be switched off, a batch size that may shrink, and several ranks."""
+
+    def __init__(self, model: Any, tokenizer: Any, batch: Batch, ranks: Ranks, *, progress: bool):
+        super().__init__(
+            pretrained=model,
+            tokenizer=copy.deepcopy(tokenizer),  # lm-eval changes it
+            batch_size=1,  # set for each share
+            enable_thinking=False,  # hybrids would spend their tokens on thoughts; other templates ignore it
+        )
+        self._device = input_device(model)
+        self.batch, self.ranks, self.silent = batch, ranks, not (progress and ranks.first)
+        self.cut: set[str] = set()  # the prompts of which the model has seen the end only
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """lm-eval's, with bars on the first rank only."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> Any:
+        for (context, choice), prompt, answer in requests:
+            if not 0 < len(answer) <= self.max_length:
+                raise UserError(
+                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be judged; the model has"
+                    f" {self.max_length} positions"
+                )
+            if len(prompt) + len(answer) > self.max_length + 1:
+                self.cut.add(context)
+        numbered = list(enumerate(requests))
+        # As lm-eval does, one sequence answers all requests that differ in the last token only.
+        sequences = Collator.group(numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts")
+        order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
+        self.batch.begin(len(order), self.ranks)
+        batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=self.batch.size)
+        ask = super()._loglikelihood_tokens
+        return self._shared(
+            requests,
+            batches,
+            lambda own: ask(own, disable_tqdm or self.silent),
+            idle=lambda: self._model_call(self._one_token()),
+        )
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """lm-eval's, each rank its share."""
+        self.batch.begin(len(requests), self.ranks)
+        for request in requests:
+            context, settings = request.args
+            new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+            if new >= self.max_length:
+                raise UserError(
+                    f"max_new_tokens {new} leave no room for a prompt in the model's {self.max_length} positions;"
+                    " lower max_new_tokens"
+                )
+            if len(self.tok_encode(context)) > self.max_length - new:
+                self.cut.add(context)
+        numbered = list(enumerate(requests))
+        alike = Collator.group(numbered, lambda each: each[1].args[1], "gen_kwargs")
+
+        def longest_first(each: Any) -> Any:
+            context = each[1].args[0]
+            return -len(self.tok_encode(context)), context
+
+        batches = [
+            [[each] for each in chunk]
+            for group in alike.values()
+            for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=self.batch.size)
+        ]
+        ask = super().generate_until
+
+        def idle() -> None:
+            token = self._one_token()
+            self._model_generate(token, max_length=2, stop=[], attention_mask=torch.ones_like(token))
+
+        return self._shared(requests, batches, lambda own: ask(own, disable_tqdm or self.silent), idle=idle)
+
+    def _shared(
+        self,
+        requests: Any,
+        batches: _Batches,
+        ask: Callable[[list[Any]], list[Any]],
+        *,
+        idle: Callable[[], Any],
+    ) -> list[Any]:
+        """The answers to all requests, of which `ask` answers this rank's share.
+
+        batches: in lm-eval's order, so that lm-eval makes the same ones again of any part of them. idle: a pass whose
+        result nobody reads.
+        """
+        batches = list(batches)
+        own = sorted(
+            number for chunk in self.ranks.deal(batches) for sequence in chunk for number, _ in sequence
+        )
+
+        def sized(size: int) -> list[Any]:
+            self.batch_size_per_gpu = size
+            return ask([requests[number] for number in own])
+
+        def share() -> tuple[list[int], list[Any]]:
+            answers = self.batch.run(sized) if own else []
+            for _ in range(self.ranks.idle_passes(len(batches))):
+                idle()
+            return own, answers
+
+        answers = {
+            number: answer for pairs in self.ranks.share(share) for number, answer in zip(*pairs, strict=True)
+        }
+        return [answers[number] for number in range(len(requests))]
+
+    def _one_token(self) -> torch.Tensor:
+        return torch.full((1, 1), self.prefix_token_id, dtype=torch.long, device=self.device)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._model_generate(
+            *args, **kwargs, **({"synced_gpus": True} if self.ranks.in_step else {})
+        )

@@ -1,0 +1,221 @@
+"""Build, write and read the results of an evaluation: `results.json` and one file of samples for each task.
+
+`docs/results.md` has every key.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fcsd
+from fcsd.config.suite import SuiteTask, pass_k
+from fcsd.errors import UserError
+from fcsd.evaluate.code.problems import Problem
+from fcsd.evaluate.code.scorer import Outcome, pass_at_k
+from fcsd.evaluate.fetch import fetched_revision
+from fcsd.evaluate.question import end_of
+from fcsd.evaluate.suites import dataset_location
+from fcsd.stats import standard_error
+
+if TYPE_CHECKING:
+    pass
+
+
+SCHEMA_VERSION = 1
+
+
+_ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
+
+
+_VERSIONS = ("lm-eval", "transformers", "torch", "datasets")
+
+
+Samples = dict[str, list[dict[str, Any]]]
+
+
+def code_sample(
+    row: SuiteTask, problem: Problem, prompt: str, completions: Sequence[str], outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
+    """What is kept of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
+    sample: dict[str, Any] = {
+        "doc_id": problem.task_id,
+        "doc_hash": text_hash(json.dumps([problem.prompt, *problem.base_tests, *problem.tests])),
+        "prompt_hash": text_hash(prompt),
+        "score": _pass_at_k(outcomes, pass_k(row)),
+        "target": problem.canonical,
+        "prompt": end_of(prompt),
+    }
+    if problem.base_tests:
+        sample["base_score"] = _pass_at_k(outcomes, pass_k(row), base=True)
+    if len(outcomes) > 1:
+        return sample | {
+            "completions": list(completions),
+            "outcomes": [outcome.outcome for outcome in outcomes],
+            "base_outcomes": [outcome.base for outcome in outcomes],
+        }
+    (outcome,) = outcomes
+    base = {"base_outcome": outcome.base} if problem.base_tests else {}
+    return sample | {
+        "completion": completions[0],
+        "outcome": outcome.outcome,
+        **base,
+        "message": outcome.message,
+    }
+
+
+def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> float:
+    passed = sum((outcome.base if base else outcome.outcome) == "passed" for outcome in outcomes)
+    return pass_at_k(len(outcomes), passed, k)
+
+
+def task_result(
+    row: SuiteTask, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
+) -> dict[str, Any]:
+    """What the result says about one task."""
+    scores = [sample["score"] for sample in samples]
+    result: dict[str, Any] = {
+        "metric": row.metric,
+        "value": math.fsum(scores) / len(scores),
+        "stderr": standard_error(scores),
+        "num_items": len(scores),
+        "num_items_total": num_items_total,
+        "num_fewshot": row.num_fewshot,
+        "kind": row.kind,
+        "headline": row.headline,
+        "chat_template": row.chat_template,
+        "dataset": dataset_location(row, data_root),
+        "revision": row.revision if data_root is None else fetched_revision(row, data_root),
+    }
+    if row.kind == "code":
+        result |= code_numbers(samples)
+    else:
+        result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
+    return result
+
+
+def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Outcome classes over all programs, the base score, and pass@k for the usual k up to the number of samples."""
+    outcomes = [name for sample in samples for name in sample.get("outcomes") or [sample["outcome"]]]
+    numbers: dict[str, Any] = {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
+    if all("base_score" in sample for sample in samples):
+        base = [sample["base_score"] for sample in samples]
+        numbers["base"] = {"value": math.fsum(base) / len(base), "stderr": standard_error(base)}
+    count = min(len(sample.get("outcomes") or [0]) for sample in samples)
+    if count > 1:
+        passed = [[name == "passed" for name in sample["outcomes"]] for sample in samples]
+        numbers["pass_at_k"] = {
+            str(k): math.fsum(pass_at_k(len(each), sum(each), k) for each in passed) / len(passed)
+            for k in (1, 5, 10, 100)
+            if k <= count
+        }
+    return numbers
+
+
+def text_hash(text: str) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def evaluation_versions() -> dict[str, str]:
+    return {"fcsd": fcsd.__version__} | {name: importlib.metadata.version(name) for name in _VERSIONS}
+
+
+def write_result(
+    result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
+) -> None:
+    """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, items in samples.items():
+        with _replacing(folder / f"samples_{task}.jsonl") as file:
+            for item in items:
+                file.write(json.dumps(item, allow_nan=False) + "\n")
+    with _replacing(folder / "results.json") as file:
+        json.dump(result, file, indent=2, allow_nan=False)
+        file.write("\n")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Any]:
+    """A text file that takes its final name when it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
+    """What `write_result` wrote: (result, samples).
+
+    Raises:
+        UserError: no result there, a damaged file, or a version of the format that this fcsd does not know.
+    """
+    path = folder / "results.json"
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file; give the folder that it lies in")
+    if not path.is_file():
+        unfinished = (folder / "stage.json").is_file()
+        why = (
+            "the evaluation is not finished; run it again, and it goes on"
+            if unfinished
+            else "this is not a folder that `fcsd evaluate` wrote"
+        )
+        raise UserError(f"{folder}: no results.json; {why}")
+    result = _parse(path, path.read_text(encoding="utf-8"))
+    if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
+        raise UserError(f"{path}: not a result of `fcsd evaluate`")
+    if result.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads {SCHEMA_VERSION};"
+            " evaluate again"
+        )
+    if "limit" not in (result.get("settings") or {}):
+        raise UserError(f"{path}: lacks settings.limit; evaluate again")
+    samples: Samples = {}
+    for task, row in result["tasks"].items():
+        if missing := [key for key in _ROW_KEYS if key not in row]:
+            raise UserError(f"{path}: task {task} lacks {', '.join(missing)}; evaluate again")
+        file = folder / f"samples_{task}.jsonl"
+        if not file.is_file():
+            raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
+        lines = file.read_text(encoding="utf-8").splitlines()
+        samples[task] = [_sample(file, line, number) for number, line in enumerate(lines, start=1)]
+        if len(samples[task]) != row["num_items"]:
+            raise UserError(
+                f"{file}: {len(samples[task])} samples, but results.json says {row['num_items']};"
+                " evaluate again"
+            )
+        mean = math.fsum(sample["score"] for sample in samples[task]) / max(1, len(samples[task]))
+        if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
+            raise UserError(
+                f"{file}: its samples average {mean:.6g}, but results.json says {row['value']:.6g}: they are not of one"
+                " evaluation; evaluate again"
+            )
+    return result, samples
+
+
+def _sample(file: Path, line: str, number: int) -> dict[str, Any]:
+    sample = _parse(file, line, number)
+    if not isinstance(sample, dict) or not {"doc_id", "doc_hash", "prompt_hash", "score"} <= sample.keys():
+        raise UserError(
+            f"{file}, line {number}: not a sample (doc_id, doc_hash, prompt_hash, score); evaluate again"
+        )
+    return sample
+
+
+def _parse(path: Path, text: str, line: int | None = None) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        where = f"{path}, line {line}" if line else str(path)
+        raise UserError(f"{where}: not valid JSON ({error}); evaluate again") from None

@@ -1,0 +1,140 @@
+"""Read, write and hash files; nothing half-written stays under a final name. Find the data that ships with fcsd."""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from fcsd.errors import UserError
+
+_CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file that fcsd wrote; a damaged one is a `UserError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}: not valid JSON ({error}); remove the folder to run its stage again"
+        ) from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, then rename: the file is either the old one or the whole new one."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text under a temporary name, then rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with writing(path):
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary sibling of `path` to write into; it becomes `path` when the block ends well, and is removed when not.
+
+    An existing `path` is replaced only at the end.
+
+    Raises:
+        UserError: the disk is full, or the place may not be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for stale in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+                shutil.rmtree(stale, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            replace_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise disk_error(path, error) from error
+    except SafetensorError as error:  # safetensors reports a failed write in words only
+        if "I/O error" not in str(error):
+            raise
+        raise disk_error(path, error) from error
+    except RuntimeError as error:  # so does torch.save
+        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+            raise
+        raise disk_error(path, error) from error
+
+
+def replace_folder(source: Path, destination: Path) -> None:
+    """Rename `source` to `destination`, moving an existing `destination` out of the way first."""
+    old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
+    if destination.exists():
+        os.replace(destination, old)
+    os.replace(source, destination)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def disk_error(path: Path, error: BaseException) -> UserError:
+    """One line for a write that failed (full disk, no permission): what, where, and that nothing was left behind."""
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    return UserError(
+        f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
+    )
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """SHA-256 over names and bytes of the safetensors files of a checkpoint folder: the identity of its weights.
+
+    A file is read once a process, unless its size, time or inode has changed: every stage asks for the original's.
+    """
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: holds no .safetensors file")
+    for file in files:
+        status = file.stat()
+        known = _sha256_of_state(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
+        digest.update(file.name.encode() + b"\0" + known.encode())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(4096)
+def _sha256_of_state(file: Path, *state: int) -> str:
+    return file_sha256(file)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of one file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def data_dir(name: str) -> Path:
+    """The shipped folder `name` (eval, recipes, configs), inside an installed wheel or beside it in a checkout."""
+    installed = _PACKAGE / "_data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -1,0 +1,403 @@
+"""The layer study: quality of the untrained model against which layers are rewired (paper 3.1 and Fig. 3).
+
+    OUT/layers.json     all points so far, written again after each of them
+    OUT/layers.png      the figure, when the study is finished
+    OUT/stage.json, manifest.json
+
+The model is loaded once and rewired in place between the points. `first` and `last` count layers from the start and
+from the end, `single` rewires one layer alone: its sensitivity.
+
+On several ranks each has the whole model, and its share of the rows and items.
+
+Not covered: weights that are spread over ranks; a proposal from the sensitivities, that is `fcsd.layers.proposal`.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from tqdm import tqdm
+
+from fcsd.artifact import Stage
+from fcsd.config.data import Source
+from fcsd.config.model import Model
+from fcsd.config.strict import Strict, did_you_mean, parse_yaml, validate
+from fcsd.config.suite import Suite, load_suite
+from fcsd.connectivity import Connectivity, convert_model, unconvert_model
+from fcsd.connectivity.checkpoint import find_folder, read_checkpoint
+from fcsd.connectivity.load import load_config
+from fcsd.data.dataset import heldout_rows
+from fcsd.distributed.engine import launched_engine
+from fcsd.distributed.launch import begin, finish
+from fcsd.distributed.ranks import launched_ranks
+from fcsd.errors import UserError
+from fcsd.evaluate.runner import judging
+from fcsd.evaluate.stage import judged_data
+from fcsd.families import moe_mask
+from fcsd.families.structure import PACKING_LEAKS
+from fcsd.files import read_json, weights_fingerprint, write_json
+from fcsd.losses.kl import kl_by_row, read_original
+from fcsd.models.load import load_tokenizer, original_model, to_accelerator
+from fcsd.stats import ratio, standard_error
+
+SCHEMA_VERSION = 1
+KL = "kl"  # the metric that is not a task; lower is better
+Side = Literal["first", "last", "single"]
+
+
+class Study(Strict):
+    """What is measured, on which selections."""
+
+    model: Model
+    attention: Literal["partial", "full"] = "partial"
+    mlp: Literal["outdated", "full"] = "outdated"
+    sides: list[Side] = Field(["first", "last", "single"], min_length=1)
+    # Numbers of layers rewired from the start and from the end: these, or every Nth and all.
+    counts: list[int] | None = None
+    every: int = Field(1, gt=0)
+    # KL to the original on held-out text
+    text: Source | None = None
+    text_examples: int = Field(256, gt=0)
+    max_length: int = Field(4096, gt=1)  # tokens in one row
+    packing: bool = True
+    loss_on: Literal["response", "all"] = "response"
+    # tasks
+    suite: str = "tiny"
+    tasks: list[str] = Field(default_factory=list)
+    data_root: str | None = None
+    batch_size: int = Field(16, gt=0)
+    limit: int | None = Field(None, gt=0)
+    allow_weak_sandbox: bool = False
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> "Study":
+        if self.text is None and not self.tasks:
+            raise ValueError(
+                "nothing to measure: give a task of the suite (--task), or a text for the KL to the original (--text)"
+            )
+        if KL in self.tasks:
+            raise ValueError(
+                f"a task cannot be called {KL!r} here; that is the KL to the original on the text"
+            )
+        if self.attention == self.mlp == "full":
+            raise ValueError("attention: full with mlp: full is the regular model; nothing would be rewired")
+        if self.mlp == "full" and "single" in self.sides:
+            raise ValueError(
+                "side 'single' with mlp: full would measure nothing: a layer with regular neighbours computes what"
+                " a regular layer does; use the sides first and last"
+            )
+        lists: dict[str, list[Any]] = {"sides": self.sides, "tasks": self.tasks, "counts": self.counts or []}
+        for name, values in lists.items():
+            if twice := sorted({str(value) for value in values if values.count(value) > 1}):
+                raise ValueError(f"{name}: {', '.join(twice)} is given twice")
+        if self.counts == [] or (self.counts is not None and self.every != 1):
+            raise ValueError("counts: give at least one number, and not `every` beside it")
+        return self
+
+
+def study_from_options(options: Mapping[str, Any]) -> Study:
+    """The study that the options of `fcsd layers` describe.
+
+    Raises:
+        UserError: an option that does not make sense.
+    """
+    same = (
+        "attention",
+        "mlp",
+        "text_examples",
+        "max_length",
+        "loss_on",
+        "suite",
+        "data_root",
+        "batch_size",
+        "limit",
+    )
+    text = options["text"]
+    if text is not None:
+        found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
+        text = validate(Source, found, "--text").model_dump()
+    sides = options["sides"].split(",") if options["sides"] else None
+    if sides is None:
+        sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
+    counts = None
+    if options["counts"] is not None:
+        words = options["counts"].split(",")
+        if wrong := [word for word in words if not word.strip().isdigit()]:
+            raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
+        counts = [int(word) for word in words]
+    model = {
+        "path": options["model"], "revision": options["revision"], "dtype": options["dtype"],
+        "trust_remote_code": options["trust_remote_code"],
+    }  # fmt: skip
+    own = {"model": model, "text": text, "tasks": options["task"], "sides": sides, "counts": counts}
+    own |= {"every": options["every"], "allow_weak_sandbox": options["allow_weak_sandbox"]}
+    return validate(Study, own | {name: options[name] for name in same}, "the study")
+
+
+@dataclass(frozen=True)
+class Value:
+    """One metric of one selection: nats per token of the KL, or the mean score of a task, with its standard error."""
+
+    value: float
+    stderr: float
+    num_items: int  # tokens of the KL, items of a task
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything one selection was measured on.
+
+    items: per metric, for the KL (sum, tokens) of each row, for a task the score of each item; what a paired comparison
+        needs.
+    """
+
+    values: dict[str, Value]
+    items: dict[str, list[Any]]
+
+
+Measure = Callable[[Sequence[int]], Measured]
+
+
+def study_layers(study: Study, folder: Path, draw: Callable[[dict[str, Any], Path], None]) -> Stage:
+    """Measure every point of `study`; a killed study continues where it was.
+
+    draw: makes the figure of the result (`fcsd.report.plots.plot_layers`).
+
+    Raises:
+        UserError: a launch that spreads the weights; unknown task; no text; a count that the model does not have; a
+            converted checkpoint; a folder whose study had other settings or another model.
+    """
+    check_copies()
+    ranks = launched_ranks(in_step=False)
+    mask = layer_mask(study.model)
+    plan = selections(study, len(mask))
+    stage = layers_stage(study, folder)
+    if begin(stage) == "finished":
+        return stage
+    found = folder / "layers.json"
+    done = ranks.from_first(lambda: _read(found)["points"] if found.is_file() else [])
+    with measuring(study) as measure:
+        known = {tuple(point["layers"]): point["values"] for point in done}
+        result: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "study": study.model_dump(mode="json"),
+            "num_hidden_layers": len(mask),
+            "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
+            "metrics": metrics(study),
+            "points": [],
+        }
+        # Zero rewired layers have no KL, but tasks have a score.
+        wanted = [("none", []), *plan] if study.tasks else plan
+        num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
+        with tqdm(total=num_new, desc="layers", unit="point", smoothing=0.1, disable=not ranks.first) as bar:
+            for side, layers in wanted:
+                if (key := tuple(layers)) not in known:
+                    bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
+                    known[key] = {name: asdict(value) for name, value in measure(layers).values.items()}
+                    bar.update()
+                point = {
+                    "side": side,
+                    "num_layers": len(layers),
+                    "layers": list(layers),
+                    "values": known[key],
+                }
+                result["points"].append(point)
+                if len(result["points"]) > len(done) and ranks.first:
+                    write_json(folder / "layers.json", result)
+    if ranks.first:
+        draw(result, folder / "layers.png")
+    finish(stage, {})
+    return stage
+
+
+def check_copies() -> None:
+    """Raises UserError in a launch that spreads the weights."""
+    if launched_engine().shards:
+        raise UserError(
+            "the layer study rewires whole copies of the model, and this launch spreads the weights; launch copies"
+            " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
+        )
+
+
+def layers_stage(study: Study, folder: Path) -> Stage:
+    """The folder of a study, with everything that its points depend on."""
+    source = find_folder(study.model.path, study.model.revision)
+    suite = suite_of(study)
+    settings = study.model_dump(mode="json", exclude={"model", "suite", "data_root", "allow_weak_sandbox"})
+    settings |= {
+        "model": {"dtype": study.model.dtype},
+        "tasks": [row.model_dump(mode="json") for row in suite.tasks] if suite is not None else [],
+    }
+    data_root = Path(study.data_root) if study.data_root is not None else None
+    inputs = {
+        "original": weights_fingerprint(source),
+        **judged_data(suite.tasks if suite is not None else [], data_root, study.text),
+    }
+    return Stage(folder, "layers", settings, inputs)
+
+
+def layer_mask(model: Model) -> list[bool]:
+    """One entry a decoder layer of an original checkpoint, True for an MoE layer; weights are not read."""
+    source = find_folder(model.path, model.revision)
+    checkpoint = read_checkpoint(source)
+    if checkpoint.connectivity is not None:
+        raise UserError(
+            f"{source}: this checkpoint is already converted; the study needs the original that it was made from"
+        )
+    assert checkpoint.family is not None
+    return list(moe_mask(load_config(checkpoint), checkpoint.family))
+
+
+def suite_of(study: Study) -> Suite | None:
+    """The chosen tasks of the study's suite, in the order given; None without tasks."""
+    if not study.tasks:
+        return None
+    suite = load_suite(study.suite)
+    rows = {row.task: row for row in suite.tasks}
+    for task in study.tasks:
+        if task not in rows:
+            raise UserError(
+                f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}; it has {', '.join(rows)}"
+            )
+    # A single task that is no headline of its suite is one here.
+    chosen = [rows[task].model_copy(update={"headline": True}) for task in study.tasks]
+    return suite.model_copy(update={"tasks": chosen})
+
+
+def metrics(study: Study) -> list[dict[str, str]]:
+    """What is measured: name, unit, and whether `higher` or `lower` is better."""
+    suite = suite_of(study)
+    rows = suite.tasks if suite is not None else []
+    kl = [{"name": KL, "unit": "nats per token", "better": "lower"}] if study.text is not None else []
+    return kl + [{"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"} for row in rows]
+
+
+def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
+    """The study's points as (side, rewired layers), in the order in which they are measured."""
+    counts = study.counts
+    if counts is None:
+        counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
+    if wrong := [count for count in counts if not 1 <= count <= num_layers]:
+        raise UserError(
+            f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1 to {num_layers}"
+        )
+    found: list[tuple[Side, list[int]]] = []
+    for side in study.sides:
+        if side == "single":
+            found += [(side, [layer]) for layer in range(num_layers)]
+        elif side == "first":
+            found += [(side, list(range(count))) for count in sorted(counts)]
+        else:
+            found += [(side, list(range(num_layers - count, num_layers))) for count in sorted(counts)]
+    return found
+
+
+@contextlib.contextmanager
+def measuring(study: Study) -> Iterator[Measure]:
+    """Load the model and the data; gives the function that rewires the model in place and measures it."""
+    ranks = launched_ranks(in_step=False)
+    suite = suite_of(study)
+    tokenizer = load_tokenizer(study.model.path, study.model)
+    model = to_accelerator(original_model(study.model, study.model.path), study.model.path)
+    if study.text is not None and not hasattr(model, "lm_head"):
+        raise UserError(
+            f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
+            " its own; study the text model of this family"
+        )
+    rows = None
+    if study.text is not None:
+        rows = heldout_rows(
+            study.text,
+            tokenizer,
+            num_examples=study.text_examples,
+            max_length=study.max_length,
+            packing=study.packing and model.config.model_type not in PACKING_LEAKS,
+            loss_on=study.loss_on,
+        )
+    with contextlib.ExitStack() as stack:
+        judge = None
+        if suite is not None:
+            judge = stack.enter_context(
+                judging(
+                    tokenizer,
+                    suite,
+                    data_root=Path(study.data_root) if study.data_root is not None else None,
+                    batch_size=study.batch_size,
+                    limit=study.limit,
+                    allow_weak_sandbox=study.allow_weak_sandbox,
+                    progress=False,
+                    ranks=ranks,
+                )
+            )
+        known = read_original(model, rows, progress=True, ranks=ranks) if rows is not None else None
+
+        def measure(layers: Sequence[int]) -> Measured:
+            if layers:
+                convert_model(model, Connectivity(list(layers), study.attention, study.mlp))
+            else:
+                unconvert_model(model)
+            values: dict[str, Value] = {}
+            items: dict[str, list[Any]] = {}
+            if rows is not None and known is not None:
+                sums, counts = kl_by_row(known, model, rows, ranks=ranks)
+                items[KL] = list(zip(sums, counts, strict=True))
+                values[KL] = kl_value(items[KL], study.model.path, layers)
+            if judge is not None:
+                result, samples = judge(model, study.model.path)
+                for task, row in result["tasks"].items():
+                    values[task] = Value(row["value"], row["stderr"], row["num_items"])
+                    items[task] = [sample["score"] for sample in samples[task]]
+            return Measured(values, items)
+
+        yield measure
+
+
+def kl_value(items: Sequence[tuple[float, int]], model: str, layers: Sequence[int]) -> Value:
+    """Nats per token of (sum, tokens) per row."""
+    found = ratio([total for total, _ in items], [count for _, count in items])
+    if found["kl"] is None or not math.isfinite(found["kl"]):
+        raise UserError(
+            f"{model}: the KL to the original with layers {list(layers)} rewired is {found['kl']}"
+        )
+    return Value(found["kl"], found["stderr"] or 0.0, int(found["num_tokens"] or 0))
+
+
+def difference(one: Measured, other: Measured, metric: str) -> Value:
+    """one - other of a metric with its paired standard error: both were measured on the same rows or items."""
+    pairs = list(zip(one.items[metric], other.items[metric], strict=True))
+    if metric == KL:
+        found = ratio([a[0] - b[0] for a, b in pairs], [a[1] for a, _ in pairs])
+        return Value(found["kl"] or 0.0, found["stderr"] or 0.0, int(found["num_tokens"] or 0))
+    deltas = [a - b for a, b in pairs]
+    return Value(math.fsum(deltas) / len(deltas), standard_error(deltas), len(deltas))
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """The finished study in `folder`: what `layers.json` holds.
+
+    Raises:
+        UserError: not a study, one that is not finished, or one of another version.
+    """
+    if not (folder / "layers.json").is_file():
+        raise UserError(f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote")
+    study = _read(folder / "layers.json")
+    if not (folder / "manifest.json").is_file():
+        raise UserError(
+            f"{folder}: the study is not finished; run the same `fcsd layers` command again, it goes on"
+        )
+    return study
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    version = found.get("schema_version") if isinstance(found, Mapping) else None
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION}; remove the folder and run"
+            " `fcsd layers` again"
+        )
+    return dict(found)

@@ -1,0 +1,298 @@
+"""The folder that goes to the Hub: checkpoint, remote code, tokenizer, model card and results as data.
+
+    write_publication(recipe, original, model, report_folder, folder)   # stage `publish` of a run
+    write_card(facts, folder)                                           # README.md and .eval_results/
+
+Not covered: uploading, and checkpoints that no recipe made; that is `fcsd.publish.push`.
+"""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
+
+from fcsd.files import write_text
+from fcsd.publish.facts import Facts, hub_id
+from fcsd.publish.results import RESULTS, model_index, result_entries
+from fcsd.report.comparison import settings_line
+from fcsd.report.table import paired_table, score_table
+from fcsd.report.verdict import LEGEND, quick_look, verdict
+from fcsd.text import items_text, plus_minus, stopping_text
+
+"""Stands in a card for the repository id as long as there is none."""
+
+
+"""Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
+data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark."""
+
+
+_TEXT = """\
+# {title}
+{untrained}
+{base} with **FarSkip connectivity**: {layers}. Their attention and MoE blocks read activations that are already
+there, so that the communication of expert parallelism can run beside the computation (Dukler et al.,
+*FarSkip-Collective: Unhobbling Blocking Communication in Mixture of Experts Models*). Parameters, their shapes and
+their names are those of the original.
+
+    o_k = o_(k-1) + attn_k(a) + shared_k(m) + routed_k(m)
+    a = {attention}
+    m = {mlp}
+
+Rewired layers: {indices}.
+
+## Loading
+
+```python
+from transformers import {auto_model}, {auto_reader}
+
+{reader} = {auto_reader}.from_pretrained("{where}", trust_remote_code=True)
+model = {auto_model}.from_pretrained("{where}", trust_remote_code=True, device_map="auto")
+{example}```
+
+Made with and for transformers {transformers}. `trust_remote_code=True` runs `modeling_farskip.py` of this repository,
+which rewires the layers of transformers' own classes; without it loading fails. With `revision="COMMIT"`, a commit
+whose code you have read, nothing that is changed here later reaches you. The connectivity alone changes no speed on
+one device: what it allows is overlap in an engine that uses it.
+
+## Serving
+
+`model.generate` as above, `pipeline("{pipeline}", model="{where}", trust_remote_code=True)` and, in a
+terminal, `fcsd chat {where}`. `transformers serve` (5.23) finds classes of transformers only, not those of a
+repository; vLLM and SGLang have not been tried.
+
+## Results
+
+{results}
+
+## How it was made
+
+{training}
+{figures}
+## Limits
+
+{limits}
+
+## Licence
+
+{licence}
+"""
+
+
+_CHAT = """
+messages = [{"role": "user", "content": "What are the main topics of linear algebra?"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+).to(model.device)
+reply = model.generate(**inputs, max_new_tokens=512)
+print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+"""
+
+
+_COMPLETION = """
+inputs = tokenizer("The main topics of linear algebra are", return_tensors="pt").to(model.device)
+text = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(text[0], skip_special_tokens=True))
+"""
+
+
+_UNTRAINED = """
+> **Rewired, but not trained.** The weights are those of the original, which was not made for this connectivity: the
+> more layers are rewired, the more of its quality is missing until it is distilled.
+"""
+
+
+def write_card(facts: Facts, folder: Path) -> None:
+    """Write `README.md`, and a file a task in `.eval_results/` for what was measured on data sets of the Hub."""
+    facts = dataclasses.replace(facts, licence=_linked(facts, folder))
+    write_text(folder / "README.md", str(model_card(facts)))
+    for name, entry in result_entries(facts.result).items():
+        (folder / RESULTS).mkdir(exist_ok=True)
+        text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)
+        write_text(folder / RESULTS / f"{name}.yaml", text)
+
+
+def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
+    """The licence, whose link may name a file beside the original's card: here it leads to that, unless it is here."""
+    link = str(facts.licence.get("license_link") or "")
+    if not link or "://" in link or (folder / link).is_file():
+        return dict(facts.licence)
+    there = f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
+    return {**facts.licence, "license_link": there}
+
+
+def model_card(facts: Facts) -> ModelCard:
+    """The card: what FarSkip is, which layers, results with their settings, recipe, limits, how to load."""
+    heads = [name for name in facts.config.get("auto_map", {}) if name.startswith("AutoModelFor")]
+    auto = heads[0] if heads and "AutoModelForCausalLM" not in heads else "AutoModelForCausalLM"
+    text_only = auto == "AutoModelForCausalLM"
+    reader, pipeline = ("tokenizer", "text-generation") if text_only else ("processor", "image-text-to-text")
+    index = model_index(facts.result)
+    data = ModelCardData(
+        language=list(facts.language) or None,
+        license=facts.licence.get("license"),
+        license_name=facts.licence.get("license_name"),
+        license_link=facts.licence.get("license_link"),
+        base_model=facts.base,
+        base_model_relation="finetune" if facts.base else None,
+        datasets=_datasets(facts.training) or None,
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["farskip", "moe", *(["self-distillation"] if _distilled(facts.training) else [])],
+        model_name=facts.name if index else None,
+        eval_results=index,
+    )
+    farskip = facts.config["farskip"]
+    partial, outdated = farskip["attention"] == "partial", farskip["mlp"] == "outdated"
+    layers, text_config = farskip["layers"], facts.config.get("text_config") or facts.config
+    text = _TEXT.format(
+        title=facts.name,
+        untrained=_UNTRAINED if _untrained(facts) and farskip["layers"] else "",
+        base=f"`{facts.base}`" if facts.base else "A mixture-of-experts model",
+        layers=f"{len(layers)} of {text_config['num_hidden_layers']} decoder layers are rewired",
+        attention="o_(k-1) without the routed output of layer k-1" if partial else "o_(k-1)",
+        mlp="o_(k-1)" if outdated else "o_(k-1) + attn_k(a)",
+        indices=", ".join(map(str, layers)) or "none",
+        auto_model=auto,
+        auto_reader=f"Auto{reader.capitalize()}",
+        reader=reader,
+        pipeline=pipeline,
+        example=(_CHAT if facts.chat else _COMPLETION) if text_only else "",
+        transformers=importlib.metadata.version("transformers"),
+        where=facts.where,
+        results=_results(facts),
+        training=_training(facts),
+        figures="".join(f"\n![{caption}]({file})\n" for file, caption in facts.figures.items()),
+        limits=_limits(facts),
+        licence=_licence(facts),
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _results(facts: Facts) -> str:
+    if facts.result is None:
+        return "Not evaluated."
+    settings = facts.result["settings"]
+    parts = []
+    if settings["limit"]:
+        parts.append(f"**{quick_look(settings['limit'])}**")
+    if facts.comparison is not None:
+        parts += [
+            verdict(facts.name.split("/")[-1], facts.comparison),
+            paired_table(facts.comparison),
+            LEGEND,
+        ]
+    else:
+        parts += [
+            score_table(facts.result).partition("\n\n")[0],
+            "Scores in per cent ± one standard error; n: number of items.",
+        ]
+    parts.append(f"Settings: {settings_line(facts.result)}.")
+    if any(row["kind"] == "code" for row in facts.result["tasks"].values()):
+        parts.append(
+            f"Generated programs were run in a sandbox ({_layers(facts.result.get('sandbox') or {})})."
+        )
+    kl = facts.result.get("kl_to_original")
+    if kl and kl["kl"] is not None:
+        parts.append(f"KL(original || this model) on held-out text: {kl['kl']:.4f} nats per token.")
+    return "\n\n".join(parts)
+
+
+def _layers(sandbox: Mapping[str, Any]) -> str:
+    """`namespaces user pid net, landlock_abi 7, seccomp, without rlimits`."""
+    words = []
+    for name, value in sandbox.items():
+        if isinstance(value, bool):
+            words.append(name if value else f"without {name}")
+        else:
+            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}")
+    return ", ".join(words) or "its layers are not recorded"
+
+
+def _untrained(facts: Facts) -> bool:
+    return facts.untrained or (facts.training is not None and facts.training["stage"] == "convert")
+
+
+def _distilled(training: Mapping[str, Any] | None) -> bool:
+    return training is not None and training["stage"] == "distill" and _objective(training) != "sft"
+
+
+def _objective(training: Mapping[str, Any]) -> str:
+    return str(training["settings"].get("objective", {}).get("name", "ce"))
+
+
+def _training(facts: Facts) -> str:
+    training = facts.training
+    if _untrained(facts):
+        return "Rewired with fcsd, not trained: the weights are those of the original."
+    if training is None:
+        return "How the weights were trained after the conversion, if they were, is not recorded."
+    settings, results = training["settings"], training["results"]
+    train = settings.get("train", {})
+    how = {
+        "ce": "Trained from scratch with cross-entropy",
+        "sft": "Fine-tuned on the answers of the data (SFT)",
+    }
+    inputs, lora = training.get("inputs", {}), settings.get("lora")
+    own = inputs.get("teacher", inputs.get("original")) == inputs.get("original")
+    teacher = "the original checkpoint" if own else "another checkpoint than the original"
+    fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{_objective(training)}`"
+    lines = [
+        f"{how.get(_objective(training), fcsd)}, {results.get('steps', 0)} steps of"
+        f" {train.get('batch_size_tokens')} tokens, learning rate {train.get('learning_rate', 0):g}"
+        + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
+    ]
+    if results.get("best_step") is not None:
+        stopping, found = settings.get("early_stopping") or {}, results.get("early_stopping") or {}
+        if stopping.get("dataset"):
+            stopping = stopping | {"dataset": _public(stopping["dataset"])}
+        lines.append(f"The checkpoint of step {results['best_step']} was chosen by {stopping_text(stopping)}")
+        if found:
+            score = plus_minus(results["best_score"], found["best_stderr"])
+            items = items_text(stopping["metric"], found["num_items"], found["num_items_total"])
+            lines[-1] += f" ({score} on {items})"
+        lines[-1] += "."
+    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
+    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
+    if sources:
+        lines.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
+    if left_out := (results.get("decontamination") or {}).get("num_left_out"):
+        lines.append(f"{left_out} examples that overlap with test items were left out.")
+    if facts.report:
+        lines.append("The whole recipe, versions and per-item comparisons are in `report.md`.")
+    return " ".join(lines)
+
+
+def _limits(facts: Facts) -> str:
+    if facts.training is None or facts.training["stage"] == "convert":
+        return "Nothing is known about what it kept of the original beyond the results above."
+    return (
+        "It was trained on the data named above and evaluated on the tasks above; nothing else is known about what"
+        " it kept of the original."
+    )
+
+
+def _licence(facts: Facts) -> str:
+    licence = facts.licence
+    of = f"`{facts.base}`" if facts.base else "the original"
+    name = licence.get("license_name") or (
+        licence.get("license") if licence.get("license") != "other" else None
+    )
+    if name is None:
+        return f"That of {of}; this repository states none of its own."
+    link = licence.get("license_link")
+    shown = f"[{name}]({link})" if link else name
+    return f"{shown}. The weights derive from {of}, whose licence applies to them."
+
+
+def _public(location: str) -> str:
+    """A data set's hub id, or the last name of a local path: a card names no place of a machine."""
+    return location if hub_id(location) else Path(location).name
+
+
+def _datasets(training: Mapping[str, Any] | None) -> list[str]:
+    sources = training["settings"].get("data", {}).get("train", []) if training is not None else []
+    return [source["path"] for source in sources if hub_id(source["path"])]

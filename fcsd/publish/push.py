@@ -1,0 +1,499 @@
+"""`fcsd push`: a checkpoint with its card to the Hub, or the exact folder that would go there.
+
+    push(Path("runs/x"), "me/x", private=True)          # publish folder of a run
+    push(Path("OUT"), "me/x", dry_run=Path("x-hub"))    # a converted checkpoint; nothing is sent
+
+Everything is checked, and the folder assembled from named kinds of files, before the Hub is asked anything.
+`huggingface_hub.upload_folder` sends it: with hf_xet in a stream of commits, without it through LFS; either way what
+arrived before an interruption is not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
+is killed). It reads the token (HF_TOKEN, `hf auth login`); fcsd keeps none.
+
+Not covered: pull requests, branches, data sets.
+"""
+
+import contextlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.carried import CARRIED
+from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
+from fcsd.connectivity.load import check_tensors, config_and_class
+from fcsd.errors import UserError
+from fcsd.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
+from fcsd.publish.card import write_card
+from fcsd.publish.facts import (
+    HERE,
+    LICENCE_KEYS,
+    Facts,
+    front_matter,
+    has_chat_template,
+    hub_id,
+    inherited_from,
+)
+from fcsd.publish.folder import place
+from fcsd.publish.results import RESULTS
+
+_REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
+_OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
+_CARD = "README.md"
+_STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
+"""What an earlier push may have left in the repository and this one no longer has."""
+_TOKEN = re.compile(
+    rb"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
+)
+"""Of Hugging Face, GitHub and Amazon: what has an unmistakable form."""
+_PLACE = re.compile(r"(?<![\w/.:~-])(?:/[\w.@+-]+){2,}")
+
+
+@dataclass(frozen=True)
+class NewCard:
+    """What a card says that the checkpoint does not know; for folders without `README.md`.
+
+    base: hub id or folder of the original. licence: overrules the one inherited from `base`.
+    results: folders of `fcsd evaluate` for the original and for this checkpoint.
+    """
+
+    base: str | None = None
+    licence: str | None = None
+    results: tuple[Path, Path] | None = None
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    dry_run: Path | None = None,
+    card: NewCard | None = None,
+) -> str:
+    """Upload `folder` to the model repository `owner/name`, which is created if there is none.
+
+    Args:
+        folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a FarSkip checkpoint.
+        dry_run: write the folder that would be uploaded to this new folder, and send nothing.
+
+    Returns:
+        The repository's address, or the folder of the dry run.
+
+    Raises:
+        UserError: before anything is sent: no repository id, no FarSkip checkpoint, weights that do not fit their
+            index or config, remote code missing, a token in a text file; then what the Hub refuses.
+    """
+    _check_repo_id(repo_id)
+    source = find_source(folder)
+    checkpoint = _checked(source)
+    if dry_run is not None:
+        if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
+            raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
+        with new_folder(dry_run) as new:
+            _assemble(checkpoint, repo_id, new, card or NewCard(), place)
+            _say(checkpoint, new, repo_id)
+        return str(dry_run)
+    with tempfile.TemporaryDirectory(prefix="fcsd-push-") as name:
+        new = Path(name)
+        # Links: nothing of the weights is written a second time, on whatever disk they are.
+        _assemble(checkpoint, repo_id, new, card or NewCard(), lambda old, to: to.symlink_to(old.resolve()))
+        _say(checkpoint, new, repo_id)
+        return _upload(new, repo_id, private)
+
+
+def find_source(folder: Path) -> Path:
+    """The checkpoint in a run, a stage, or `folder` itself."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
+    for found in (folder, folder / "publish", folder / "model"):
+        if (found / CONFIG).is_file():
+            return found
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder}: holds adapters, not a model; give the folder of the stage, which has a model with them merged"
+            " into the weights (`fcsd distill` leaves it), or upload them as they are with `hf upload`"
+        )
+    stages = [name for name in ("distill", "convert") if (folder / name / "model" / CONFIG).is_file()]
+    if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
+        has = f"; {folder / stages[0]} can be pushed as it is, without a report" if stages else ""
+        raise UserError(
+            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` goes on with it{has}"
+        )
+    raise UserError(
+        f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give the folder that"
+        " `fcsd convert`, `fcsd distill` or `fcsd run` left"
+    )
+
+
+def _check_repo_id(repo_id: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"'{repo_id}' is no repository id: {str(error).splitlines()[0]}") from None
+    if repo_id.count("/") != 1:
+        raise UserError(
+            f"'{repo_id}' is no repository id: owner/name is needed, for example me/my-model-farskip"
+        )
+
+
+def _checked(source: Path) -> Checkpoint:
+    """Config, index, shards, tensor shapes and remote code belong together."""
+    checkpoint = read_checkpoint(source)
+    if checkpoint.connectivity is None or checkpoint.foreign:
+        raise UserError(
+            f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd convert`), or upload it as it is"
+            " with `hf upload`"
+        )
+    config, cls = config_and_class(checkpoint, None, original=False)
+    check_tensors(checkpoint, config, cls)
+    for name in _modules(checkpoint.config):
+        if not (source / name).is_file():
+            raise UserError(
+                f"{source / name}: no such file, though auto_map in {CONFIG} names it; without it nobody can load the"
+                " model; convert the original again, or copy the file from the folder it was converted to"
+            )
+    if (source / _CARD).is_file():
+        front_matter(source / _CARD)
+    return checkpoint
+
+
+def _modules(config: dict[str, Any]) -> list[str]:
+    names = [name for value in (config.get("auto_map") or {}).values() for name in _listed(value)]
+    return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
+
+
+def _listed(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [value]
+
+
+# ---- the folder
+
+
+def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
+    """Fill `new` with what goes to the Hub; kinds of files that are not named here stay behind."""
+    source = checkpoint.folder
+    for file in _files(checkpoint):
+        target = new / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link(file, target)
+    if not (source / _CARD).is_file():
+        write_card(_facts(checkpoint, repo_id, card), new)
+    else:
+        if card != NewCard():
+            raise UserError(
+                f"{source / _CARD}: exists; --base-model, --license and --results are for a new card: leave them out"
+                " and edit this one, or remove it"
+            )
+        text = (source / _CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
+        if (other := _other_repo(source)) not in (None, repo_id):
+            text = text.replace(f'"{other}"', f'"{repo_id}"')
+        write_text(new / _CARD, text)
+    for file in sorted(new.rglob("*")):
+        if file.is_file() and file.suffix not in (".safetensors", ".png"):
+            _refuse_token(file, source / file.relative_to(new))
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    source = checkpoint.folder
+    names = {CONFIG, *checkpoint.weight_files, *_modules(checkpoint.config)}
+    if (source / INDEX).is_file():
+        names.add(INDEX)
+    for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+        if (source / name).is_file():
+            names |= {module for module in _modules(read_json(source / name)) if (source / module).is_file()}
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    for name in [name for name in names if name.endswith(".py")]:
+        names |= {Path(file).name for file in get_relative_import_files(source / name)}
+    found = {source / name for name in names}
+    for pattern in (*CARRIED, *_OTHER):
+        found |= {file for file in source.glob(pattern) if file.is_file()}
+    return sorted(found)
+
+
+def _other_repo(source: Path) -> str | None:
+    """The repository id that the recipe of a publish folder wrote into its card."""
+    if not (source / "report.json").is_file():
+        return None
+    publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
+    name: str | None = publication.get("repo_id")
+    return name
+
+
+def _refuse_token(file: Path, shown: Path) -> None:
+    from huggingface_hub import get_token
+
+    content, token = file.read_bytes(), get_token()
+    found = _TOKEN.search(content)
+    if found or (token and token.encode() in content):
+        line = content.count(b"\n", 0, found.start() if found else content.index((token or "").encode())) + 1
+        raise UserError(
+            f"{shown}, line {line}: contains what looks like an access token; remove it, and revoke it"
+        )
+
+
+def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
+    """What is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
+    source = checkpoint.folder
+    stage = source.name == "model"
+    manifest = (source.parent if stage else source) / "manifest.json"
+    record = read_json(manifest) if manifest.is_file() else {}
+    origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
+    # What the user names and what the record names may be one model, on the Hub and on this machine.
+    named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
+    places: list[tuple[str, str | None]] = [(path, revision) for path, revision in named if path is not None]
+    places.sort(key=lambda place: not Path(place[0]).is_dir())
+    base = card.base or origin.get("path")
+    made = record.get("outputs", {}).get("model")
+    if made is not None and made != weights_fingerprint(source):
+        raise UserError(
+            f"{manifest}: describes other weights ({made[:12]}…) than those in {source}; copy these to a folder of"
+            " their own and push that"
+        )
+    # `fcsd convert` left its record among the weights, which may have been trained there since.
+    training = record if record and (stage or record["stage"] != "convert") else None
+    inherited: dict[str, Any] = next((found for place in places if (found := _inherited(*place))), {})
+    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
+    if card.licence is not None:
+        licence = {"license": card.licence}
+    result = comparison = None
+    if card.results is not None:
+        result, comparison = _results(source, *card.results)
+    return Facts(
+        name=repo_id.split("/")[1],
+        where=repo_id,
+        config=checkpoint.config,
+        base=hub_id(base) if base is not None else None,
+        licence=licence,
+        language=tuple(inherited.get("language", [])),
+        training=training,
+        untrained=training is None and any(_same_weights(source, *place) for place in places),
+        chat=has_chat_template(source),
+        result=result,
+        comparison=comparison,
+    )
+
+
+def _inherited(base: str, revision: str | None) -> dict[str, Any]:
+    """Licence and languages of the original: from the card in its folder, or in its repository."""
+    if Path(base).is_dir():
+        return inherited_from(Path(base))
+    if hub_id(base) is None:
+        return {}
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return inherited_from(Path(hf_hub_download(base, _CARD, revision=revision)).parent)
+    except UserError:
+        raise
+    except Exception as error:  # offline, no such repository, no card: said below, with what to do
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"fcsd push: note: the card of {base} cannot be read: {reason}", file=sys.stderr)
+        return {}
+
+
+def _same_weights(source: Path, base: str, revision: str | None) -> bool:
+    """Whether the weight files are those of the original, where that lies on this machine. A converted checkpoint
+    shares them as links, which is seen at once; others are read."""
+    folder = Path(base)
+    if not folder.is_dir() and hub_id(base) is not None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache
+            folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
+    if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
+        return False
+    mine, its = (
+        {file.name: file for file in sorted(each.glob("*.safetensors"))} for each in (source, folder)
+    )
+    sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
+    return (
+        bool(mine)
+        and sizes[0] == sizes[1]
+        and all(
+            file.samefile(its[name]) or file_sha256(file) == file_sha256(its[name])
+            for name, file in mine.items()
+        )
+    )
+
+
+def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The result of this checkpoint and its comparison; a result of other weights is refused."""
+    from fcsd.evaluate.lm_eval.read import read_results
+    from fcsd.evaluate.scores import compare
+
+    manifest = converted / "manifest.json"
+    if manifest.is_file():
+        measured = read_json(manifest)["inputs"].get("model")
+        if measured is not None and measured != weights_fingerprint(source):
+            raise UserError(
+                f"{converted}: was measured on other weights than those in {source}; evaluate them again"
+            )
+    else:
+        print(
+            f"fcsd push: note: {converted}: says nothing of its weights (lm_eval's results do not); make sure that"
+            f" it was measured on {source}",
+            file=sys.stderr,
+        )
+    result, samples = read_results(converted)
+    before, old = read_results(original, like=result)
+    return result, compare({"result": before, "samples": old}, {"result": result, "samples": samples})
+
+
+def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
+    """What goes, what stays behind, and what a reader of the page would miss."""
+    source, notes = checkpoint.folder, []
+    sent = {
+        str(file.relative_to(new)): file.stat().st_size for file in sorted(new.rglob("*")) if file.is_file()
+    }
+    for name, size in sent.items():
+        print(f"{size:>15,}  {name}")
+    print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
+    kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json"}
+    left = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
+    if left:
+        notes.append(f"left out, no part of a published checkpoint: {', '.join(left)}")
+    card = front_matter(new / _CARD)
+    if not any(name.startswith("tokenizer") or name.endswith(".model") for name in sent):
+        notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
+    if "generation_config.json" not in sent:
+        notes.append("no generation_config.json: generation uses transformers' defaults")
+    old = (
+        source / _CARD
+    ).is_file()  # one that is there is kept as it is, and was made by a recipe or by hand
+    where = f"edit {source / _CARD}"
+    if old and (source / "report.json").is_file():
+        where += ", or publication in the recipe and `fcsd run` it again"
+    if not card.get("license"):
+        notes.append(
+            f"no licence on the card: {where if old else '--license, or a base model whose card has one'}"
+        )
+    if not card.get("base_model"):
+        notes.append(f"no base model on the card, the original's hub id: {where if old else '--base-model'}")
+    if not card.get("model-index"):
+        how = "`fcsd evaluate` without --limit, for the original and for this one"
+        notes.append(f"no results on the card: {how}{'' if old else ', then --results ORIGINAL MODEL'}")
+    loaded = set(
+        re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', (new / _CARD).read_text(encoding="utf-8"))
+    )
+    if others := sorted(loaded - {repo_id, card.get("base_model")}):
+        notes.append(f"{_CARD} loads {', '.join(others)}, not {repo_id}")
+    for name in sent:
+        if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
+            words = set(_PLACE.findall((new / name).read_text("utf-8", "replace")))
+            if here := [word for word in sorted(words) if Path(word).exists()]:
+                notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
+    for note in notes:
+        print(f"fcsd push: note: {note}", file=sys.stderr)
+
+
+# ---- the Hub
+
+
+def _upload(new: Path, repo_id: str, private: bool) -> str:
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise UserError(
+            "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN (a write token)"
+        )
+    api = HfApi()
+    with _refusals(repo_id, api.endpoint):
+        _check_existing(api, repo_id, new, private)
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=new,
+            commit_message="Upload FarSkip checkpoint with fcsd",
+            delete_patterns=_STALE,
+        )
+    return f"{api.endpoint}/{repo_id}"
+
+
+def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
+    """A repository that exists may be updated, but not one that holds another kind of model, or a public one that the
+    user believes private. A card that has other words there is named, for it may have been edited on the page."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        found = api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        return
+    other, model_type = (found.config or {}).get("model_type"), read_json(new / CONFIG)["model_type"]
+    if other not in (None, model_type):
+        raise UserError(
+            f"{repo_id}: exists and holds a model of type '{other}', not '{model_type}'; choose another name"
+        )
+    if private and not found.private:
+        raise UserError(
+            f"{repo_id}: exists and is public; --private makes only new repositories private: change it in its"
+            " settings, or choose another name"
+        )
+    if any(file.rfilename == _CARD for file in found.siblings or []):
+        with tempfile.TemporaryDirectory(prefix="fcsd-push-") as folder:
+            old = Path(api.hf_hub_download(repo_id, _CARD, local_dir=folder)).read_bytes()
+        if old != (new / _CARD).read_bytes():
+            print(
+                f"fcsd push: note: replaces the {_CARD} of {repo_id}, which has other words; it stays in the history"
+                " there",
+                file=sys.stderr,
+            )
+
+
+@contextlib.contextmanager
+def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
+    """Turn what the client raises into one line that says what to do; the token is in none."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    def said(text: object) -> str:
+        """One line of at most 200 letters, without the token."""
+        return " ".join(str(text).split()).replace(get_token() or "\0", "…")[:200]
+
+    reasons = {
+        401: "the Hub does not accept the access token; `hf auth login` stores a new one",
+        402: "the Hub wants a paid plan for this",
+        403: "the access token may not write there; use a write token of the owner",
+        404: "the Hub knows no such place, or the access token may not see it",
+        429: "the Hub asks for a pause; run the same command again later",
+    }
+    try:
+        yield
+    except UserError:
+        raise
+    except OfflineModeIsEnabled:
+        raise UserError("HF_HUB_OFFLINE is set: nothing can be pushed; unset it, or use --dry-run") from None
+    except Exception as error:  # HTTP, network, disk and xet errors have no common base
+        if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(error):
+            reason = said(str(error).partition("\n")[2])
+            raise UserError(
+                f"{repo_id}: the Hub refuses the metadata of README.md: {reason}; nothing was sent: correct the lines"
+                " between the ---, or what --license, --base-model or the recipe's publication put there"
+            ) from None
+        status, server = None, ""
+        if isinstance(error, HfHubHTTPError):
+            status, server = error.response.status_code, said(error.server_message or "")
+        if status in reasons:
+            raise UserError(f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})") from None
+        if status is not None and 400 <= status < 500 and status not in (408, 409, 412):
+            raise UserError(
+                f"{repo_id}: the Hub refuses this ({status}: {server or 'no reason given'})"
+            ) from None
+        cause = error.__cause__ or error
+        if "Connect" in type(cause).__name__:  # of whichever HTTP library the client has
+            raise UserError(
+                f"{repo_id}: the Hub at {endpoint} cannot be reached ({said(cause)}); look at the network, proxy and"
+                " HF_ENDPOINT, and run the same command again"
+            ) from None
+        raise UserError(
+            f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
+            " again, it goes on from what has arrived"
+        ) from None
+
+
+__all__ = ["NewCard", "find_source", "push"]

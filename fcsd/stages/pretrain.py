@@ -1,0 +1,102 @@
+"""Train a model from scratch with cross-entropy: the `pretrain` section of a recipe."""
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from fcsd.artifact import Stage
+from fcsd.config.layout import _connectivity
+from fcsd.config.recipe import Recipe
+from fcsd.config.training import Objective
+from fcsd.connectivity import Connectivity, convert_model
+from fcsd.distill.arguments import TrainingRun
+from fcsd.distill.run import train
+from fcsd.distributed.engine import holds_weights, launched_engine
+from fcsd.distributed.launch import begin, finish
+from fcsd.errors import UserError
+from fcsd.families import family_of
+from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
+from fcsd.stages.rows import data_inputs, left_out, training_rows
+
+
+def pretrain(recipe: Recipe) -> Stage:
+    """Train `recipe.pretrain.config` from scratch with cross-entropy."""
+    plan = recipe.pretrain
+    if plan is None:
+        raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
+    folder = recipe.folder / "pretrain"
+    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
+        "seed": recipe.seed
+    }
+    stage = Stage(folder, "pretrain", settings, data_inputs(plan.data, recipe))
+    if begin(stage) == "finished":
+        return stage
+    tokenizer = load_tokenizer(plan.tokenizer)
+    set_seed(recipe.seed)
+    # The first rank of a sharded run makes the weights, and sends the others their parts.
+    with contextlib.nullcontext() if holds_weights(launched_engine()) else torch.device("meta"):
+        model = new_model(plan.config | _token_ids(tokenizer, plan.config), _connectivity(plan.connectivity))
+    to_dtype(model, dtype_of(plan.train.dtype))
+    rows, record = training_rows(plan.data, tokenizer, recipe)
+    run_ = TrainingRun(
+        folder=folder,
+        description="pretrain",
+        student=model,
+        teacher=None,
+        tokenizer=tokenizer,
+        rows=rows,
+        max_length=plan.data.max_length,
+        objective=Objective(name="ce"),
+        train=plan.train,
+        seed=recipe.seed,
+        save_dtype=dtype_of(plan.train.dtype),
+        safety=recipe.safety,
+    )
+    results = train(run_) | left_out(record, folder)
+    finish(stage, results, model=folder / "model")
+    return stage
+
+
+def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
+    """A model with fresh random weights; the caller sets the seed.
+
+    Raises:
+        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
+    """
+    values = dict(config)
+    model_type = values.pop("model_type")
+    experts = values.pop("experts_implementation", None)
+    try:
+        family_of(
+            {"model_type": model_type}
+        )  # transformers would answer with a list of hundreds of model types
+        built = AutoConfig.for_model(model_type, **values)
+        family_of(built)
+        model = AutoModelForCausalLM.from_config(
+            built, **({"experts_implementation": experts} if experts else {})
+        )
+    except UserError as error:
+        raise UserError(f"pretrain.config: {error}") from None
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"pretrain.config: {model_type}: {' '.join(str(error).split())}") from error
+    if connectivity.layers != "none":
+        convert_model(model, connectivity)
+    return model
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:
+    """What the tokenizer decides about a new model; the recipe may say it too, but not differently."""
+    ids = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    for key, value in ids.items():
+        if config.get(key, value) != value and not (key == "vocab_size" and config[key] > value):
+            raise UserError(
+                f"pretrain.config.{key}: {config[key]} does not fit the tokenizer's {value}; leave it out"
+            )
+    return {key: config.get(key, value) for key, value in ids.items()}

@@ -1,0 +1,125 @@
+"""What early stopping scores: a recipe's section becomes a stopper, and a function that scores a model in training.
+
+A task is judged by what `fcsd evaluate` judges it with (`fcsd.evaluate.runner.judging`), generated code in the same
+sandbox, whose servers are processes of their own, started once and ended with the block. What the model and the random
+generators were before a score they are afterwards.
+
+Not covered: when a score is made, and what follows from it; that is `fcsd.distill`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.config.data import Data
+from fcsd.config.recipe import Recipe
+from fcsd.config.stopping import EarlyStopping
+from fcsd.config.suite import Suite, SuiteTask
+from fcsd.data.dataset import heldout_rows
+from fcsd.distill.arguments import Scorer
+from fcsd.distill.early_stopping import EarlyStopper, Score
+from fcsd.distill.heldout import HeldoutKL
+from fcsd.distributed.engine import launched_engine
+from fcsd.distributed.ranks import launched_ranks
+from fcsd.evaluate.runner import judging
+from fcsd.evaluate.stage import judged_data
+from fcsd.models.load import original_model
+
+
+@contextlib.contextmanager
+def early_stopping(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
+    """The stopper and the score function of a recipe; None, None where it has no such section.
+
+    Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
+    scorer that fails them would stop every run.
+
+    Raises:
+        UserError, ScorerError: as `fcsd.evaluate.runner.evaluate`.
+    """
+    plan = recipe.early_stopping
+    if plan is None:
+        yield None, None
+        return
+    stopper = EarlyStopper(
+        every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
+    )
+    if plan.metric == "heldout_kl":
+
+        def original() -> PreTrainedModel:
+            path, model = recipe.teacher_model
+            return original_model(model, path)
+
+        with stopper.time.scoring():
+            rows = _rows(recipe.data, tokenizer)
+        yield stopper, HeldoutKL(rows, original)
+        return
+    assert plan.batch_size is not None
+    row = plan.row
+    with contextlib.ExitStack() as stack:
+        with stopper.time.scoring():
+            judge = stack.enter_context(
+                judging(
+                    tokenizer,
+                    _suite(row),
+                    data_root=_data_root(recipe),
+                    batch_size=plan.batch_size,
+                    limit=plan.limit,
+                    allow_weak_sandbox=recipe.evaluation.allow_weak_sandbox,
+                    progress=False,  # a bar of its own would cut the training's to pieces
+                    ranks=launched_ranks(in_step=launched_engine().shards),
+                    any_direction=True,
+                )
+            )
+
+        def score(model: PreTrainedModel) -> Score:
+            result, samples = judge(model, "early stopping")
+            task = result["tasks"][row.task]
+            return Score(
+                [sample["score"] for sample in samples[row.task]],
+                num_items_total=task["num_items_total"],
+                higher_is_better=task["higher_is_better"],
+            )
+
+        yield stopper, score
+
+
+def scored_data(recipe: Recipe) -> dict[str, str]:
+    """What identifies the items that early stopping scores, as inputs of a stage."""
+    plan = recipe.early_stopping
+    if plan is None:
+        return {}
+    if plan.metric == "heldout_kl":
+        assert recipe.data.heldout is not None  # the recipe has checked it
+        return judged_data([], None, recipe.data.heldout)
+    return judged_data([plan.row], _data_root(recipe))
+
+
+def score_settings(plan: EarlyStopping | None) -> dict[str, Any] | None:
+    """The part of the section that a result depends on: no score depends on the batch size beyond float noise."""
+    return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
+
+
+def _suite(row: SuiteTask) -> Suite:
+    # Paths of tasks' definitions are relative to where the command runs, as all paths in a recipe.
+    return Suite(name="early_stopping", tasks=[row], folder=".")
+
+
+def _data_root(recipe: Recipe) -> Path | None:
+    return Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None
+
+
+def _rows(data: Data, tokenizer: PreTrainedTokenizerBase) -> Any:
+    assert data.heldout is not None
+    return heldout_rows(
+        data.heldout,
+        tokenizer,
+        num_examples=data.heldout_examples,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+    )

@@ -1,0 +1,71 @@
+"""Format what people read: Markdown rows, sizes, durations, scores with their standard errors."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
+
+
+def stopping_text(plan: Mapping[str, Any]) -> str:
+    """What a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
+    `Rowan/hellaswag`, split `train`"."""
+    if plan.get("metric") == "heldout_kl":
+        return "KL to the original on held-out text"
+    metric = str(plan.get("metric")).partition(",")[0]
+    of = f" of {plan['task']}" if plan.get("kind", "code") != "code" else ""
+    split = f", split `{plan['split']}`" if plan.get("split") else ""
+    return f"{metric}{of} on `{plan.get('dataset')}`{split}"
+
+
+def plus_minus(value: float, error: float | None, sign: str = "") -> str:
+    """`0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
+    size = max(abs(value), error or 0.0)
+    digits = 4 if size >= 0.01 or not size else min(12, 2 - math.floor(math.log10(size)))
+    text = f"{value:{sign}.{digits}f}"
+    return text if error is None else f"{text} ± {error:.{digits}f}"
+
+
+def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
+    """`40 of 378 items`; of held-out text `256 rows`."""
+    if metric in RELATIVE or num_items_total is None:
+        return f"{num_items} {'rows' if metric in RELATIVE else 'items'}"
+    return f"{num_items} of {num_items_total} items"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 05 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(value: int) -> str:
+    """`31.4 GiB`, `512.0 KiB`."""
+    number, unit = float(value), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+Rows = Sequence[Sequence[str]]
+
+
+def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
+    """A Markdown table that also reads well as plain text: columns padded, all but the first `left` of them
+    aligned to the right."""
+    widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    # Columns on the left are ruled `|----|`, the others `|---:|`, which aligns them to the right.
+    rule = "|".join("-" * (width + 1) + ("-" if index < left else ":") for index, width in enumerate(widths))
+    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])

@@ -1,0 +1,360 @@
+"""From a recipe to its rehearsal: what is replaced, and the folder that holds it.
+
+    FOLDER/recipe.yaml        the rehearsal, a complete recipe of its own
+    FOLDER/model/             a model of the same family with 4 layers of width 32, random weights, and its tokenizer
+    FOLDER/hub/OWNER/NAME/    rows in the columns of each data set that the recipe names by its hub id
+    FOLDER/files/             the same for data that the recipe names by a path
+    FOLDER/run/               output_dir
+
+Replaced are the model, the data and the numbers of steps, tokens and items. A batch keeps its number of rows, so that
+it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
+more). Everything else stays as the recipe has it.
+
+Not covered: data sets of suites whose rows `rows.py` does not have; an evaluation on them ends with an error.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fcsd.config.data import Data, Source
+from fcsd.config.graded import split_names
+from fcsd.config.overrides import set_dotted, to_yaml
+from fcsd.config.recipe import Recipe
+from fcsd.config.strict import validate
+from fcsd.config.suite import load_suite
+from fcsd.config.training import Train
+from fcsd.errors import UserError
+from fcsd.files import new_folder
+from fcsd.tiny.rows import BENCHMARKS, training_row
+
+# So that the shipped recipes can be rehearsed without a network; of other models config.json is read.
+_MODEL_TYPES = {
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
+}
+
+
+_MAX_LENGTH = 64
+
+
+_VOCABULARY = 512
+
+
+_POSITIONS = 4096  # prompts with shots are long where a token is a byte
+
+
+_NUM_STEPS = 2
+
+
+_MOST_ROWS = 64  # of a batch
+
+
+_NUM_ITEMS = 8  # of every split that models are judged on
+
+
+_LAYERS = 4
+
+
+def rehearse(recipe: Recipe, folder: Path) -> Recipe:
+    """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
+
+    Raises:
+        UserError: the folder holds something else, or the rehearsal of other settings; the family of the model
+            cannot be found out.
+    """
+    from fcsd.distributed.launch import processes
+
+    small = _small(recipe, folder)
+    text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
+    ready = folder / "recipe.yaml"
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not ready.is_file()):
+        raise UserError(f"--rehearse {folder}: is something else than a rehearsal; choose a new folder")
+    if ready.is_file() and ready.read_text(encoding="utf-8") != text:
+        raise UserError(
+            f"--rehearse {folder}: holds the rehearsal of other settings; choose another folder or remove it"
+        )
+    if not ready.is_file() and processes().is_main_process:
+        with new_folder(folder) as place:
+            _write_models(recipe, place)
+            _write_data(recipe, place)
+            (place / "recipe.yaml").write_text(text, encoding="utf-8")
+    processes().wait_for_everyone()
+    return small
+
+
+def _small(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with model, data and steps replaced, its variants too; nothing is read or written."""
+    raw = _replaced(recipe, folder)
+    for name, changes in recipe.variants.items():
+        # What a variant changes is looked up in the rehearsal of that variant, so that it is replaced alike.
+        variant = _replaced(recipe.variant(name), folder)
+        raw["variants"][name] = {key: _dotted(variant, key) for key in changes}
+    return validate(Recipe, raw, f"rehearsal of recipe {recipe.name}")
+
+
+def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    raw = recipe.dump()
+
+    def put(key: str, value: Any) -> None:
+        set_dotted(raw, key, value, f"rehearsal of recipe {recipe.name}")
+
+    put("name", f"{recipe.name}-rehearsal")  # in the title of its report and of its model card
+    put("output_dir", str(folder / "run"))
+    if recipe.pretrain is not None:
+        put("pretrain.config", _pretrain_config(recipe))
+        put("pretrain.tokenizer", str(folder / "model"))
+        raw["pretrain"]["data"] |= _small_data(recipe.pretrain.data, folder, "pretrain")
+        raw["pretrain"]["train"] |= _small_train(recipe.pretrain.train, recipe.pretrain.data.max_length)
+    else:
+        put("model.path", str(folder / "model"))
+        put("model.revision", None)
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        raw["teacher"] |= {"path": str(folder / "teacher"), "revision": None}
+    if recipe.teacher is not None and recipe.teacher.cache is not None:
+        put("teacher.cache", str(folder / "teacher-cache"))
+    if recipe.objective.vocab_size is not None:
+        put("objective.vocab_size", _VOCABULARY)
+    length = recipe.data.max_length
+    raw["data"] |= _small_data(recipe.data, folder, "data")
+    raw["train"] |= _small_train(recipe.train, length)
+    if recipe.early_stopping is not None:
+        put("early_stopping.every_steps", _NUM_STEPS // 2)
+        if recipe.early_stopping.metric != "heldout_kl":
+            put("early_stopping.limit", 2)
+            if recipe.early_stopping.kind != "likelihood":
+                put("early_stopping.max_new_tokens", 8)
+    if recipe.sweep is not None:
+        batches = [_small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens]
+        raw["sweep"] |= {"batch_size_tokens": batches, "steps": 2, "last_steps": 1}
+        put("sweep.warmup_steps", min(recipe.sweep.warmup_steps, 1))
+        if recipe.sweep.train_tokens is not None:
+            # At least `_NUM_STEPS` steps with the largest batch: the first step of a warm-up moves nothing.
+            put("sweep.train_tokens", _NUM_STEPS * max(batches))
+    put("evaluation.data_root", str(folder / "hub"))
+    put("evaluation.limit", min(recipe.evaluation.limit or _NUM_ITEMS, 2))
+    return raw
+
+
+def _small_data(data: Data, folder: Path, section: str) -> dict[str, Any]:
+    """The keys of a `data` section that a rehearsal replaces."""
+    sources = [
+        source.model_dump(mode="json")
+        | {"path": str(_place(source.path, folder, f"{section}-{index}")), "revision": None}
+        for index, source in enumerate(data.train)
+    ]
+    heldout = data.heldout
+    return {
+        "train": sources,
+        "heldout": heldout.model_dump(mode="json")
+        | {"path": str(_place(heldout.path, folder, f"{section}-heldout")), "revision": None}
+        if heldout is not None
+        else None,
+        "heldout_examples": min(data.heldout_examples, _NUM_ITEMS),
+        "max_length": min(data.max_length, _MAX_LENGTH),
+    }
+
+
+def _small_train(train: Train, max_length: int) -> dict[str, Any]:
+    """The keys of a `train` section that a rehearsal replaces."""
+    return {
+        "max_steps": min(train.max_steps, _NUM_STEPS),
+        "warmup_steps": min(train.warmup_steps, 1),
+        "batch_size_tokens": _small_batch(train.batch_size_tokens, max_length),
+        "logging_steps": 1,
+        "save_steps": _NUM_STEPS // 2,
+    }
+
+
+def _small_batch(tokens: int, max_length: int) -> int:
+    """As many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no whole number of rows, which
+    training refuses, stays one."""
+    rows, rest = divmod(tokens, max_length)
+    while rows > _MOST_ROWS and rows % 2 == 0:
+        rows //= 2
+    return rows * min(max_length, _MAX_LENGTH) + (1 if rest else 0)
+
+
+def _dotted(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        raw = raw[int(part)] if isinstance(raw, list) else raw[part]
+    return raw
+
+
+def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
+    """The configuration to pre-train, small: fields of the tiny model of the same family."""
+    from fcsd.tiny.models import tiny_config
+
+    assert recipe.pretrain is not None
+    given = recipe.pretrain.config
+    config = tiny_config(
+        given["model_type"], num_hidden_layers=_num_layers(recipe), **_sizes()
+    ).to_diff_dict()
+    kept = {name: given[name] for name in ("experts_implementation",) if name in given}
+    dropped = (
+        "transformers_version",
+        "_name_or_path",
+        "dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    return {name: value for name, value in config.items() if name not in dropped} | kept
+
+
+def _write_models(recipe: Recipe, place: Path) -> None:
+    """The tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other checkpoints.
+
+    In bfloat16, as checkpoints of this size are.
+    """
+    import torch
+
+    from fcsd.tiny.models import tiny_model, tiny_tokenizer
+
+    sizes = _sizes() | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
+    if recipe.pretrain is None:
+        tiny_model(_model_type(recipe.model.path, recipe.model.revision), **sizes).save_pretrained(
+            place / "model"
+        )
+    tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
+    for one in [recipe, *map(recipe.variant, recipe.variants)]:
+        if one.teacher is not None and one.teacher.path is not None:
+            model_type = _model_type(one.teacher.path, one.teacher.revision)
+            tiny_model(model_type, seed=1, **sizes).save_pretrained(place / "teacher")
+
+
+def _sizes() -> dict[str, Any]:
+    return {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS}
+
+
+def _model_type(path: str, revision: str | None) -> str:
+    from fcsd.families import base_model_type, family_of
+    from fcsd.inspect.checkpoint import find_source
+
+    if path in _MODEL_TYPES:
+        return _MODEL_TYPES[path]
+    try:
+        config = find_source(path, revision).config
+    except UserError as error:
+        raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
+    family_of(config)
+    return base_model_type(config["model_type"])
+
+
+def _num_layers(recipe: Recipe) -> int:
+    """Enough for every layer that is selected by its number; shares of the layers need no more than `_LAYERS`."""
+    from fcsd.connectivity.spec import parse_selection
+
+    sections = [recipe.connectivity, *(recipe.variant(name).connectivity for name in recipe.variants)]
+    if recipe.pretrain is not None:
+        sections.append(recipe.pretrain.connectivity)
+    needed = [_LAYERS]
+    for section in sections:
+        selection = parse_selection(section.layers)
+        if isinstance(selection, list):
+            needed.append(selection[-1] + 1)
+        elif isinstance(selection, dict):
+            needed += [count for count in selection.values() if isinstance(count, int)]
+    return max(needed)
+
+
+def _place(path: str, folder: Path, name: str) -> Path:
+    """Where the rows lie that stand for the data at `path`."""
+    if _is_hub_id(path):
+        return folder / "hub" / path
+    return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
+
+
+def _is_hub_id(path: str) -> bool:
+    return (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None and not Path(path).exists()
+    )
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).suffix in (".jsonl", ".json", ".parquet")
+
+
+def _write_data(recipe: Recipe, place: Path) -> None:
+    """Rows for everything that the recipe reads."""
+    repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    for name, source, number in _sources(recipe):
+        rows = [training_row(source.path, source.columns, index) for index in range(number)]
+        target = _place(source.path, place, name)
+        if _is_file(source.path):
+            _write_rows(target, rows)
+        else:
+            for split in split_names(source.split):
+                repositories.setdefault(target, {})[source.name or "default", split] = rows
+    for path in sorted(_judged(recipe)):
+        files = repositories.setdefault(place / "hub" / path, {})
+        known = BENCHMARKS[path]
+        rows = [known.row(index) for index in range(_NUM_ITEMS)]
+        files |= {each: rows for each in itertools.product(known.configs, known.splits) if each not in files}
+    for folder, files in repositories.items():
+        _write_repository(folder, files)
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, Source, int]]:
+    """Name, source and number of examples, of all training sources and held-out texts."""
+    recipes = [recipe, *map(recipe.variant, recipe.variants)]
+    tokens = max(one.train.batch_size_tokens for one in recipes)
+    if recipe.sweep is not None:
+        tokens = max(tokens, *recipe.sweep.batch_size_tokens)
+    sections = [("data", recipe.data, tokens)]
+    if recipe.pretrain is not None:
+        sections.append(("pretrain", recipe.pretrain.data, recipe.pretrain.train.batch_size_tokens))
+    for section, data, batch in sections:
+        # An example fills half a row of `_MAX_LENGTH` tokens or more: a batch, and a bit.
+        number = 2 * (batch // data.max_length) // len(data.train) + _NUM_ITEMS
+        for index, source in enumerate(data.train):
+            yield f"{section}-{index}", source, number
+        if data.heldout is not None:
+            yield f"{section}-heldout", data.heldout, _NUM_ITEMS
+
+
+def _judged(recipe: Recipe) -> set[str]:
+    """The data sets that models are judged on and whose rows are known here."""
+    stopping = recipe.early_stopping
+    found = {stopping.dataset} if stopping is not None and stopping.dataset is not None else set()
+    suites = {recipe.evaluation.suite}
+    for data in _data_sections(recipe):
+        if data.decontaminate is not None:
+            found |= {judged.path for judged in data.decontaminate.against}
+            suites.add(data.decontaminate.suite or recipe.evaluation.suite)
+    for suite in suites:
+        found |= {row.dataset for row in load_suite(suite).tasks}
+    return found & BENCHMARKS.keys()
+
+
+def _data_sections(recipe: Recipe) -> list[Data]:
+    recipes = [recipe, *map(recipe.variant, recipe.variants)]
+    return [one.data for one in recipes] + ([recipe.pretrain.data] if recipe.pretrain is not None else [])
+
+
+def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """A data set in hub layout: one file a configuration and split, and the README that names them."""
+    configs: dict[str, list[dict[str, str]]] = {}
+    for (config, split), rows in files.items():
+        _write_rows(folder / config / f"{split}.jsonl", rows)
+        configs.setdefault(config, []).append({"split": split, "path": f"{config}/{split}.jsonl"})
+    listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n", encoding="utf-8")
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,373 @@
+"""The command line: every command explains itself; a mistake is one line, exit status 2, and nothing half-written."""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.cli import main as cli
+from fcsd.cli.main import main
+from fcsd.tiny.models import tiny_tokenizer
+from tests.support import ROOT, Bench, start
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (choices,) = (a.choices for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(choices)
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_explains_itself_and_its_arguments(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    parser = commands()[name]
+    assert parser.description and parser.description in " ".join(text.split())
+    for action in parser._actions:
+        assert action.help, f"{name}: {action.dest} has no help"
+        assert (action.option_strings or [action.metavar])[-1] in text
+
+
+def test_the_commands_are_these() -> None:
+    assert set(commands()) == {
+        "convert", "unconvert", "families", "recipe", "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
+        "evaluate", "compare", "tiny-data", "layers", "plan-layers", "inspect", "estimate",
+        "push", "chat", "score",
+    }  # fmt: skip
+
+
+def test_help_and_version_load_no_heavy_library() -> None:
+    code = (
+        "import sys, resource\n"
+        "import fcsd, fcsd.cli\n"
+        "for words in (['--version'], ['--help'], ['distill', '--help']):\n"
+        "    try: fcsd.cli.main.main(words)\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'lm_eval', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('LOADED', sorted(heavy), used.ru_utime + used.ru_stime < 1.0)\n"
+    )
+    with start("-c", code) as child:
+        out, error = child.communicate()
+    assert (child.returncode, error) == (0, "")
+    assert "LOADED [] True" in out and "fcsd 0.1.0" in out
+
+
+def test_the_module_is_the_command() -> None:
+    with start("-m", "fcsd", "--version") as child:
+        assert child.communicate() == ("fcsd 0.1.0\n", "") and child.returncode == 0
+    with start("-m", "fcsd", "recipe", "nowhere.yaml") as child:
+        out, error = child.communicate()
+    assert child.returncode == 2 and out == ""
+    assert re.fullmatch(r"fcsd recipe: error: nowhere\.yaml: no such file.*\n", error)
+
+
+def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: fcsd" in capsys.readouterr().out
+
+
+class Refused:
+    """Runs a command that must be refused, and looks at what it printed and left."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], watched: Path):
+        self.capfd, self.watched = capfd, watched
+
+    def __call__(self, *command: str, message: str) -> None:
+        before = self._final_names()
+        self.capfd.readouterr()
+        status = main(list(command))
+        out, error = self.capfd.readouterr()
+        lines = [line for line in re.split(r"[\n\r]", error) if line.startswith("fcsd ")]
+        assert (status, len(lines)) == (2, 1), error
+        assert "Traceback" not in error and error.rstrip().endswith(lines[0])
+        assert re.search(message, lines[0]), lines[0]
+        assert out == ""
+        assert self._final_names() == before
+
+    def _final_names(self) -> list[str]:
+        """Finished results: whatever is neither a stage's note nor an empty folder."""
+        return sorted(
+            str(path)
+            for path in self.watched.rglob("*")
+            if (path.is_file() and path.name != "stage.json") or path.name in ("model", "publish")
+        )
+
+
+@pytest.fixture
+def refused(bench: Bench, capfd: pytest.CaptureFixture[str]) -> Refused:
+    return Refused(capfd, bench.folder)
+
+
+def copied(bench: Bench, **config: Any) -> Path:
+    """The base checkpoint with changed config fields (None: removed)."""
+    folder = bench.rows.parent / "copied"
+    shutil.copytree(bench.base, folder)
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: v for key, v in values.items() if v is not None}))
+    return folder
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def corrupt(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+
+
+def lose_tensor(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+CHECKPOINTS: list[tuple[str, dict[str, Any], Callable[[Path], Any] | None, str]] = [
+    ("unknown model type", {"model_type": "qwen9_moe"}, None, r"qwen9_moe"),
+    ("dense model", {"model_type": "qwen3"}, None, r"qwen3"),
+    ("truncated weights", {}, truncate, r"model\.safetensors: .*(truncated|damaged|incomplete)"),
+    ("corrupt weights", {}, corrupt, r"model\.safetensors: "),
+    ("missing tensor", {}, lose_tensor, r"1 tensors are missing, the first is 'lm_head\.weight'"),
+    (
+        "no weights",
+        {},
+        lambda folder: (folder / "model.safetensors").unlink(),
+        r"no weights|no \.safetensors|holds no",
+    ),
+    ("no config", {}, lambda folder: (folder / "config.json").unlink(), r"config\.json: no such file"),
+    (
+        "invalid config",
+        {},
+        lambda folder: (folder / "config.json").write_text("{"),
+        r"config\.json: not valid JSON",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "damage", "message"), [case[1:] for case in CHECKPOINTS], ids=[c[0] for c in CHECKPOINTS]
+)
+def test_a_checkpoint_that_cannot_be_used_is_refused(
+    bench: Bench, refused: Refused, config: dict[str, Any], damage: Callable[[Path], Any] | None, message: str
+) -> None:
+    model = copied(bench, **config)
+    if damage is not None:
+        damage(model)
+    refused("convert", str(model), str(bench.folder / "out"), message=message)
+    assert list(bench.folder.iterdir()) == []
+    refused("distill", str(bench.recipe("r", model={"path": str(model)})), message=message)
+
+
+def test_a_missing_folder_is_refused(bench: Bench, refused: Refused) -> None:
+    missing = str(bench.folder / "missing")
+    for command in (
+        ["convert", missing, str(bench.folder / "out")],
+        ["evaluate", missing, "--output", str(bench.folder / "e")],
+    ):
+        refused(*command, message=r"missing: no such folder")
+    refused("distill", str(bench.recipe("r", model={"path": missing})), message=r"missing: no such folder")
+    refused("distill", str(bench.folder / "no.yaml"), message=r"no\.yaml: no such file")
+    refused("compare", missing, missing, message=r"missing")
+
+
+def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(bench: Bench, refused: Refused) -> None:
+    model = copied(bench)
+    recipe = bench.recipe("r", model={"path": str(model)})
+    (model / "chat_template.jinja").unlink()
+    refused(
+        "distill",
+        str(recipe),
+        message=r"no chat template, needed for prompts and messages; use the tokenizer of an",
+    )
+    tiny_tokenizer(512).save_pretrained(model)
+    refused("distill", str(recipe), message=r"the tokenizer has 512 tokens, the model's vocabulary only 300")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    refused("distill", str(recipe), message=r"copied: holds no tokenizer; copy tokenizer\.json")
+
+
+def source(bench: Bench, text: str, **keys: Any) -> dict[str, Any]:
+    path = bench.rows.parent / "other.jsonl"
+    path.write_text(text)
+    return {"train": [{"path": str(path), **keys}], "max_length": 32}
+
+
+ROW = (
+    json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "message"),
+    [
+        (
+            '{"prompt": "a"}\n',
+            {},
+            r"no column 'messages'; it has 'prompt'; name the right ones under `columns`",
+        ),
+        ("", {}, r"other\.jsonl.*empty"),
+        ('{"messages": [\n', {}, r"other\.jsonl"),
+        (
+            '{"messages": "hello"}\n',
+            {},
+            r"column 'messages': a list of messages with 'role' and 'content', or",
+        ),
+        (
+            ROW,
+            {},
+            r"gives 1 rows of 32 tokens, one batch of train\.batch_size_tokens 128 needs 4; use more data",
+        ),
+        (ROW, {"streaming": True}, r"gives 1 rows of 32 tokens"),
+        (ROW, {"split": "test"}, r"other\.jsonl"),
+    ],
+    ids=[
+        "missing column",
+        "empty",
+        "invalid",
+        "wrong type",
+        "too little",
+        "too little in a stream",
+        "unknown split",
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(
+    bench: Bench, refused: Refused, text: str, keys: dict[str, Any], message: str
+) -> None:
+    refused("distill", str(bench.recipe("r", data=source(bench, text, **keys))), message=message)
+
+
+def test_a_missing_data_file_is_refused(bench: Bench, refused: Refused) -> None:
+    data = {"train": [{"path": str(bench.folder / "none.jsonl")}], "max_length": 32}
+    refused("distill", str(bench.recipe("r", data=data)), message=r"none\.jsonl.*no such file")
+
+
+def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> None:
+    recipe = str(bench.recipe("r", variants={"sft": {"objective.name": "sft"}}))
+
+    def wrong(override: str, message: str, command: str = "distill") -> None:
+        refused(command, recipe, "--set", override, message=message)
+
+    wrong(
+        "train.learning_rat=1", r"train\.learning_rat: unknown key; did you mean 'learning_rate'\?", "recipe"
+    )
+    wrong(
+        "train.batch_size_tokens=96",
+        r"96 is not a multiple of 64 \(per_device_train_batch_size 2 x data\.max_length 32",
+    )
+    wrong("connectivity.layers=[7]", r"7")
+    wrong("early_stopping.dataset=absent/absent", r"absent/absent")
+    wrong("pretrain=1", r"pretrain")
+    wrong("variants.x={connectivty.layers: all}", r"did you mean 'connectivity'\?")
+    refused("distill", recipe, "--variant", "sfd", message=r"has no variant 'sfd'; allowed: sft")
+    refused("sweep", recipe, message=r"has no `sweep` section")
+    refused("pretrain", recipe, message=r"has no `pretrain` section")
+    refused(
+        "distill",
+        recipe,
+        "--set",
+        "sweep={steps: 2, last_steps: 2}",
+        message=r"sweep: the sweep is not finished; run `fcsd sweep`",
+    )
+    refused(
+        "sweep",
+        recipe,
+        "--set",
+        "sweep={steps: 2, last_steps: 3, warmup_steps: 0}",
+        message=r"last_steps \(3\) is more than",
+    )
+
+
+def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Refused) -> None:
+    own = bench.folder / "r" / "distill"
+    own.mkdir(parents=True)
+    (own / "thesis.txt").write_text("mine")
+    refused(
+        "distill",
+        str(bench.recipe("r")),
+        message=r"is not empty and was not made by stage 'distill'; choose another",
+    )
+    refused("convert", str(bench.base), str(own), message=r"exists|not empty")
+    assert [path.name for path in own.iterdir()] == ["thesis.txt"]
+
+
+def test_a_mistake_in_a_command_line_is_argparse_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["convert"], ["convert", "a", "b", "--attention", "half"], ["nonsense"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+    assert "invalid choice: 'half'" in capsys.readouterr().err
+
+
+def test_an_interruption_says_how_to_go_on(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fcsd.stages.distill.distill", interrupted)
+    assert main(["distill", str(bench.recipe("r"))]) == 130
+    assert capsys.readouterr().err == "\nfcsd distill: interrupted; run the same command again to continue\n"
+
+
+def test_convert_and_unconvert_give_the_weights_back(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    there, back = bench.folder / "there", bench.folder / "back"
+    assert main(["convert", str(bench.base), str(there), "--layers", "last:1"]) == 0
+    assert json.loads((there / "config.json").read_text())["model_type"] == "farskip_qwen2_moe"
+    assert main(["unconvert", str(there), str(back)]) == 0
+    assert json.loads((back / "config.json").read_text())["model_type"] == "qwen2_moe"
+    one, other = load_file(bench.base / "model.safetensors"), load_file(back / "model.safetensors")
+    assert one.keys() == other.keys() and all((value == other[name]).all() for name, value in one.items())
+    assert capsys.readouterr().out.split() == [str(there), str(back)]
+
+
+def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    from fcsd.families import FAMILIES
+
+    assert main(["families"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in FAMILIES)
+    assert main(["families", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_the_resolved_recipe_loads_again(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", str(bench.recipe("r")), "--set", "seed=5"]) == 0
+    first = capsys.readouterr().out
+    again = bench.folder / "again.yaml"
+    again.write_text(first)
+    assert main(["recipe", str(again)]) == 0
+    assert capsys.readouterr().out == first and "\nseed: 5\n" in first
+
+
+def test_the_accelerate_configuration_is_what_accelerate_reads() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "configs" / "cpu_2.yaml"))
+    assert (config.num_processes, config.use_cpu) == (2, True)
+
+
+def test_the_entry_point_is_installed_with_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'fcsd = "fcsd.cli:main"' in text
+    found = subprocess.run(
+        [sys.executable, "-m", "fcsd", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "First steps:" in found.stdout

@@ -1,0 +1,430 @@
+"""Recipes: strict, complete, and clear about what is wrong."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+import yaml
+
+from fcsd.config.load import load_recipe
+from fcsd.config.overrides import to_yaml
+from fcsd.config.recipe import Recipe
+from fcsd.config.strict import Strict
+from fcsd.config.training import Objective
+from fcsd.errors import UserError
+from fcsd.files import data_dir
+
+MINIMAL = {
+    "name": "x",
+    "output_dir": "runs/x",
+    "model": {"path": "m"},
+    "data": {"train": [{"path": "d.jsonl"}]},
+}
+
+
+def write(tmp_path: Path, value: object) -> Path:
+    path = tmp_path / "x.yaml"
+    path.write_text(value if isinstance(value, str) else yaml.safe_dump(value))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads(path: Path) -> None:
+    recipe = load_recipe(path)
+    for name in recipe.variants:
+        recipe.variant(name)
+
+
+def test_the_printed_recipe_is_complete_and_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    printed = to_yaml(recipe.dump())
+    assert load_recipe(write(tmp_path, printed)) == recipe
+    assert "warmup_steps: 1000" in printed  # a default that the file does not name
+    assert "batch_size_tokens: 131072" in printed
+
+
+def test_numbers_in_exponent_form_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL) + "train: {learning_rate: 2e-5}\n"
+    assert load_recipe(write(tmp_path, text)).train.learning_rate == 2e-5
+
+
+def test_set_replaces_one_value_by_its_dotted_key(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    recipe = load_recipe(
+        path, ["train.learning_rate=4e-5", "connectivity.layers={last: 50%}", "data.train.0.split=dev"]
+    )
+    assert recipe.train.learning_rate == 4e-5
+    assert recipe.connectivity.layers == {"last": "50%"}
+    assert recipe.data.train[0].split == "dev"
+    assert (
+        load_recipe(
+            path, ["early_stopping={dataset: a/b}", "early_stopping.patience=3"]
+        ).early_stopping.patience
+        == 3
+    )
+
+
+def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
+    value = MINIMAL | {"variants": {"sft": {"objective.name": "sft", "train.max_steps": 2500}}, "seed": 3}
+    recipe = load_recipe(write(tmp_path, value))
+    variant = recipe.variant("sft")
+    assert variant.objective.name == "sft" and variant.train.max_steps == 2500 and variant.seed == 3
+    expected = recipe.dump() | {"variants": {}}
+    expected["objective"] = expected["objective"] | {"name": "sft", "temperature": None}
+    expected["train"]["max_steps"] = 2500
+    expected["teacher"] = None
+    assert variant == Recipe.model_validate(expected)
+
+
+BASES = {
+    "kl+l2": {"l2_coefficient": 0.1, "l2_relative": True, "l2_points": "merges", "l2_until": 0.5},
+    "jsd": {"router_kl_coefficient": 0.1, "jsd_beta": 0.3, "temperature": 2.0, "clip": 5.0},
+    "kl": {"temperature": 2.0, "clip": 5.0},
+    "reverse_kl": {},
+    "sft": {},
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "sft", "ce"])
+def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_behind(
+    tmp_path: Path, base: str, name: str
+) -> None:
+    value = MINIMAL | {"objective": {"name": base} | BASES[base], "variants": {"v": {"objective.name": name}}}
+    variant = load_recipe(write(tmp_path, value)).variant("v")
+    alone = {key: value for key, value in BASES[base].items() if key in KEYS_OF[name]}
+    assert variant.objective == Objective.model_validate({"name": name} | alone)
+
+
+KEYS_OF: dict[str, tuple[str, ...]] = {
+    "kl": ("temperature", "clip", "router_kl_coefficient"),
+    "reverse_kl": ("temperature", "clip", "router_kl_coefficient"),
+    "jsd": ("temperature", "clip", "jsd_beta", "router_kl_coefficient"),
+    "sft": (),
+    "ce": (),
+}
+
+
+def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL | {"variants": {"sft": {"objective.name": "sft"}}})
+    recipe = load_recipe(path, ["objective.name=kl+l2", "objective.l2_coefficient=0.1"])
+    assert recipe.objective.l2_coefficient == 0.1
+    assert recipe.variant("sft").objective == Objective(name="sft")
+
+
+def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
+    variants = {"v": {"objective.l2_coefficient": 0.1, "objective.name": "sft"}}
+    with pytest.raises(
+        UserError, match=r"variants\.v: objective: l2_coefficient is needed for objective 'kl\+l2'"
+    ):
+        load_recipe(write(tmp_path, MINIMAL | {"variants": variants}))
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "jsd_beta"),
+    [
+        ("kl", 1.0, None),
+        ("reverse_kl", 1.0, None),
+        ("jsd", 1.0, 0.5),
+        ("sft", None, None),
+        ("ce", None, None),
+    ],
+)
+def test_defaults_are_those_of_the_objective(
+    name: str, temperature: float | None, jsd_beta: float | None
+) -> None:
+    objective = Objective.model_validate({"name": name})
+    assert (objective.temperature, objective.jsd_beta, objective.clip) == (temperature, jsd_beta, None)
+    assert objective.has_teacher == (name not in ("sft", "ce"))
+    assert Objective.model_validate(objective.model_dump()) == objective
+
+
+WRONG = [
+    ({"train": {"temprature": 1}}, r"x\.yaml: train\.temprature: unknown key"),
+    ({"train": {"learnin_rate": 1}}, r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?"),
+    (
+        {"data": {"train": [{"pth": "d"}]}},
+        r"data\.train\.0\.(pth: unknown key; did you mean 'path'|path: is required)",
+    ),
+    ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
+    ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
+    ({"train": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"min_lr_rate is needed"),
+    (
+        {"objective": {"name": "kl", "l2_coefficient": 0.1}},
+        r"l2_coefficient is needed for objective 'kl\+l2' and for no other",
+    ),
+    ({"objective": {"name": "kl+l2"}}, r"l2_coefficient is needed"),
+    (
+        {"objective": {"name": "kl", "l2_relative": True}},
+        r"l2_relative has no meaning for objective 'kl', only for kl\+l2",
+    ),
+    ({"objective": {"name": "jsd", "l2_until": 0.5}}, r"l2_until has no meaning for objective 'jsd'"),
+    (
+        {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_until": 1.5}},
+        r"l2_until: .*less than or equal to 1",
+    ),
+    (
+        {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_points": "block"}},
+        r"l2_points: .*'blocks', 'merges' or 'sublayers'",
+    ),
+    (
+        {"objective": {"name": "sft", "router_kl_coefficient": 1}},
+        r"router_kl_coefficient has no meaning for objective 'sft'",
+    ),
+    ({"train": {"ema_decay": 1.0}}, r"ema_decay: .*less than 1"),
+    ({"train": {"layer_lr_ratio": 0}}, r"layer_lr_ratio: .*greater than 0"),
+    ({"train": {"optimizer": "sgd"}}, r"optimizer: .*'adamw' or 'muon'"),
+    ({"early_stopping": {}}, r"dataset is required for metric 'pass@1' \(or set metric: heldout_kl\)"),
+    (
+        {"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
+        r"dataset has no meaning for metric 'heldout_kl', only for a task; the text is data\.heldout",
+    ),
+    (
+        {"early_stopping": {"metric": "acc", "dataset": "a/b"}},
+        r"'pass@1' of a code task, 'heldout_kl', or lm-eval's key",
+    ),
+    (
+        {"early_stopping": {"metric": "acc,none", "dataset": "a/b"}},
+        r"early_stopping: kind is required for metric 'acc,none': likelihood or generation",
+    ),
+    (
+        {"early_stopping": {"metric": "acc,none", "kind": "likelihood", "dataset": "a/b"}},
+        r"early_stopping: task is required for kind 'likelihood': lm-eval's name of the task",
+    ),
+    (
+        {
+            "early_stopping": {
+                "metric": "acc,none",
+                "kind": "likelihood",
+                "task": "t",
+                "dataset": "a/b",
+                "timeout_s": 1,
+            }
+        },
+        r"early_stopping: timeout_s: no meaning for kind 'likelihood'",
+    ),
+    (
+        {"early_stopping": {"dataset": "a/b", "num_fewshot": 2}},
+        r"num_fewshot and lm_eval_include have no meaning for kind 'code'",
+    ),
+    (
+        {"early_stopping": {"dataset": "a/b", "limit": 3, "max_problems": 4}},
+        r"max_problems is the former name of limit; give limit alone",
+    ),
+    (
+        {"early_stopping": {"metric": "heldout_kl"}},
+        r"early_stopping\.metric 'heldout_kl' needs data\.heldout",
+    ),
+    (
+        {"objective": {"name": "rkl"}},
+        r"objective\.name: .*'kl', 'reverse_kl', 'jsd', 'kl\+l2', 'sft' or 'ce'",
+    ),
+    (
+        {"objective": {"name": "kl", "jsd_beta": 0.5}},
+        r"jsd_beta has no meaning for objective 'kl', only for jsd",
+    ),
+    (
+        {"objective": {"name": "sft", "temperature": 2}},
+        r"temperature has no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2",
+    ),
+    ({"objective": {"name": "ce", "clip": 2}}, r"clip has no meaning for objective 'ce'"),
+    ({"objective": {"name": "jsd", "jsd_beta": 1}}, r"objective\.jsd_beta: .*less than 1, got 1"),
+    ({"objective": {"temperature": 0}}, r"objective\.temperature: .*greater than 0, got 0"),
+    ({"objective": {"clip": -1}}, r"objective\.clip: .*greater than 0, got -1"),
+    ({"objective": {"temprature": 2}}, r"objective\.temprature: unknown key; did you mean 'temperature'\?"),
+    (
+        {"connectivity": {"layers": "some"}},
+        r"connectivity.*'some' is not a selection; allowed: all, moe, none",
+    ),
+    ({"connectivity": {"layers": []}}, r"connectivity"),
+    (
+        {"data": {"train": [{"path": "d", "columns": {"prompt": "q"}}]}},
+        r"columns must name 'messages', or 'text', or 'prompt' and",
+    ),
+    ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
+    ({"model": {}}, r"model\.path is required"),
+    ({"name": "a/b"}, r"name: .*pattern"),
+    (
+        {"variants": {"v": {"model.path": "other"}}},
+        r"variants\.v: model\.path: a variant is another distillation of the same model",
+    ),
+    (
+        {"variants": {"v": {"train.lerning_rate": 1}}},
+        r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'",
+    ),
+    (
+        {"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}},
+        r"model_type is required",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_recipe(write(tmp_path, MINIMAL | change))
+    assert "\n" not in str(caught.value)
+
+
+def number_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all fields that hold a float, those inside lists with index 0."""
+    for name, field in kind.model_fields.items():
+        leaves, is_list = set(), False
+        annotations = [field.annotation]
+        while annotations:
+            annotation = annotations.pop()
+            is_list |= get_origin(annotation) is list
+            annotations += get_args(annotation)
+            leaves.add(annotation)
+        key = f"{prefix}{name}.0" if is_list else f"{prefix}{name}"
+        for leaf in leaves:
+            if isinstance(leaf, type) and issubclass(leaf, Strict):
+                yield from number_keys(leaf, f"{key}.")
+        if float in leaves:
+            yield key
+
+
+NUMBERS = sorted({key.removeprefix("pretrain.") for key in number_keys(Recipe)})
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> None:
+    section = key.split(".")[0]
+    whole = {"early_stopping": {"dataset": "d"}, "sweep": {"learning_rate": [1e-5]}}
+    if key.startswith("data.heldout"):
+        whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
+    path = write(tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {}))
+    for value in (".nan", ".inf", "-.inf", "nan", "1e999"):
+        with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: .*finite number") as caught:
+            load_recipe(path, [f"{key}={value}"])
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["train.learning_rate", "train.max_steps", "objective.clip", "early_stopping.patience"]
+)
+def test_true_is_no_number(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, MINIMAL | {"early_stopping": {"dataset": "d"}})
+    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"):
+        load_recipe(path, [f"{key}=true"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train.learning_rate", "sweep.learning_rate.0", "sweep.batch_size_tokens.0", "train.adam_epsilon",
+     "train.max_grad_norm", "objective.clip", "objective.temperature"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_what_must_be_positive_is_not_zero_nor_below(tmp_path: Path, key: str, value: str) -> None:
+    path = write(tmp_path, MINIMAL | {"sweep": {"learning_rate": [1e-5], "batch_size_tokens": [1024]}})
+    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got"):
+        load_recipe(path, [f"{key}={value}"])
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml: no such file"):
+        load_recipe(tmp_path / "nowhere.yaml")
+    with pytest.raises(UserError, match=r"is a folder"):
+        load_recipe(tmp_path)
+    with pytest.raises(UserError, match=r"x\.yaml, line 2: not valid YAML"):
+        load_recipe(write(tmp_path, "name: x\n  output_dir: [\n"))
+    with pytest.raises(UserError, match=r"key 'name' is given twice"):
+        load_recipe(write(tmp_path, "name: x\nname: y\n"))
+    with pytest.raises(UserError, match=r"a recipe is a mapping"):
+        load_recipe(write(tmp_path, "- a\n"))
+    with pytest.raises(UserError, match=r"--set train: must look like"):
+        load_recipe(write(tmp_path, MINIMAL), ["train"])
+    with pytest.raises(UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"):
+        load_recipe(write(tmp_path, MINIMAL), ["data.train.7.path=x"])
+    with pytest.raises(UserError, match=r"name is a single value"):
+        load_recipe(write(tmp_path, MINIMAL), ["name.x=1"])
+
+
+LORA = {"lora": {"r": 8}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"teacher": {"backend": "adapter_off"}}, "adapter_off needs a `lora` section"),
+        ({"teacher": {"backend": "cache"}}, "teacher: backend 'cache' needs `cache`, the folder that"),
+        (
+            {"teacher": {"backend": "caches"}},
+            "teacher.backend: Input should be 'sharded', 'adapter_off' or 'cache'",
+        ),
+        (
+            LORA | {"teacher": {"backend": "adapter_off", "path": "b"}},
+            "'adapter_off' runs the student's own weights",
+        ),
+        ({"teacher": {"revision": "b"}}, "teacher: revision belongs to `path`"),
+        ({"teacher": {}, "objective": {"name": "sft"}}, "teacher: objective 'sft' compares with no teacher"),
+        (
+            {
+                "teacher": {"backend": "cache", "cache": "c"},
+                "objective": {"name": "kl+l2", "l2_coefficient": 0.1},
+            },
+            r"holds final hidden states, objective kl\+l2 compares those of every layer; use sharded",
+        ),
+        (
+            LORA | {"objective": {"freeze_embeddings_and_head": True}},
+            "has no meaning with lora, which freezes all",
+        ),
+        ({"lora": {"rank": 4}}, "lora.rank: unknown key"),
+        ({"lora": {"r": 0}}, "lora.r: Input should be greater than 0"),
+        ({"lora": {"target_modules": None}}, "target_modules or target_parameters must name what is adapted"),
+        (
+            {"lora": {"target_parameters": ["mlp.experts.down_proj"], "lora_dropout": 0.1}},
+            "lora_dropout must be 0 with target_parameters",
+        ),
+    ],
+)
+def test_teachers_and_adapters_without_meaning_are_refused(
+    tmp_path: Path, sections: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(write(tmp_path, MINIMAL | sections))
+
+
+def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_drops_it(
+    tmp_path: Path,
+) -> None:
+    teacher = {"backend": "cache", "cache": "c", "path": "big", "revision": "r1"}
+    variants = {
+        "sft": {"objective.name": "sft"},
+        "l2": {"objective.name": "kl+l2", "objective.l2_coefficient": 0.1, "teacher.backend": "sharded"},
+        "lora": {"lora": {"r": 4}, "teacher": {"backend": "adapter_off"}},
+    }
+    recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": teacher, "variants": variants}))
+    assert recipe.variant("sft").teacher is None
+    assert recipe.variant("l2").teacher.backend == "sharded"
+    assert recipe.variant("lora").lora.target_modules == "all-linear"
+    path, model = recipe.teacher_model
+    assert (path, model.path, model.revision, model.dtype) == ("big", "big", "r1", "auto")
+    plain = load_recipe(write(tmp_path, MINIMAL))
+    assert plain.teacher.backend == "sharded" and plain.teacher_model == ("m", plain.model)
+    with pytest.raises(UserError, match="objective 'sft' compares with no teacher"):
+        bad = {"v": {"objective.name": "sft", "teacher.backend": "sharded"}}
+        load_recipe(write(tmp_path, MINIMAL | {"variants": bad}))
+
+
+def test_a_stopping_task_has_the_defaults_of_its_kind_and_is_a_row_of_a_suite(tmp_path: Path) -> None:
+    code = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": {"dataset": "a/b", "max_problems": 7}}))
+    assert code.early_stopping is not None and code.early_stopping.row.kind == "code"
+    assert (code.early_stopping.limit, code.early_stopping.batch_size, code.early_stopping.split) == (
+        7,
+        32,
+        "test",
+    )
+    assert code.early_stopping.chat_template and code.early_stopping.row.stop == []
+    given = {"metric": "acc,none", "kind": "likelihood", "task": "piqa", "dataset": "baber/piqa"}
+    choice = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": given}))
+    assert choice.early_stopping is not None
+    row = choice.early_stopping.row
+    assert row.model_dump(exclude_unset=True) == given | {"num_fewshot": 0, "chat_template": False}
+    assert choice.early_stopping.max_new_tokens is None and choice.early_stopping.split is None
+    for recipe in (code, choice):  # what `fcsd recipe` prints is the same recipe
+        assert load_recipe(write(tmp_path, recipe.dump())) == recipe

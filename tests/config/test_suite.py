@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+
+from fcsd.config.suite import SuiteTask, load_suite, suite_names
+from fcsd.errors import UserError
+from fcsd.evaluate.suites import dataset_location
+
+CODE = {"task": "c", "kind": "code", "metric": "pass@1", "dataset": "owner/problems"}
+
+
+def write(path: Path, tasks: str) -> Path:
+    path.write_text(f"name: mine\ntasks:\n{tasks}\n")
+    return path
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_shipped_suite_can_be_loaded_and_is_named_like_its_file(name: str) -> None:
+    assert load_suite(name).name == name
+
+
+def test_the_tiny_suite_ships() -> None:
+    assert "tiny" in suite_names()
+
+
+def test_an_unknown_suite_lists_what_exists() -> None:
+    with pytest.raises(
+        UserError, match=r"suite 'tinny': no such suite; did you mean 'tiny'\? \(or give the path"
+    ):
+        load_suite("tinny")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshots: 5}",
+            "did you mean 'num_fewshot'",
+        ),
+        ("{task: a, dataset: x/y, kind: likelihood, metric: acc}", "metric is lm-eval's key 'metric,filter'"),
+        (
+            "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', stop: [x]}",
+            "stop: no meaning for kind 'likelihood'",
+        ),
+        (
+            "{task: a, dataset: x/y, kind: generation, metric: 'em,none', timeout_s: 4}",
+            "timeout_s: no meaning",
+        ),
+        ("{task: a, kind: code, dataset: null}", "tasks.0.dataset"),
+        (
+            "{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
+            "num_fewshot and lm_eval_include have no meaning",
+        ),
+        ("{task: a, kind: code, dataset: x/y, metric: acc}", "metric of a code task is 'pass@k'"),
+        ("{task: a, kind: code, dataset: x/y, metric: pass@10}", "pass@10 needs num_samples of 10 or more"),
+        ("{task: a, kind: code, dataset: x/y, num_samples: 2}", "set a temperature above 0"),
+        ("{task: a, kind: code, dataset: x/y, prompt_template: hi}", "must contain {prompt}"),
+        ("{task: a, dataset: x/y, kind: chat, metric: 'acc,none'}", "tasks.0.kind: Input should be"),
+        ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: -1}", "num_fewshot"),
+    ],
+)
+def test_a_mistake_in_a_row_is_named_with_its_place(tmp_path: Path, row: str, message: str) -> None:
+    path = write(tmp_path / "s.yaml", f"  - {row}")
+    with pytest.raises(UserError) as caught:
+        load_suite(path)
+    assert str(caught.value).startswith(f"{path}: tasks.0") and message in str(caught.value)
+
+
+def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
+    row = "  - {task: a, dataset: x/y, kind: likelihood, metric: 'acc,none'}\n"
+    with pytest.raises(UserError, match="a is listed twice"):
+        load_suite(write(tmp_path / "s.yaml", row + row))
+
+
+def test_a_code_row_records_its_defaults() -> None:
+    row = SuiteTask.model_validate(CODE)
+    assert (row.split, row.max_new_tokens, row.timeout_s, row.prompt_template) == (
+        "test",
+        768,
+        10.0,
+        "{prompt}",
+    )
+
+
+def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(tmp_path: Path) -> None:
+    row = SuiteTask.model_validate(CODE)
+    assert dataset_location(row, None) == "owner/problems"
+    with pytest.raises(UserError, match=r"task c: .*problems: no such folder; the data root must hold"):
+        dataset_location(row, tmp_path)
+    (tmp_path / "owner" / "problems").mkdir(parents=True)
+    assert dataset_location(row, tmp_path) == str((tmp_path / "owner" / "problems").resolve())

@@ -1,0 +1,428 @@
+"""`fcsd estimate`: bytes against a real training's, operations against torch's counter and by hand, published sizes."""
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from fcsd.cli.main import main
+from fcsd.config.load import load_recipe
+from fcsd.config.model import Lora
+from fcsd.connectivity import Connectivity, convert_model
+from fcsd.connectivity.rewire import decoder_layers
+from fcsd.cost import estimate
+from fcsd.cost.estimate import Hardware, parse_mfu
+from fcsd.cost.hardware import GPUS
+from fcsd.cost.memory import Layout, memory_parts
+from fcsd.cost.table import estimate_table
+from fcsd.cost.trace import PERSISTENT, Setting, Trace, trace_step
+from fcsd.distill.teachers.lora import add_adapters
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES
+from fcsd.losses.head import attach_loss_head, final_hidden
+from fcsd.tiny.configs import TINY
+from fcsd.tiny.models import tiny_config, tiny_model
+from tests.memory import PLAIN, measured_by, peak_of_two_steps, peak_on_two_ranks, small_model
+from tests.real_configs import real_folder
+from tests.support import ROOT
+
+MEASURED = {
+    "kl": PLAIN,
+    "kl, one micro-batch": replace(PLAIN, accumulates=False),
+    "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
+    "jsd, frozen ends": replace(PLAIN, objective="jsd", freeze_embeddings_and_head=True),
+    "sft": replace(PLAIN, objective="sft", num_rows=6),
+    "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True),
+    "kl, cached teacher": replace(PLAIN, teacher="cache", num_rows=6),
+    "kl, lora, adapters off": replace(PLAIN, teacher="adapter_off", adapters=True, num_rows=6),
+    "kl, lora, cached, checkpointing": replace(
+        PLAIN, teacher="cache", adapters=True, checkpointing=True, num_rows=6
+    ),
+}
+
+
+SHARDED = {"fsdp2, kl, checkpointing": replace(PLAIN, checkpointing=True)}
+
+
+def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:
+    return trace_step(
+        lambda: small_model(**overrides),
+        lambda model: convert_model(model, Connectivity(layers)) if layers != "none" else None,
+        lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
+        replace(setting, divergence=(("jsd_beta", 0.5),)) if setting.objective == "jsd" else setting,
+        adapt=lambda model: add_adapters(model, Lora(), seed=0, dtype=torch.float32),
+    )
+
+
+# ---- memory against a real training
+
+
+def measure(name: str) -> int:
+    if name in SHARDED:
+        return peak_on_two_ranks(SHARDED[name])
+    return peak_of_two_steps(MEASURED[name])
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, int]:
+    return measured_by("tests.test_estimate", [*MEASURED, *SHARDED])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) -> None:
+    trace = traced(MEASURED[name])
+    assert trace.peak_bytes == pytest.approx(measured[name], rel=0.15)
+    persistent = sum(trace.peak.get(kind, 0) for kind in PERSISTENT)
+    moving = trace.peak_bytes - persistent
+    # Weights, gradients and moments are easily right; the rest alone must be right too.
+    assert moving == pytest.approx(measured[name] - persistent, rel=0.15, abs=6 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_memory_of_a_rank_is_that_of_a_real_training_in_shards(name: str, measured: dict[str, int]) -> None:
+    setting = replace(SHARDED[name], sharded=True)
+    layout = Layout("fsdp2", 2, step_tokens=4 * setting.num_rows * setting.num_tokens)
+    parts = memory_parts(traced(setting), setting, layout)
+    total = sum(number for part, number in parts.items() if part not in ("fragmentation", "GPU context"))
+    assert total == pytest.approx(measured[name], rel=0.15)
+
+
+def test_persistent_bytes_are_those_of_a_count_by_hand() -> None:
+    trace = traced(PLAIN)
+    number = sum(parameter.numel() for parameter in small_model().parameters())
+    assert trace.num_parameters == trace.num_trainable == number
+    assert trace.peak["student"] == pytest.approx(4 * number, rel=1e-4)  # and the buffers of the rotation
+    assert trace.peak["optimizer"] == 8 * number and trace.peak["gradients"] == 4 * number
+    frozen = traced(replace(PLAIN, freeze_embeddings_and_head=True))
+    assert number - frozen.num_trainable == trace.embeddings_and_head == 2 * 4096 * 256
+    assert frozen.peak["optimizer"] == 8 * frozen.num_trainable
+
+
+def test_checkpointing_keeps_layer_inputs_and_farskip_keeps_them_twice() -> None:
+    rows, length, width, layers = 64, 128, 256, 5
+    setting = replace(PLAIN, num_rows=rows, checkpointing=True)
+    regular, farskip = traced(setting, "none"), traced(setting)
+    assert (regular.num_pairs, farskip.num_pairs) == (0, layers - 1)
+    # At the end of the forward pass, in the loss, only inputs are kept: one of each layer, two after a FarSkip layer.
+    more = farskip.transient["activations"] - regular.transient["activations"]
+    assert more == pytest.approx((layers - 1) * rows * length * width * 4, rel=0.02)
+    assert traced(replace(setting, checkpointing=False)).peak_bytes > 2 * farskip.peak_bytes
+
+
+def test_no_bytes_grow_with_vocabulary_times_tokens() -> None:
+    setting = replace(PLAIN, num_rows=16)
+    few, many = (traced(setting, vocab_size=size).transient["loss"] for size in (4096, 16384))
+    head = (16384 - 4096) * 256 * 4
+    assert many - few < 1.1 * head + (
+        32 << 20
+    )  # the float32 gradient of the head, tiles of at least 128 tokens
+
+
+# ---- operations
+
+
+def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
+    overrides = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    experts = {
+        "experts_implementation": "batched_mm"
+    }  # products that torch counts; each token's experts, as grouped
+    student, teacher = small_model(**overrides), small_model(**overrides).eval()
+    convert_model(student, Connectivity("all"))
+    for model in (student, teacher):
+        model.set_attn_implementation("eager")
+        model.set_experts_implementation(experts["experts_implementation"])
+    attach_loss_head(student)
+    ids = torch.randint(0, 512, (2, 32))
+    positions, keep = torch.arange(32).expand(2, -1).contiguous(), torch.arange(64)
+    counted = {}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        hidden = final_hidden(teacher, ids, positions, keep)
+    counted["teacher forward"] = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        loss = student(
+            input_ids=ids, position_ids=positions, keep=keep, objective="kl", teacher_hidden=hidden,
+            teacher_head=teacher.lm_head,
+        )["loss"]  # fmt: skip
+    counted["forward and loss"] = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    counted["backward"] = counter.get_total_flops()
+
+    trace = traced(replace(PLAIN, num_rows=2, num_tokens=32), **overrides)
+    flops = {kind: sum(by.values()) for kind, by in trace.flops.items()}
+    # torch has no formula for `addmm_`, by which the loss adds up the head's gradient.
+    assert flops["loss"] == 8 * 64 * 64 * 512
+    assert counted["teacher forward"] == flops["teacher forward"]
+    assert counted["forward and loss"] == flops["activations"] + flops["loss"] * 3 // 4
+    # A fused attention computes its scores once more in the backward pass: 2 B T T heads head_dim a layer.
+    again = 3 * 2 * 2 * 32 * 32 * 4 * 64
+    assert counted["backward"] == flops["backward"] - again
+
+
+def test_only_the_chosen_experts_count() -> None:
+    one, two, more = (
+        sum(sum(by.values()) for by in traced(PLAIN, **overrides).flops.values())
+        for overrides in ({"num_experts_per_tok": 1}, {}, {"num_experts": 16})
+    )
+    tokens, expert, passes = 4 * 128, 3 * 256 * 256 * 5, 1 + 3
+    assert two - one == 2 * tokens * expert * passes
+    assert more - two == 2 * tokens * 8 * 256 * 5 * passes  # eight more rows of each router
+
+
+def test_recomputation_runs_the_layers_once_more() -> None:
+    plain, checkpointed = traced(PLAIN), traced(replace(PLAIN, checkpointing=True))
+    forward = sum(plain.flops["activations"].values())
+    extra = sum(checkpointed.flops["backward"].values()) - sum(plain.flops["backward"].values())
+    assert extra == forward
+
+
+# ---- published models
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    def write(name: str = "Qwen3-30B-A3B", **sections: Any) -> Path:
+        model = {"path": str(real_folder(name, tmp_path / name))}
+        values = {
+            "name": "r", "output_dir": str(tmp_path / "run"), "model": model,
+            "data": {"train": [{"path": "nowhere.jsonl"}], "max_length": 1024}, **sections,
+        }  # fmt: skip
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+def few_layers(recipe: Path, number: int = 4) -> Path:
+    """The same recipe with a config of a few layers, to be quick where the size does not matter."""
+    folder = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": number}
+    (folder / "config.json").write_text(json.dumps(config))
+    return recipe
+
+
+@pytest.mark.slow
+def test_qwen3_30b_needs_what_the_research_notes_say(recipe: Callable[..., Path]) -> None:
+    path = recipe(train={"bf16": True, "gradient_checkpointing": True})
+    facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
+    parts = facts["memory"]["parts"]
+    # 8 GPUs: 16 bytes a parameter of the student are 61 GB on each, the teacher's 2 bytes 7.6 GB.
+    student = parts["student weights"] + parts["gradients"] + parts["optimizer states"]
+    assert student / 1e9 == pytest.approx(61, rel=0.01)
+    assert parts["teacher weights"] / 1e9 == pytest.approx(7.6, rel=0.01)
+    per_token = facts["flops"]["per_token"]
+    assert per_token["loss"] / 1e9 == pytest.approx(2.49, rel=0.01)
+    # Without attention's scores, the full distillation with recomputation is 1.63 of 6 N, N = 3.04e9 active weights.
+    scores = 4 * 1024 * 32 * 128 * 48
+    assert (sum(per_token.values()) - scores * (1 + 1 + 3.5)) / (6 * 3.04e9) == pytest.approx(1.63, abs=0.02)
+    assert facts["hardware"]["supported"]
+
+
+def test_a_parameter_takes_sixteen_bytes_with_fsdp2_and_eighteen_with_zero3(
+    recipe: Callable[..., Path],
+) -> None:
+    path = few_layers(recipe(train={"bf16": True}))
+    for sharding, each in (("fsdp2", 16), ("zero3", 2 + 4 + 4 + 8)):
+        facts = estimate(load_recipe(path), Hardware("h100", 8, sharding))
+        parts = facts["memory"]["parts"]
+        names = ("student weights", "master weights", "gradients", "optimizer states")
+        held = sum(parts.get(name, 0) for name in names)
+        assert held == pytest.approx(each * facts["parameters"]["total"] / 8, rel=1e-6)
+        assert ("master weights" in parts) == (sharding == "zero3")
+
+
+def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(train={"ema_decay": 0.99}))
+    facts = estimate(load_recipe(path), Hardware("h100", 1, "none"))
+    assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
+
+
+def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}), 16)
+    facts = estimate(load_recipe(path), Hardware("h100", 1))
+    assert not facts["memory"]["fits"]
+    changes = facts["changes"]
+    assert changes[0]["change"] == "train.gradient_checkpointing: true"
+    assert changes[1]["change"] == "train.per_device_train_batch_size: 1"
+    assert changes[2]["change"] == "teacher.backend: cache, filled before"
+    assert changes[3]["change"].startswith("--sharding fsdp2 --gpus 8")
+    assert [row["fits"] for row in changes] == [False] * (len(changes) - 1) + [True]
+    assert all(row["supported"] for row in changes)
+    text = estimate_table(facts)
+    assert "DOES NOT FIT" in text and "supported" in text
+
+
+def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(), 2)
+    one, two = (estimate(load_recipe(path), Hardware("h200", number)) for number in (1, 2))
+    assert one["memory"]["fits"] and one["changes"] == [] and one["hardware"]["supported"]
+    buckets = two["memory"]["parts"].pop("DDP buckets")
+    assert buckets == 4 * one["parameters"]["trained"] and "DDP buckets" not in one["memory"]["parts"]
+    assert one["settings"]["micro_batches"] == 2 * two["settings"]["micro_batches"] == 128
+    low, high = one["time"]["step_s"]
+    assert low < high
+    # The teacher is bfloat16 in its forward pass and in one of the four products of the loss.
+    per_token = one["flops"]["per_token"]
+    bf16 = per_token["teacher forward"] + per_token["loss"] / 4
+    assert one["flops"]["float32_share"] == pytest.approx(1 - bf16 / sum(per_token.values()))
+    assert one["time"]["tokens_per_second"] == pytest.approx([131072 / high, 131072 / low])
+    assert one["totals"][0]["hours"] == pytest.approx([2000 * low / 3600, 2000 * high / 3600])
+
+
+def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Path]) -> None:
+    path = recipe("Llama-4-Scout-17B-16E")
+    file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    config["text_config"].pop("moe_layers", None)
+    file.write_text(json.dumps(config))
+    assert any("that did not choose them" in text for text in estimate(load_recipe(path))["assumptions"])
+    chosen = estimate(load_recipe(few_layers(recipe(), 2)))
+    assert not any("that did not choose them" in text for text in chosen["assumptions"])
+
+
+def test_half_the_utilisation_takes_twice_the_time(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(train={"dtype": "bfloat16"}), 2)
+    facts = estimate(load_recipe(path), Hardware("h200", 1, mfu=(0.1, 0.2)))
+    low, high = facts["time"]["step_s"]
+    assert high == pytest.approx(2 * low)
+    assert low == pytest.approx(facts["flops"]["per_step"] / (0.2 * 989.4e12))
+
+
+def test_autocast_leaves_the_experts_in_float32_and_says_so(recipe: Callable[..., Path]) -> None:
+    facts = estimate(
+        load_recipe(few_layers(recipe(train={"bf16": True, "gradient_checkpointing": False}), 2))
+    )
+    experts = (
+        2 * 2 * 8 * 3 * 2048 * 768 * 3
+    )  # two layers, eight experts of three matrices, forward and backward
+    total = sum(facts["flops"]["per_token"].values())
+    assert facts["flops"]["float32_share"] == pytest.approx(experts / total)
+    assert any("autocast" in text for text in facts["assumptions"])
+    plain = estimate(load_recipe(few_layers(recipe(train={"dtype": "bfloat16"}), 2)))
+    assert plain["flops"]["float32_share"] == 0
+
+
+def test_published_figures_are_plausible() -> None:
+    for gpu in GPUS.values():
+        assert gpu.float32_tflops < gpu.bf16_tflops < 5000 and gpu.source
+        assert 20 <= gpu.memory_gb <= 400 and gpu.link_gb_s < gpu.memory_gb_s
+
+
+# ---- the command
+
+
+def test_the_command_prints_a_table_or_json(
+    recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = few_layers(recipe(sweep={}, variants={"sft": {"objective.name": "sft"}}), 2)
+    assert main(["estimate", str(path), "--gpus", "2", "--gpu", "mi300x"]) == 0
+    text = capsys.readouterr().out
+    for part in ("MI300X", "student weights", "DDP buckets", "tokens/s", "sweep, at most", "assumed:"):
+        assert part in text
+    assert main(["estimate", str(path), "--variant", "sft", "--json", "--mfu", "0.2"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["run"] == "distill, variant sft" and facts["time"]["mfu"] == [0.2, 0.2]
+    assert "teacher weights" not in facts["memory"]["parts"] and len(facts["totals"]) == 1
+
+
+def test_the_demo_is_estimated_before_anything_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", str(ROOT / "recipes" / "tiny" / "demo.yaml"), "--gpu", "l40s", "--json"]
+    command += ["--set", "pretrain.config.vocab_size=512"]
+    assert main([*command, "--pretrain"]) == 0
+    pretrain = json.loads(capsys.readouterr().out)
+    assert main(command) == 0
+    distill = json.loads(capsys.readouterr().out)
+    assert pretrain["parameters"] == distill["parameters"]
+    assert "teacher weights" in distill["memory"]["parts"]
+    assert "teacher weights" not in pretrain["memory"]["parts"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["--gpu", "h20"], r"--gpu h20: unknown GPU; allowed: a100, .*did you mean"),
+        (["--gpus", "0"], r"--gpus 0: must be 1 or more"),
+        (["--gpus", "3"], r"train.batch_size_tokens: 131072 is not a multiple of 3072"),
+        (["--mfu", "fast"], r"--mfu fast: a range such as 0.1-0.25"),
+        (["--mfu", "0.5-0.1"], r"--mfu 0.5-0.1: a range"),
+        (["--network-gb-s", "0"], r"--network-gb-s 0: must be above 0"),
+        (["--variant", "sft"], r"has no variant 'sft'; allowed: none"),
+        (["--pretrain"], r"has no `pretrain` section"),
+        (["--set", "model.path=nowhere/at/all"], r"nowhere/at/all: no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    command: list[str], message: str, recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = few_layers(recipe(), 2)
+    assert main(["estimate", str(path), *command]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fcsd estimate: error: ") and error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+def test_a_model_whose_config_transformers_refuses_is_an_error(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(), "four")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"config.json: transformers refuses it: .*num_hidden_layers"):
+        estimate(load_recipe(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.1-0.25", (0.1, 0.25)), ("0.2", (0.2, 0.2)), ("1", (1.0, 1.0))]
+)
+def test_a_range_or_a_number_is_a_utilisation(text: str, value: tuple[float, float]) -> None:
+    assert parse_mfu(text) == value
+
+
+NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}  # their experts loop over those that the data chose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(TINY))
+def test_the_step_of_every_family_is_followed_without_data(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The run's own setting; the other one, for the table, would take as long again.
+    module = importlib.import_module("fcsd.cost.estimate")  # the package has a function of this name
+    monkeypatch.setattr(module, "_activations", lambda *_: None)
+    tiny_config(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "r", "output_dir": str(tmp_path), "model": {"path": str(tmp_path / "model")},
+                "data": {"train": [{"path": "nowhere.jsonl"}], "max_length": 32},
+                "train": {"batch_size_tokens": 64, "per_device_train_batch_size": 2},
+            }
+        )
+    )  # fmt: skip
+    if model_type in NEEDS_DATA:
+        with pytest.raises(UserError, match=f"training step of {model_type} cannot be followed without data"):
+            estimate(load_recipe(path))
+        return
+    facts = estimate(load_recipe(path))
+    number = sum(
+        parameter.numel() for parameter in tiny_model(model_type, tie_word_embeddings=False).parameters()
+    )
+    assert facts["parameters"]["total"] == number and facts["memory"]["fits"]
+    per_token = facts["flops"]["per_token"]
+    assert per_token["teacher forward"] == per_token["student forward"] > 0
+
+
+def test_settings_that_need_data_name_the_model(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    path = recipe()
+    tiny_config("dbrx").save_pretrained(tmp_path / "Qwen3-30B-A3B")
+    with pytest.raises(UserError, match="training step of dbrx cannot be followed without data"):
+        estimate(load_recipe(path))

@@ -1,0 +1,631 @@
+"""Instruction data to packed rows, on small tokenizers made here; on real data where it lies beside us."""
+
+import importlib.util
+import json
+import os
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, IterableDataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, without_tail
+from fcsd.data.chat import tokenize_example
+from fcsd.data.dataset import build_dataset
+from fcsd.data.packing import PackedRows, PackingStats, pack
+from fcsd.data.sources import load_source
+from fcsd.errors import UserError
+
+SHARED = Path(os.environ.get("FCSD_SHARED_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
+
+TURN = "{{ '<|' + message['role'] + '|>' }}"
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}" + TURN + "{{ message['content'] + '<|eos|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+MARKED_TEMPLATE = (
+    "{% for message in messages %}" + TURN + "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|eos|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|eos|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Numbers a conversation by its length, so that no conversation begins like a shorter one.
+REWRITING_TEMPLATE = "{{ messages | length }}" + PLAIN_TEMPLATE
+# Thoughts in the last turn only, as in Qwen3's.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}"
+    + TURN
+    + "{% if message['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ message['content'] + '<|eos|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+REFUSING_TEMPLATE = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user speaks first') }}{% endif %}"
+    + PLAIN_TEMPLATE
+)
+
+
+def make_tokenizer(template=None, pad=True):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>" if pad else None
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
+    fast.chat_template = template
+    return fast
+
+
+@dataclass
+class Source:
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+    columns: dict = field(default_factory=lambda: {"text": "text"})
+    weight: float = 1.0
+    max_examples: int | None = None
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_texts(path, lengths, letter="a"):
+    return write_jsonl(path, [{"text": chr(ord(letter) + i % 26) * n} for i, n in enumerate(lengths)])
+
+
+def said(encoded, tokenizer):
+    """The text on which loss is."""
+    return tokenizer.decode([i for i, m in zip(encoded["input_ids"], encoded["loss_mask"], strict=True) if m])
+
+
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "twice?"},
+    {"role": "assistant", "content": "8, é"},
+]
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"])
+def test_loss_is_on_every_token_that_the_assistant_says_and_its_end_of_turn(template):
+    tokenizer = make_tokenizer(template)
+    encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
+    assert tokenizer.decode(encoded["input_ids"]) == (
+        "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|>"
+        "<|user|>twice?<|eos|><|assistant|>8, é<|eos|>"
+    )
+    assert said(encoded, tokenizer) == "4<|eos|>8, é<|eos|>"
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"])
+def test_prompt_input_and_response_become_one_exchange(template):
+    tokenizer = make_tokenizer(template)
+    columns = {"prompt": "p", "input": "i", "response": "r"}
+    encoded = tokenize_example({"p": "Add", "i": "1 2", "r": "3"}, columns, tokenizer)
+    assert tokenizer.decode(encoded["input_ids"]) == "<|user|>Add\n\n1 2<|eos|><|assistant|>3<|eos|>"
+    assert said(encoded, tokenizer) == "3<|eos|>"
+    encoded = tokenize_example({"p": "Add", "i": "", "r": "3"}, columns, tokenizer)
+    assert tokenizer.decode(encoded["input_ids"]) == "<|user|>Add<|eos|><|assistant|>3<|eos|>"
+
+
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]), "value": turn["content"]}
+    for turn in CONVERSATION
+]
+
+
+def test_a_conversation_in_the_words_of_sharegpt_is_the_same_conversation():
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    one, other = (
+        tokenize_example({"m": each}, {"messages": "m"}, tokenizer) for each in (CONVERSATION, SHAREGPT)
+    )
+    assert one == other
+
+
+def test_in_a_template_that_rewrites_earlier_turns_the_response_is_what_its_message_changes():
+    tokenizer = make_tokenizer(REWRITING_TEMPLATE)
+    encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
+    assert tokenizer.decode(encoded["input_ids"]).startswith("5<|system|>be brief<|eos|>")
+    assert said(encoded, tokenizer) == "4<|eos|>8, é<|eos|>"
+    # With thoughts in the last turn only, which the model writes too.
+    tokenizer = make_tokenizer(THINKING_TEMPLATE)
+    encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
+    assert tokenizer.decode(encoded["input_ids"]) == (
+        "<|system|>be brief<|eos|><|user|>2+2?<|eos|><|assistant|>4<|eos|>"
+        "<|user|>twice?<|eos|><|assistant|><think></think>8, é<|eos|>"
+    )
+    assert said(encoded, tokenizer) == "4<|eos|><think></think>8, é<|eos|>"
+
+
+def test_qwen3s_own_template_gives_every_turn_its_response():
+    found = importlib.util.find_spec("trl")
+    if found is None:
+        pytest.skip("trl, which has the template of Qwen3, is not installed")
+    path = Path(found.origin).parent / "chat_templates" / "qwen3.jinja"
+    tokenizer = make_tokenizer(path.read_text())
+    encoded = tokenize_example({"m": SHAREGPT}, {"messages": "m"}, tokenizer)
+    assert said(encoded, tokenizer) == "4<|im_end|>\n<think>\n\n</think>\n\n8, é<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_needs_a_fast_tokenizer(monkeypatch):
+    tokenizer = make_tokenizer(THINKING_TEMPLATE)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with pytest.raises(UserError, match=r"not a fast tokenizer.*mark responses in the template with"):
+        tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
+
+
+def test_loss_on_all_takes_the_prompt_too():
+    tokenizer = make_tokenizer(MARKED_TEMPLATE)
+    encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer, loss_on="all")
+    assert all(encoded["loss_mask"]) and len(encoded["loss_mask"]) == len(encoded["input_ids"])
+
+
+def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
+    tokenizer = make_tokenizer()
+    for text in ("hello", "hello<|eos|>"):
+        encoded = tokenize_example({"text": text}, {"text": "text"}, tokenizer)
+        assert tokenizer.decode(encoded["input_ids"]) == "hello<|eos|>"
+        assert encoded["loss_mask"] == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("template", "example", "columns", "message"),
+    [
+        (None, {"m": CONVERSATION}, {"messages": "m"}, "no chat template, needed for prompts and messages"),
+        (
+            REFUSING_TEMPLATE,
+            {"m": CONVERSATION},
+            {"messages": "m"},
+            "refuses an example: a user speaks first",
+        ),
+        (
+            PLAIN_TEMPLATE,
+            {"m": "hello"},
+            {"messages": "m"},
+            "column 'm': a list of messages .* found 'hello'",
+        ),
+        (
+            PLAIN_TEMPLATE,
+            {"m": [{"from": "x"}]},
+            {"messages": "m"},
+            "or 'from' and 'value', is needed, found",
+        ),
+        (
+            PLAIN_TEMPLATE,
+            {"m": [{"from": "bing", "value": "x"}]},
+            {"messages": "m"},
+            "a message from 'bing'; allowed: human, user, gpt, assistant, system",
+        ),
+        (
+            PLAIN_TEMPLATE,
+            {"p": 3, "r": ""},
+            {"prompt": "p", "response": "r"},
+            "column 'p': text is needed, found 3",
+        ),
+        (None, {"t": None}, {"text": "t"}, "column 't': text is needed, found None"),
+    ],
+)
+def test_an_example_that_cannot_be_read_is_refused_with_the_reason(template, example, columns, message):
+    with pytest.raises(UserError, match=message) as caught:
+        tokenize_example(example, columns, make_tokenizer(template))
+    assert "\n" not in str(caught.value)
+
+
+def test_text_without_an_end_of_sequence_token_is_refused():
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        tokenize_example({"t": "x"}, {"text": "t"}, tokenizer)
+
+
+# ---- rows
+
+
+def numbered(lengths, masked=0):
+    """Examples of tokens that are all different, to find them again; the first `masked` have no loss."""
+    start, examples = 1, []
+    for n in lengths:
+        examples.append(
+            {
+                "input_ids": list(range(start, start + n)),
+                "loss_mask": [False] * masked + [True] * (n - masked),
+            }
+        )
+        start += n
+    return examples
+
+
+LENGTHS = np.random.default_rng(0).integers(2, 17, 200).tolist()
+
+
+@pytest.mark.parametrize("num_open_rows", [1, 4, 1000])
+def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num_open_rows):
+    examples = numbered(LENGTHS)
+    stats = PackingStats()
+    rows = list(pack(examples, 32, pad_token_id=0, num_open_rows=num_open_rows, stats=stats))
+    assert all(len(row[name]) == 32 for row in rows for name in row)
+    assert sorted(t for row in rows for t in row["input_ids"] if t) == list(range(1, sum(LENGTHS) + 1))
+    found = []
+    for row in rows:
+        starts = [*np.flatnonzero(row["position_ids"] == 0), 32]
+        pieces = [row["input_ids"][a:b].tolist() for a, b in pairwise(starts)]
+        assert [t for piece in pieces for t in piece] == row["input_ids"].tolist()
+        found += [piece for piece in pieces if piece[0] != 0]
+    assert sorted(found) == [example["input_ids"] for example in examples]
+    assert (stats.num_examples, stats.num_tokens, stats.num_rows) == (200, sum(LENGTHS), len(rows))
+    assert stats.num_loss_tokens == sum(LENGTHS) - 200
+
+
+def test_packing_fills_rows_and_no_packing_gives_each_example_its_own():
+    rows = list(pack(numbered(LENGTHS), 32, pad_token_id=0))
+    assert len(rows) <= 1.05 * sum(LENGTHS) / 32
+    assert len(list(pack(numbered(LENGTHS), 32, pad_token_id=0, packing=False))) == 200
+
+
+def test_a_row_is_what_one_writes_by_hand():
+    examples = numbered([3, 2, 4], masked=1)
+    first, second = pack(examples, 7, pad_token_id=0)
+    assert first["input_ids"].tolist() == [1, 2, 3, 4, 5, 0, 0]
+    assert first["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert first["labels"].tolist() == [-100, 2, 3, -100, 5, -100, -100]
+    assert second["input_ids"].tolist() == [6, 7, 8, 9, 0, 0, 0]
+    keep, targets = next_token_targets(
+        *(torch.tensor(first[name])[None] for name in ("labels", "position_ids"))
+    )
+    assert keep.tolist() == [[True, True, False, True, False, False, False]]
+    assert targets.tolist() == [2, 3, 5]
+
+
+def test_an_example_longer_than_a_row_is_cut_and_counted_and_one_without_loss_left_is_left_out():
+    stats = PackingStats()
+    examples = [*numbered([9]), {"input_ids": [1] * 9, "loss_mask": [False] * 8 + [True]}]
+    rows = list(pack(examples, 8, pad_token_id=0, stats=stats))
+    assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert (stats.num_truncated, stats.num_without_loss) == (2, 1)
+
+
+def test_no_position_predicts_the_first_token_of_another_example():
+    labels = torch.tensor([[5, 6, 7, 8]])  # as a data set with loss on every token would have it
+    keep, targets = next_token_targets(labels, torch.tensor([[0, 1, 0, 1]]))
+    assert keep.tolist() == [[True, False, True, False]] and targets.tolist() == [6, 8]
+
+
+def test_collated_rows_are_integer_batches_without_a_mask():
+    rows = list(pack(numbered(LENGTHS), 32, pad_token_id=0))[:3]
+    batch = Collator()(rows)
+    assert list(batch) == ["input_ids", "position_ids", "labels"]
+    assert all(tensor.shape == (3, 32) and tensor.dtype == torch.int64 for tensor in batch.values())
+    assert batch["labels"][1].tolist() == rows[1]["labels"].tolist()
+
+
+# ---- packed rows in a model
+
+
+def tiny_model(family, attention):
+    import transformers
+
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+    }
+    if family == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(
+            **shape,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    else:
+        config = transformers.DeepseekV3Config(
+            **shape, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+            n_group=1, topk_group=1, first_k_dense_replace=1,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_packed_examples_give_the_logits_and_the_loss_that_each_gives_alone(family, attention):
+    model = tiny_model(family, attention)
+    generator = np.random.default_rng(1)
+    lengths = [5, 9, 2, 7, 12, 3, 6]
+    examples = [
+        {"input_ids": generator.integers(1, 64, n).tolist(), "loss_mask": [i > 1 or n == 2 for i in range(n)]}
+        for n in lengths
+    ]
+    batch = Collator()(list(pack(examples, 24, pad_token_id=0)))
+    assert batch["input_ids"].shape[0] == 2 and (batch["input_ids"] == 0).any()
+    with torch.no_grad():
+        packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
+        loss = F.cross_entropy(packed[keep], targets, reduction="sum")
+
+        alone, alone_loss = {}, 0.0
+        for example in examples:
+            ids = torch.tensor([example["input_ids"]])
+            logits = model(ids, use_cache=False).logits
+            alone[tuple(example["input_ids"])] = logits[0]
+            mask = torch.tensor(example["loss_mask"])[1:]
+            alone_loss += F.cross_entropy(logits[0, :-1][mask], ids[0, 1:][mask], reduction="sum")
+
+    compared = 0
+    for row, positions, logits in zip(batch["input_ids"], batch["position_ids"], packed, strict=True):
+        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(row)]
+        for begin, end in pairwise(starts):
+            if (expected := alone.get(tuple(row[begin:end].tolist()))) is not None:
+                torch.testing.assert_close(logits[begin:end], expected, rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared == len(examples)
+    torch.testing.assert_close(loss, alone_loss, rtol=1e-5, atol=1e-4)
+
+
+# ---- sources
+
+
+def rows_of(dataset):
+    return [{name: np.asarray(row[name]).tolist() for name in row} for row in dataset]
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_seed_others(tmp_path):
+    source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS))
+
+    def build(seed):
+        return rows_of(build_dataset([source], make_tokenizer(), max_length=32, seed=seed))
+
+    assert build(0) == build(0)
+    assert build(0) != build(1)
+
+
+def test_jsonl_json_parquet_and_a_folder_in_hub_layout_give_the_same_rows(tmp_path):
+    rows = [{"text": "a" * n} for n in LENGTHS[:20]]
+    folder = tmp_path / "hub" / "owner" / "name"
+    (folder / "main").mkdir(parents=True)
+    Dataset.from_list(rows).to_parquet(folder / "main" / "train.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n"
+        "  - split: train\n    path: main/train.parquet\n---\n"
+    )
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    sources = [
+        Source(write_jsonl(tmp_path / "a.jsonl", rows)),
+        Source(str(tmp_path / "a.json")),
+        Source(str(folder / "main" / "train.parquet")),
+        Source(str(folder), name="main"),
+    ]
+    built = [rows_of(build_dataset([source], make_tokenizer(), max_length=32)) for source in sources]
+    assert built[0] == built[1] == built[2] == built[3]
+
+
+def test_max_examples_takes_the_first_ones(tmp_path):
+    path = write_texts(tmp_path / "a.jsonl", LENGTHS)
+    for streaming in (False, True):
+        texts = [e["text"] for e in load_source(Source(path, max_examples=3, streaming=streaming))]
+        assert texts == ["a" * LENGTHS[0], "b" * LENGTHS[1], "c" * LENGTHS[2]]
+
+
+def test_a_stream_gives_packed_rows_with_every_token_of_its_source(tmp_path):
+    source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS), streaming=True)
+    stream = build_dataset([source], make_tokenizer(), max_length=32)
+    assert isinstance(stream, IterableDataset) and isinstance(stream, torch.utils.data.IterableDataset)
+    rows = rows_of(stream)
+    assert rows == rows_of(stream)
+    assert sum(label != NO_LOSS for row in rows for label in row["labels"]) == sum(LENGTHS)
+    batch = next(iter(torch.utils.data.DataLoader(stream, batch_size=2, collate_fn=Collator())))
+    assert batch["input_ids"].shape == (2, 32) and batch["input_ids"][0].tolist() == rows[0]["input_ids"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sources_are_mixed_by_weight(tmp_path, streaming):
+    sources = [
+        Source(write_texts(tmp_path / "a.jsonl", [4] * 400, "a"), weight=3.0, streaming=streaming),
+        Source(write_texts(tmp_path / "b.jsonl", [4] * 400, "A"), weight=1.0),
+    ]
+    tokenizer = make_tokenizer()
+    dataset = build_dataset(sources, tokenizer, max_length=5)
+    texts = [tokenizer.decode(row["input_ids"][:4]) for row in islice(dataset, 400)]
+    assert 0.68 < sum(text.islower() for text in texts) / 400 < 0.82
+    assert len({*texts[:20]}) > 10  # shuffled
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_short_source_is_read_again_until_the_longest_one_has_ended(tmp_path, streaming):
+    sources = [
+        Source(write_texts(tmp_path / "long.jsonl", [4] * 300), streaming=streaming),
+        Source(write_texts(tmp_path / "short.jsonl", [4] * 7, "A"), streaming=streaming),
+    ]
+    tokenizer = make_tokenizer()
+    rows = [tokenizer.decode(row["input_ids"][:4]) for row in build_dataset(sources, tokenizer, max_length=5)]
+    assert sum(text.islower() for text in rows) >= 300  # every example of the long one
+    assert 0.4 < sum(text.isupper() for text in rows) / len(rows) < 0.6  # as often as its weight says
+    if streaming:
+        epochs = []
+        stream = build_dataset(sources, tokenizer, max_length=5)
+        for epoch in (0, 0, 1):
+            stream.set_epoch(epoch)
+            epochs.append([row["input_ids"][0] for row in stream])
+        assert epochs[0] == epochs[1] != epochs[2]
+
+
+def test_sources_of_different_columns_are_mixed_into_one_stream(tmp_path):
+    """Their chat templates are applied one after another: the state that marks responses is one for all threads."""
+    rows = [
+        [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": f"say {n}"}]
+        for n in range(300)
+    ]
+    write_jsonl(tmp_path / "a.jsonl", [{"m": row} for row in rows])
+    write_jsonl(
+        tmp_path / "b.jsonl",
+        [
+            {"id": n, "c": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "say b"}]}
+            for n in range(300)
+        ],
+    )
+    write_jsonl(tmp_path / "c.jsonl", [{"p": "y", "r": "say c"} for _ in range(300)])
+    sources = [
+        Source(str(tmp_path / "a.jsonl"), columns={"messages": "m"}, streaming=True),
+        Source(str(tmp_path / "b.jsonl"), columns={"messages": "c"}, streaming=True),
+        Source(str(tmp_path / "c.jsonl"), columns={"prompt": "p", "response": "r"}, streaming=True),
+    ]  # fmt: skip
+    tokenizer = make_tokenizer(MARKED_TEMPLATE)
+    answers = []
+    for row in build_dataset(sources, tokenizer, max_length=40, packing=False):
+        answers.append(tokenizer.decode([token for token in row["labels"] if token != NO_LOSS]))
+    assert all(answer.startswith("say ") and answer.endswith("<|eos|>") for answer in answers)
+    assert {answer[4] for answer in answers} >= {"b", "c", "1"} and len(answers) >= 900
+
+
+def test_unpacked_rows_hold_one_example_each(tmp_path):
+    source = Source(write_texts(tmp_path / "a.jsonl", [3, 4, 5]))
+    dataset = build_dataset([source], make_tokenizer(), max_length=8, packing=False)
+    assert isinstance(dataset, PackedRows) and len(dataset) == 3
+    assert dataset.stats.num_tokens == 3 + 4 + 5 + 3
+
+
+def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_path):
+    tokenizer = make_tokenizer(pad=False)
+    row = build_dataset([Source(write_texts(tmp_path / "a.jsonl", [3]))], tokenizer, max_length=8)[0]
+    assert row["input_ids"][4:].tolist() == [tokenizer.eos_token_id] * 4
+    assert row["labels"][4:].tolist() == [NO_LOSS] * 4
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"path": "missing.jsonl"}, "missing.jsonl: no such file"),
+        ({"path": "./nowhere/at/all"}, "no such folder"),
+        ({"split": "test"}, "no split 'test'"),
+        ({"columns": {"prompt": "q", "response": "text"}}, "no column 'q'; it has 'text'"),
+    ],
+)
+def test_a_source_that_is_not_what_the_recipe_says_is_refused(tmp_path, change, message, streaming):
+    options = {"path": write_texts(tmp_path / "a.jsonl", [3]), "streaming": streaming} | change
+    with pytest.raises(UserError, match=message):
+        load_source(Source(**options))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "split", "message"),
+    [
+        ("other", "train", "other.*(?i:available|main)"),
+        ("main", "validation", "validation.*train"),
+        (None, "test", "test.*train"),
+    ],
+)
+def test_a_missing_configuration_or_split_of_a_folder_is_refused_with_what_there_is(
+    tmp_path, name, split, message, streaming
+):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [{"text": "a"}])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: train.jsonl\n---\n"
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        load_source(Source(str(folder), name=name, split=split, streaming=streaming))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("content", ["", "not json\n", "folder"])
+def test_an_empty_or_unreadable_source_is_refused_in_one_line(tmp_path, content, streaming):
+    path = tmp_path / ("empty" if content == "folder" else "a.jsonl")
+    path.mkdir() if content == "folder" else path.write_text(content)
+    with pytest.raises(UserError, match=path.name) as caught:
+        load_source(Source(str(path), streaming=streaming))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_without_a_single_response_token_is_refused(tmp_path):
+    source = Source(
+        write_jsonl(tmp_path / "a.jsonl", [{"p": "x" * 50, "r": "y"}] * 3),
+        columns={"prompt": "p", "response": "r"},
+    )
+    with pytest.raises(UserError, match="not one of 3 examples has a response token within max_length: 16"):
+        build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), max_length=16)
+
+
+def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
+    source = Source(write_texts(tmp_path / "a.jsonl", [3]), columns={"prompt": "text", "response": "text"})
+    with pytest.raises(UserError, match="no chat template"):
+        build_dataset([source], make_tokenizer(), max_length=16)
+
+
+# ---- real data, through the same keys
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "columns"),
+    [
+        ("hub/openai/gsm8k", "main", {"prompt": "question", "response": "answer"}),
+        (
+            "corpora/rasbt_instruction-data.json",
+            None,
+            {"prompt": "instruction", "input": "input", "response": "output"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_real_instruction_data_is_packed_with_loss_on_its_responses(path, name, columns, streaming):
+    if not (SHARED / path).exists():
+        pytest.skip(f"no {path} in {SHARED}; set FCSD_SHARED_DATA")
+    source = Source(str(SHARED / path), name=name, columns=columns, max_examples=50, streaming=streaming)
+    tokenizer = make_tokenizer(MARKED_TEMPLATE)
+    first = next(iter(load_source(source)))
+    encoded = tokenize_example(first, columns, tokenizer)
+    assert said(encoded, tokenizer) == first[columns["response"]] + "<|eos|>"
+    rows = rows_of(build_dataset([source], tokenizer, max_length=2048))
+    assert 0 < len(rows) < 50
+    assert any(label != NO_LOSS for row in rows for label in row["labels"])
+
+
+def test_without_tail_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets():
+    labels = torch.full((3, 200), NO_LOSS)
+    labels[0, 5:40] = 7
+    labels[1, 90] = 8
+    batch = {
+        "input_ids": torch.arange(600).view(3, 200),
+        "labels": labels,
+        "position_ids": torch.arange(200).expand(3, -1),
+        "teacher_hidden": torch.zeros(36, 4),
+    }
+    cut = without_tail(batch)
+    assert cut["input_ids"].shape == cut["labels"].shape == (3, 128)
+    assert cut["input_ids"].equal(batch["input_ids"][:, :128]) and cut["teacher_hidden"].shape == (36, 4)
+    whole, short = (next_token_targets(b["labels"], b["position_ids"]) for b in (batch, cut))
+    assert whole[0][:, :128].equal(short[0]) and whole[0].sum() == short[0].sum() and whole[1].equal(short[1])
+    assert without_tail(batch | {"labels": torch.full((3, 200), NO_LOSS)})["labels"].shape == (3, 64)
+    short = {name: value[:, :30] for name, value in batch.items() if name != "teacher_hidden"}
+    assert without_tail(short)["labels"].shape == (3, 30)

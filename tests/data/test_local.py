@@ -1,0 +1,62 @@
+"""A local data set is read as it lies there now, not as a folder of the same name was read before."""
+
+import json
+from pathlib import Path
+
+from fcsd.config.data import Source
+from fcsd.config.suite import Suite, SuiteTask
+from fcsd.data.local import fresh_cache
+from fcsd.data.sources import load_source
+from fcsd.evaluate.code.problems import read_problems
+from fcsd.evaluate.lm_eval.tasks import load_task
+
+README = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
+
+
+def folder(root: Path, answer: int) -> Path:
+    """One row in the MBPP schema, in a folder that has the same name under every root."""
+    place = root / "someone" / "same-name"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "README.md").write_text(README)
+    row = {
+        "task_id": 1, "prompt": f"give {answer}", "code": f"def f():\n    return {answer}", "test_imports": [],
+        "test_list": [f"assert f() == {answer}"], "test": f"assert f() == {answer}",
+        "question": f"{answer}?", "choices": ["a", "b"], "answer": answer,
+    }  # fmt: skip
+    (place / "test.jsonl").write_text(json.dumps(row) + "\n")
+    return place
+
+
+def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(tmp_path: Path) -> None:
+    for root, answer in (("one", 0), ("two", 1), ("one", 1)):
+        place = folder(tmp_path / root, answer)
+        assert read_problems(place)[0].prompt == f"give {answer}"
+        (row,) = load_source(
+            Source(path=str(place), split="test", columns={"prompt": "prompt", "response": "code"})
+        )
+        assert row["prompt"] == f"give {answer}"
+
+
+def test_lm_eval_tasks_read_what_lies_there_too(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks" / "mine"
+    tasks.mkdir(parents=True)
+    (tasks / "mine.yaml").write_text(
+        "task: mine\ndataset_path: someone/same-name\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
+    )
+    row = SuiteTask(
+        task="mine", kind="likelihood", metric="acc,none", dataset="someone/same-name", lm_eval_include="mine"
+    )
+    suite = Suite(name="s", tasks=[row], folder=str(tasks.parent))
+    for root, answer in (("one", 0), ("two", 1)):
+        folder(tmp_path / root, answer)
+        (task,) = load_task(row, suite, tmp_path / root, None).values()
+        assert [doc["question"] for doc in task.test_docs()] == [f"{answer}?"]
+
+
+def test_a_hub_id_keeps_the_usual_cache() -> None:
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    with fresh_cache("owner/name"):
+        assert before == datasets.config.HF_DATASETS_CACHE

@@ -1,0 +1,106 @@
+"""A rank that fails, or is killed, ends all ranks within seconds, and one of them says whose error it was."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.cli.main import main
+from fcsd.distill import run as run_module
+from fcsd.distill.trainer import DistillTrainer
+from fcsd.errors import UserError
+from tests.distill.test_parallel import CPU_2
+from tests.support import ROOT, Bench, in_forked_ranks, start
+
+SECONDS = 40.0  # of a busy machine; alone it is 8
+
+
+def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> None:
+    """From its call number `after` on, what is at `place` raises; None: the process is killed there."""
+    holder, name = place
+    original, calls = getattr(holder, name), {"n": 0}
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] < after:
+            return original(*args, **kwargs)
+        if error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert error is not None
+        raise error
+
+    setattr(holder, name, broken)  # in a fork of its own: nothing to undo
+
+
+@pytest.mark.parametrize(
+    ("place", "after", "error", "status", "message"),
+    [
+        (
+            (run_module.Collator, "__call__"),
+            3,
+            UserError("row 7 is bad"),
+            2,
+            "error: row 7 is bad (rank 1 of 2)",
+        ),
+        ((DistillTrainer, "compute_loss"), 3, KeyError("hidden"), 1, "KeyError: 'hidden'"),
+        ((DistillTrainer, "_save_rng_state"), 1, ValueError("cannot save"), 1, "ValueError: cannot save"),
+        ((DistillTrainer, "compute_loss"), 3, None, 1, "error: rank 1 of 2 ended without an error: killed"),
+    ],
+    ids=["data", "loss", "saving", "killed"],
+)
+def test_a_failure_on_the_second_rank_ends_the_first_within_seconds(
+    bench: Bench,
+    tmp_path: Path,
+    place: tuple[Any, str],
+    after: int,
+    error: BaseException | None,
+    status: int,
+    message: str,
+) -> None:
+    first = tmp_path / "pid"
+
+    def one(rank: int) -> int:
+        if rank == 1:
+            fails(place, after, error)
+        else:
+            first.write_text(str(os.getpid()))
+        status = main(["distill", str(bench.recipe("r"))])
+        # As long as this one lives no connection breaks, as between GPUs: the other has to be ended.
+        if rank == 1 and isinstance(error, KeyError):
+            while Path(f"/proc/{first.read_text()}").exists():
+                time.sleep(0.1)
+        return status
+
+    begun = time.monotonic()
+    outcomes = in_forked_ranks(one, 2, tmp_path)
+    assert time.monotonic() - begun < SECONDS
+    output = "".join(text for _, text in outcomes)
+    assert [code for code, _ in outcomes] == [status, -signal.SIGKILL if error is None else status], output
+    assert output.count(message) == 1, output
+    assert output.count("(rank ") == (0 if error is None else 1) and "gloo" not in output
+
+
+@pytest.mark.slow
+def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_once(
+    bench: Bench, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from fcsd.cli import main\n"
+        "from fcsd.distill.trainer import DistillTrainer\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    def broken(*args, **kwargs): raise IndexError('expert 9')\n"
+        "    DistillTrainer.compute_loss = broken\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    launch = [word for word in CPU_2 if word not in ("-m", "fcsd")]
+    command = ("-m", *launch, str(script), "distill", str(bench.recipe("r")))
+    with start(*command, PYTHONPATH=str(ROOT)) as child:
+        _, error = child.communicate()
+    assert child.returncode != 0
+    assert error.count("IndexError: expert 9\n") == 1, error
+    assert error.count("fcsd distill: failed (rank 1 of 2)\n") == 1, error

@@ -1,0 +1,152 @@
+"""Our verdicts against the real package evalplus 0.3.1, where it is installed (`pip install 'fcsd[evalplus]'`)."""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.evaluate.code.problems import Problem, read_problems
+from fcsd.evaluate.code.score_file import score_file
+from fcsd.evaluate.code.scorer import CodeScorer
+from tests.evaluate.code.mutants import CHANGES, changed, edited
+from tests.evaluate.rows import mbpp_row, write_root
+
+evaluation = pytest.importorskip(
+    "evalplus.eval", reason="evalplus is not installed: pip install 'fcsd[evalplus]'"
+)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
+
+# Special oracles (2 set, 558, 581, 794 not none), numbers, tuples in lists, floats, a tuple, a list of floats.
+PROBLEMS = ("2", "14", "63", "558", "581", "794", "HumanEval/2", "HumanEval/8", "HumanEval/21")
+ENDLESS = (
+    "while True: pass",
+    "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+)
+
+
+@pytest.fixture(scope="module")
+def rows(shared_hub: Path) -> dict[str, tuple[Problem, dict[str, Any]]]:
+    """task_id -> our problem, and the data set's row."""
+    import datasets
+
+    found = {}
+    for name in ("mbppplus", "humanevalplus"):
+        folder = shared_hub / "evalplus" / name
+        table = datasets.load_dataset(
+            "parquet", data_files=str(folder / "default/test.parquet"), split="train"
+        )
+        by_id = {str(row["task_id"]): row for row in table}
+        found.update(
+            {p.task_id: (p, by_id[p.task_id]) for p in read_problems(folder) if p.task_id in PROBLEMS}
+        )
+    assert set(found) == set(PROBLEMS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[CodeScorer]:
+    with CodeScorer(num_workers=1, timeout_s=3.0) as s:
+        yield s
+
+
+def theirs(problem: Problem, row: dict[str, Any], code: str) -> tuple[bool, bool]:
+    """(base, base and plus) as evalplus's own check says, on the row's inputs and right outputs."""
+    kind = "humaneval" if "entry_point" in row else "mbpp"
+    text = row["test"]
+    if kind == "humaneval":
+        text = textwrap.dedent(text[text.index("def check(candidate):\n") + len("def check(candidate):\n") :])
+    setup, _, loop = text.rpartition("\nfor i, ")
+    namespace: dict[str, Any] = {}
+    exec(setup, namespace)
+    (name,) = problem.names or ()
+    atol = float(loop.rsplit(", ", 1)[1].rstrip(")\n "))
+    inputs, right = namespace["inputs"], namespace["results"]
+    split = int(problem.base_tests[-1].split(", ")[4])
+    passed = []
+    for part in (slice(0, split), slice(split, None)):
+        some = inputs[part]
+        status, _ = evaluation.untrusted_check(
+            kind, code, some, name, right[part], atol, [0.3] * len(some), fast_check=True
+        )
+        passed.append(status == evaluation.PASS)
+    return passed[0], all(passed)
+
+
+def ours(scorer: CodeScorer, problem: Problem, codes: list[str]) -> list[tuple[bool, bool]]:
+    ((*outcomes,),) = scorer.score_samples([problem], {problem.task_id: codes}, whole_programs=True)
+    return [(outcome.base == "passed", outcome.passed) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("task_id", PROBLEMS)
+def test_nearly_right_programs_are_judged_as_evalplus_judges_them(
+    scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]], task_id: str
+) -> None:
+    problem, row = rows[task_id]
+    (name,) = problem.names or ()
+    codes = [changed(problem.canonical, name, change) for change in CHANGES]
+    codes += list(edited(problem.canonical))[:6]
+    labels = [*CHANGES, *[f"edit {n}" for n in range(len(codes) - len(CHANGES))]]
+    expected = [theirs(problem, row, code) for code in codes]
+    found = ours(scorer, problem, codes)
+    differ = {
+        label: (a, b)
+        for label, a, b in zip(labels, found, expected, strict=True)
+        if a != b and label != "array"
+    }
+    assert differ == {}
+    assert expected[0] == (True, True) and len(set(expected)) >= 2
+
+
+def test_programs_that_do_not_end_are_judged_alike(
+    scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
+) -> None:
+    problem, row = rows["HumanEval/2"]
+    codes = [f"def truncate_number(x):\n{textwrap.indent(body, '    ')}\n" for body in ENDLESS]
+    assert (
+        [theirs(problem, row, code) for code in codes] == ours(scorer, problem, codes) == [(False, False)] * 2
+    )
+
+
+def test_where_the_two_differ(scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]) -> None:
+    """What the documentation says, so that a later version of the package that changes it is noticed."""
+    problem, row = rows["14"]  # the volume of a prism
+    everything = "class E:\n    def __eq__(self, other): return True\ndef find_Volume(*a): return E()\n"
+    assert theirs(problem, row, everything) == (True, True) and ours(scorer, problem, [everything]) == [
+        (False, False)
+    ]
+
+
+def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # its cache of right outputs
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = write_root(tmp_path / "root")
+    lines = [
+        {"task_id": f"Mbpp/{1000 + i}", "prompt": mbpp_row(i)["prompt"], "entry_point": f"mul{i}", "contract": "",
+         "canonical_solution": mbpp_row(i)["code"], "base_input": [[1, 2], [3, 3], [0, 3]], "plus_input": [[-1, 5]],
+         "atol": 0, "assertion": ""} for i in range(3)
+    ]  # fmt: skip
+    data, samples = tmp_path / "data.jsonl", tmp_path / "samples.jsonl"
+    data.write_text(
+        "".join(json.dumps(line | {"prompt": '"""' + line["prompt"] + '"""\n'}) + "\n" for line in lines)
+    )
+    programs = [
+        mbpp_row(0)["code"],
+        "def mul1(a, b): return a * b + 1 if a >= 0 else 0\n",
+        "def mul2(a, b): return None\n",
+    ]
+    samples.write_text(
+        "".join(json.dumps({"task_id": 1000 + i, "solution": p}) + "\n" for i, p in enumerate(programs))
+    )
+    found = [
+        score_file(samples, "mbpp_plus", data_root=root, progress=False, **options)["tasks"]["mbpp_plus"]
+        for options in (
+            {},
+            {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},
+        )
+    ]
+    for task in found:
+        assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+        assert task["outcomes"] == {"passed": 1, "wrong": 2}

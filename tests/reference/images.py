@@ -1,0 +1,54 @@
+"""Inputs with images for the tiny multimodal models."""
+
+from typing import Any
+
+import torch
+
+from fcsd.tiny.configs import TINY
+from fcsd.tiny.configs.multimodal import IMAGE, IMAGES
+
+
+def image_inputs(model_type: str, seed: int = 0, num_text_tokens: int = 8) -> dict[str, Any]:
+    """Two rows of text (ids 3 to 98) around one image each, at another place in each row.
+
+    Pixels are normal random numbers; their shape and the names are those that the family's processor gives.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patch_size, num_image_tokens = IMAGES[model_type]
+    text = torch.randint(3, IMAGE, (2, num_text_tokens), generator=generator)
+    image = torch.full((num_image_tokens,), IMAGE)
+    places = (2, 4)
+    input_ids = torch.stack(
+        [torch.cat([row[:k], image, row[k:]]) for row, k in zip(text, places, strict=True)]
+    )
+    if patch_size is None:
+        vision = TINY[model_type]["vision_config"]
+        size = vision.get("image_size") or vision["sam_config"]["image_size"]
+        images = {"input_ids": input_ids, "pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+        if model_type == "mistral_large4":  # takes images of several sizes in one batch
+            images["image_sizes"] = torch.tensor([[size, size]] * 2)
+        return images
+    if model_type == "inkling_mm_model":  # one token a patch: frames, height, width, channels
+        patches = torch.randn(2 * num_image_tokens, 2, 4, 4, 3, generator=generator)
+        return {"input_ids": input_ids, "pixel_values": patches}
+    patches = torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator)
+    if model_type == "gemma4":  # a row of patches an image, with their places
+        places_of_patches = torch.cartesian_prod(torch.arange(num_image_tokens), torch.arange(4)).flip(-1)
+        return {
+            "input_ids": input_ids,
+            "pixel_values": patches.view(2, -1, patch_size),
+            "image_position_ids": places_of_patches.expand(2, -1, -1),
+        }
+    inputs = {
+        "input_ids": input_ids,
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor([[1, 4, num_image_tokens]] * 2),
+    }
+    if model_type == "qwen3_omni_moe_thinker":  # finds images by the token before them
+        for row, k in enumerate(places):
+            input_ids[row, k - 1] = TINY[model_type]["vision_start_token_id"]
+    elif "mrope_section" in TINY[model_type]["text_config"].get("rope_parameters", {}):
+        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    if model_type == "ernie4_5_vl_moe":  # has experts of its own for images
+        inputs["moe_mm_token_type_ids"] = (input_ids == IMAGE).int()
+    return inputs

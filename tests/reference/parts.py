@@ -1,0 +1,73 @@
+"""Parts that several hand-written references share: MLPs, fused experts, routers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu, softmax
+
+Parts = tuple[Tensor, Tensor]
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def _mlp(mlp: Any, x: Tensor) -> Tensor:
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    return linear(
+        silu(linear(x, gate.weight, gate.bias)) * linear(x, up.weight, up.bias), down.weight, down.bias
+    )
+
+
+def _routed(x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """sum_k weights[n, k] · expert_{indices[n, k]}(x[n]); indices and weights are N x K."""
+    return torch.stack(
+        [
+            sum(
+                (w * expert(int(e), x[n]) for e, w in zip(indices[n], weights[n], strict=True)),
+                torch.zeros_like(x[n]),
+            )
+            for n in range(x.shape[0])
+        ]
+    )
+
+
+def _fused(experts: Any) -> Callable[[int, Tensor], Tensor]:
+    return lambda e, x: experts.down_proj[e] @ _swiglu(experts.gate_up_proj[e] @ x)
+
+
+def _softmax_router(
+    layer: Any, x: Tensor, k: int, normalise: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    weights, indices = softmax(x @ layer.mlp.gate.weight.T, dim=-1).topk(k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return indices, weights * scale
+
+
+def layer_arguments(
+    model: Any, input_ids: Tensor, *, stack: nn.ModuleList | None = None, **inputs: Any
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """(input of the first layer, keyword arguments of every layer) of the regular model's own loop.
+
+    `stack` is `model.model.layers` unless given.
+    """
+    stack = model.model.layers if stack is None else stack
+    first: list[Tensor] = []
+    arguments: list[dict[str, Any]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first.append(args[0].clone())
+        arguments.append(dict(kwargs))
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in stack]
+    try:
+        with torch.no_grad():
+            model(input_ids, use_cache=False, **inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return first[0], arguments

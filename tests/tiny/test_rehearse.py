@@ -1,0 +1,278 @@
+"""Every recipe for a real model runs, from one switch, on a tiny model of its family."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoConfig
+
+from fcsd.cli.main import main
+from fcsd.config.load import load_recipe
+from fcsd.config.recipe import Recipe
+from fcsd.config.suite import load_suite
+from fcsd.data.dataset import build_dataset
+from fcsd.errors import UserError
+from fcsd.evaluate.stage import evaluate_stage
+from fcsd.files import data_dir, read_json
+from fcsd.tiny import rehearse
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
+
+REAL = sorted(path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny")
+DISTILLED = [path for path in REAL if load_recipe(path).pretrain is None]
+PRETRAINED = [path for path in REAL if load_recipe(path).pretrain is not None]
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
+    """Dotted keys of the leaves that differ, numbers of list items left out."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = one.keys() | other.keys()
+        return set().union(*(differences(one.get(key), other.get(key), f"{prefix}.{key}") for key in keys))
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return set().union(*(differences(a, b, prefix) for a, b in zip(one, other, strict=True)))
+    return set() if one == other else {prefix.removeprefix(".")}
+
+
+SWAPPED = {
+    "name",
+    "output_dir",
+    "model.path",
+    "data.train.path",
+    "data.heldout.path",
+    "data.heldout_examples",
+    "data.max_length",
+    "train.max_steps",
+    "train.batch_size_tokens",
+    "train.warmup_steps",
+    "train.logging_steps",
+    "train.save_steps",
+    "early_stopping.every_steps",
+    "early_stopping.limit",
+    "early_stopping.max_new_tokens",
+    "sweep.batch_size_tokens",
+    "sweep.steps",
+    "sweep.warmup_steps",
+    "sweep.last_steps",
+    "sweep.train_tokens",
+    "evaluation.data_root",
+    "evaluation.limit",
+}
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    small = rehearse(recipe, tmp_path / "r")
+    swapped = SWAPPED | {f"pretrain.{key}" for key in SWAPPED} | {"pretrain.tokenizer"}
+    found = differences(recipe.dump(), small.dump())
+    assert {key for key in found if not key.startswith(("pretrain.config", "variants"))} <= swapped
+    for variant in recipe.variants:
+        assert differences(recipe.variant(variant).dump(), small.variant(variant).dump()) <= swapped
+    assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
+    # A batch divides over ranks and micro-batches as the real one.
+    for variant in [None, *recipe.variants]:
+        real, tiny = (each.variant(variant) if variant else each for each in (recipe, small))
+        rows = real.train.batch_size_tokens // real.data.max_length
+        assert tiny.train.batch_size_tokens == min(rows, 64) * tiny.data.max_length
+
+
+def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the_real_data(
+    tmp_path: Path,
+) -> None:
+    for family, recipe in {
+        "qwen3_moe": "qwen3-30b-a3b",
+        "deepseek_v2": "deepseek-v2-lite",
+        "llama4": "llama-4-scout",
+    }.items():
+        small = rehearse(load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe)
+        config = AutoConfig.from_pretrained(small.model.path)
+        assert config.model_type == family and config.dtype == torch.bfloat16
+    hub = tmp_path / "llama-4-scout" / "hub"
+    genqa = datasets.load_dataset(str(hub / "tomg-group-umd/GenQA"), split="dialog")
+    assert genqa.column_names == ["text", "prompt", "template", "idx", "category"]
+    assert set(genqa[0]["text"][0]) == {"role", "content"}
+    infinity = datasets.load_dataset(str(hub / "BAAI/Infinity-Instruct"), "7M", split="train")
+    assert set(infinity[0]["conversations"][0]) == {"from", "value"}
+    mbpp = datasets.load_dataset(str(hub / "evalplus/mbppplus"), split="test")
+    assert mbpp.column_names[:3] == ["task_id", "code", "prompt"]
+
+
+def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
+    """Distil a rehearsal; the results in its manifest."""
+    # The sweep, which the distillation would wait for, is trained in a test of its own.
+    assert main(["distill", str(path), "--rehearse", str(folder), "--set", "sweep=null", *options]) == 0
+    place = folder / "run" / (f"variants/{options[-1]}" if "--variant" in options else "distill")
+    assert (place / "model" / "model.safetensors").is_file()
+    return read_json(place / "manifest.json")["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", DISTILLED, ids=name)
+def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    # Reading the items of eleven benchmarks takes ten seconds: once is enough.
+    looked_at = name(path) == "qwen3-30b-a3b/distill"
+    results = distilled(path, tmp_path / "r", *([] if looked_at else ["--set", "data.decontaminate=null"]))
+    assert results["steps"] == 2
+    if looked_at:
+        found = results["decontamination"]
+        assert found["num_left_out"] == 0 and found["num_items"] == 8 * (
+            11 + 57
+        )  # MBPP+ twice, MMLU by subject
+    scores = read_json(tmp_path / "r" / "run" / "distill" / "scores.json")["points"]
+    assert [point["step"] for point in scores] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in DISTILLED if load_recipe(path).variants], ids=name)
+def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    seen = set()
+    for variant, changes in load_recipe(path).variants.items():
+        kind = str({key: value for key, value in changes.items() if key != "objective.l2_coefficient"})
+        if kind in seen:
+            continue  # another coefficient of the same loss
+        seen.add(kind)
+        options = ["--set", "early_stopping=null", "--set", "data.decontaminate=null", "--variant", variant]
+        assert distilled(path, tmp_path / "r", *options)["steps"] == 2
+
+
+@pytest.mark.slow
+def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(tmp_path: Path) -> None:
+    path, folder = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml", tmp_path / "r"
+    small = ["--rehearse", str(folder), "--set", "data.decontaminate=null", "--set", "early_stopping=null"]
+    assert main(["sweep", str(path), *small]) == 0
+    choice = read_json(folder / "run" / "sweep" / "manifest.json")["results"]
+    assert len(choice["candidates"]) == 6
+    assert main(["distill", str(path), *small]) == 0
+    settings = read_json(folder / "run" / "distill" / "manifest.json")["settings"]["train"]
+    assert settings["batch_size_tokens"] == choice["batch_size_tokens"]
+    # As many tokens as two steps of the batch that the recipe names.
+    assert settings["max_steps"] * settings["batch_size_tokens"] >= 2 * 32 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PRETRAINED, ids=name)
+def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    options = ["--rehearse", str(folder), "--set", "pretrain.data.decontaminate=null"]
+    assert main(["pretrain", str(path), *options]) == 0
+    place = folder / "run" / "pretrain"
+    assert read_json(place / "manifest.json")["results"]["steps"] == 2
+    model_type = json.loads((place / "model" / "config.json").read_text())["model_type"]
+    assert model_type == ("farskip_deepseek_v2" if "farskip" in path.stem else "deepseek_v2")
+
+
+@pytest.mark.slow
+def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
+    path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
+    small = rehearse(load_recipe(path), tmp_path / "r")
+    stage = evaluate_stage(small, "original", Path(small.model.path))
+    result = read_json(stage.folder / "results.json")
+    assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
+    assert abs(result["kl_to_original"]["kl"]) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(tmp_path: Path) -> None:
+    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
+    changes = ["sweep=null", "data.decontaminate=null", "early_stopping=null", f"evaluation.suite={suite}"]
+    path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
+    options = [word for change in changes for word in ("--set", change)]
+    assert main(["run", str(path), "--rehearse", str(tmp_path / "r"), *options]) == 0
+    run = tmp_path / "r" / "run"
+    models = read_json(run / "report" / "report.json")["models"]
+    assert {name: model["layers"] for name, model in models.items()} == {
+        "original": "0", "converted": "4/4", "fcsd": "4/4"
+    }  # fmt: skip
+    assert "# llama-4-scout-rehearsal-farskip" in (run / "publish" / "README.md").read_text()
+
+
+MINIMAL = {
+    "name": "x",
+    "output_dir": "runs/x",
+    "data": {"train": [{"path": "some.jsonl"}], "max_length": 32},
+    "train": {"batch_size_tokens": 128, "warmup_steps": 0},
+}
+
+
+def small_recipe(path: str, **changes: Any) -> Recipe:
+    return Recipe.model_validate(MINIMAL | {"model": {"path": path}} | changes)
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> str:
+    tiny_model("granitemoeshared", vocab_size=300).save_pretrained(tmp_path / "own")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "own")
+    return str(tmp_path / "own")
+
+
+def test_of_any_other_model_the_family_is_read_from_its_config(own_model: str, tmp_path: Path) -> None:
+    small = rehearse(small_recipe(own_model, connectivity={"layers": [0, 5]}), tmp_path / "r")
+    config = AutoConfig.from_pretrained(small.model.path)
+    assert config.model_type == "granitemoeshared"
+    assert config.num_hidden_layers == 6  # so that every layer that the recipe names is there
+
+
+@pytest.mark.parametrize(
+    ("suffix", "columns"),
+    [
+        (".jsonl", {"messages": "m"}),
+        (".json", {"text": "t"}),
+        (".parquet", {"prompt": "p", "input": "i", "response": "r"}),
+        ("", {"prompt": "p", "response": "r"}),
+    ],
+    ids=["jsonl", "json", "parquet", "folder"],
+)
+def test_data_under_a_path_is_rehearsed_in_its_own_format_and_columns(
+    suffix: str, columns: dict[str, str], own_model: str, tmp_path: Path
+) -> None:
+    source = {"path": str(tmp_path / f"mine{suffix}"), "columns": columns}
+    if not suffix:
+        source |= {"split": "train[:50%]+dev"}
+    small = rehearse(
+        small_recipe(own_model, data={"train": [source], "max_length": 32}, objective={"vocab_size": 300}),
+        tmp_path / "r",
+    )
+    rows = build_dataset(small.data.train, tiny_tokenizer(), max_length=32)
+    assert len(rows) >= 4  # one batch
+    assert small.objective.vocab_size == AutoConfig.from_pretrained(small.model.path).vocab_size
+
+
+def test_another_checkpoint_as_the_teacher_and_a_cache_are_swapped_too(
+    own_model: str, tmp_path: Path
+) -> None:
+    recipe = small_recipe(
+        own_model,
+        teacher={"path": "Qwen/Qwen3-30B-A3B", "backend": "cache", "cache": "/data/cache"},
+        variants={"alone": {"teacher": None}},
+    )
+    small = rehearse(recipe, tmp_path / "r")
+    assert small.teacher is not None and small.variant("alone").teacher.path is None
+    assert AutoConfig.from_pretrained(small.teacher.path).model_type == "qwen3_moe"
+    assert small.teacher.cache == str(tmp_path / "r" / "teacher-cache")
+
+
+def test_a_rehearsal_is_made_once_and_never_over_something_else(own_model: str, tmp_path: Path) -> None:
+    recipe = small_recipe(own_model)
+    first = rehearse(recipe, tmp_path / "r")
+    made = (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns
+    assert rehearse(recipe, tmp_path / "r") == first
+    assert (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns == made
+    with pytest.raises(UserError, match="holds the rehearsal of other settings; choose another folder"):
+        rehearse(small_recipe(own_model, seed=3), tmp_path / "r")
+    with pytest.raises(UserError, match="is something else than a rehearsal; choose a new folder"):
+        rehearse(recipe, Path(own_model))
+    with pytest.raises(UserError, match=r"--rehearse: no/such: no such folder.*to find the model's family"):
+        rehearse(small_recipe("no/such"), tmp_path / "other")
