@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fcsd.config.model import Lora
-from fcsd.config.training import Objective, Train
+from fcsd.config.model import AdapterConfig
+from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.cost.trace import Setting
 from fcsd.data.batches import next_token_targets
@@ -84,7 +84,7 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
     teacher: Any = None
     adapters: Any = None
     if setting.adapters:
-        adapters = add_adapters(student, Lora(), seed=0, dtype=torch.float32)
+        adapters = add_adapters(student, AdapterConfig(), seed=0, dtype=torch.float32)
     if setting.has_teacher:
         original = small_model(**overrides) if setting.teacher != "adapter_off" else None
         teacher = {
@@ -105,13 +105,13 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
             tokenizer=tiny_tokenizer(512),
             rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
             max_length=setting.num_tokens,
-            objective=Objective(
+            objective=ObjectiveConfig(
                 name=setting.objective,  # type: ignore[arg-type]
                 jsd_beta=0.5 if setting.objective == "jsd" else None,
                 l2_coefficient=1.0 if setting.objective == "kl+l2" else None,
                 freeze_embeddings_and_head=setting.freeze_embeddings_and_head,
             ),
-            train=Train(
+            train=TrainConfig(
                 max_steps=2,
                 batch_size_tokens=rows * setting.num_tokens,
                 per_device_train_batch_size=setting.num_rows,

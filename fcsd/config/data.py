@@ -9,7 +9,7 @@ from fcsd.config.strict import Strict
 Column = Literal["messages", "prompt", "input", "response", "text"]
 
 
-class Source(Strict):
+class SourceConfig(Strict):
     """One data set: a hub id, a local folder in hub layout, or a .jsonl, .json or .parquet file."""
 
     path: str
@@ -22,7 +22,7 @@ class Source(Strict):
     max_examples: int | None = Field(None, gt=0)
 
     @model_validator(mode="after")
-    def _columns_make_an_example(self) -> "Source":
+    def _columns_make_an_example(self) -> "SourceConfig":
         kinds = set(self.columns)
         if kinds not in ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"}):
             raise ValueError(
@@ -32,7 +32,7 @@ class Source(Strict):
         return self
 
 
-class Judged(Strict):
+class TestSetConfig(Strict):
     """Rows of a data set that models are judged on."""
 
     path: str  # hub id or folder below evaluation.data_root, or a local folder or file
@@ -42,26 +42,26 @@ class Judged(Strict):
     columns: list[str] = Field(default_factory=list)  # whose text counts; none: all of them
 
 
-class Decontaminate(Strict):
+class DecontaminateConfig(Strict):
     """Training examples that share `ngram` words in a row with a test item are left out and listed."""
 
     suite: str | None = None  # name in eval/suites, or a path: the items of its tasks
-    against: list[Judged] = Field(default_factory=list)  # and of these data sets
+    against: list[TestSetConfig] = Field(default_factory=list)  # and of these data sets
     ngram: int = Field(13, ge=5)
 
     @model_validator(mode="after")
-    def _has_test_items(self) -> "Decontaminate":
+    def _has_test_items(self) -> "DecontaminateConfig":
         if self.suite is None and not self.against:
             raise ValueError("needs test items: name a suite, or data sets under `against`")
         return self
 
 
-class Data(Strict):
+class DataConfig(Strict):
     """Training text, and held-out text on which KL to the original is reported."""
 
-    train: list[Source] = Field(min_length=1)
-    decontaminate: Decontaminate | None = None
-    heldout: Source | None = None
+    train: list[SourceConfig] = Field(min_length=1)
+    decontaminate: DecontaminateConfig | None = None
+    heldout: SourceConfig | None = None
     heldout_examples: int = Field(256, gt=0)
     max_length: int = Field(4096, gt=1)  # tokens in one row
     packing: bool = True

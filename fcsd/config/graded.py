@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fcsd.config.data import Data, Source
+from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.recipe import Recipe
 from fcsd.config.suite import load_suite
 from fcsd.errors import UserError
@@ -47,7 +47,7 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
                     )
 
 
-def _graded(recipe: Recipe, data: Data, where: str) -> Iterator[Graded]:
+def _graded(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
     stopping = recipe.early_stopping
     if stopping is not None and stopping.dataset is not None:
         yield Graded("early_stopping", stopping.dataset, stopping.dataset_name, stopping.split)
@@ -66,7 +66,7 @@ def _graded(recipe: Recipe, data: Data, where: str) -> Iterator[Graded]:
             yield Graded(f"task {row.task} of suite {suite.name}", row.dataset, row.dataset_name, row.split)
 
 
-def _is_graded(source: Source, graded: Graded, data_root: Path | None) -> bool:
+def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> bool:
     names = {source.name, graded.name}
     if len(names) == 2 and not names & {None, "all"}:
         return False  # two configurations of one data set

@@ -10,7 +10,7 @@ from fcsd.errors import UserError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class Model(Strict):
+class ModelConfig(Strict):
     """The original checkpoint: the teacher, and the weights the student starts from."""
 
     path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
@@ -23,7 +23,7 @@ class Model(Strict):
     experts_implementation: str | None = None
 
 
-class Connectivity(Strict):
+class ConnectivityConfig(Strict):
     """Which layers are rewired, and which of their two inputs (see `fcsd.connectivity.Connectivity`)."""
 
     layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
@@ -31,7 +31,7 @@ class Connectivity(Strict):
     mlp: Literal["outdated", "full"] = "outdated"
 
     @model_validator(mode="after")
-    def _selection_can_be_read(self) -> "Connectivity":
+    def _selection_can_be_read(self) -> "ConnectivityConfig":
         from fcsd.connectivity.spec import parse_selection
 
         try:
@@ -41,7 +41,7 @@ class Connectivity(Strict):
         return self
 
 
-class Teacher(Strict):
+class TeacherConfig(Strict):
     """Where the teacher's final hidden states come from; the numbers are the same, memory and time are not.
 
     sharded      a second, frozen model: whole on one process, in shards over several where the engine shards
@@ -59,7 +59,7 @@ class Teacher(Strict):
     spot_check_rows: int = Field(4, ge=0)
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_backend(self) -> "Teacher":
+    def _keys_belong_to_the_backend(self) -> "TeacherConfig":
         if self.backend == "cache" and not self.cache:
             raise ValueError("backend 'cache' needs `cache`, the folder that `fcsd cache-teacher` wrote")
         if self.backend == "adapter_off" and self.path is not None:
@@ -71,7 +71,7 @@ class Teacher(Strict):
         return self
 
 
-class Lora(Strict):
+class AdapterConfig(Strict):
     """Low-rank adapters are trained, the weights of the model are not; names are those of `peft.LoraConfig`."""
 
     r: int = Field(16, gt=0)
@@ -84,7 +84,7 @@ class Lora(Strict):
     target_parameters: list[str] | None = None
 
     @model_validator(mode="after")
-    def _something_is_adapted(self) -> "Lora":
+    def _something_is_adapted(self) -> "AdapterConfig":
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules or target_parameters must name what is adapted")
         if self.lora_dropout and self.target_parameters:

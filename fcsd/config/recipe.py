@@ -12,12 +12,19 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.config.data import Data
-from fcsd.config.model import Connectivity, Lora, Model, Teacher
+from fcsd.config.data import DataConfig
+from fcsd.config.model import AdapterConfig, ConnectivityConfig, ModelConfig, TeacherConfig
 from fcsd.config.overrides import set_dotted
-from fcsd.config.stopping import EarlyStopping
+from fcsd.config.stopping import EarlyStoppingConfig
 from fcsd.config.strict import Strict, did_you_mean, validate
-from fcsd.config.training import _DIVERGENCES, _OBJECTIVES_WITH, Objective, Safety, Sweep, Train
+from fcsd.config.training import (
+    DIVERGENCES,
+    OBJECTIVES_WITH,
+    ObjectiveConfig,
+    SafetyConfig,
+    SweepConfig,
+    TrainConfig,
+)
 from fcsd.errors import UserError
 
 _VARIANT_SECTIONS = (
@@ -32,7 +39,7 @@ _VARIANT_SECTIONS = (
 )
 
 
-class Evaluation(Strict):
+class EvaluationConfig(Strict):
     """How every model of the run is judged."""
 
     suite: str = "tiny"  # name in eval/suites, or a path
@@ -44,14 +51,14 @@ class Evaluation(Strict):
     allow_weak_sandbox: bool = False
 
 
-class Pretrain(Strict):
+class PretrainConfig(Strict):
     """A model from scratch (paper App. A): `config` is a transformers model configuration with its model_type."""
 
     config: dict[str, Any]
     tokenizer: str
-    connectivity: Connectivity = Connectivity(layers="none")
-    data: Data
-    train: Train
+    connectivity: ConnectivityConfig = ConnectivityConfig(layers="none")
+    data: DataConfig
+    train: TrainConfig
 
     @field_validator("config")
     @classmethod
@@ -61,7 +68,7 @@ class Pretrain(Strict):
         return value
 
 
-class Publication(Strict):
+class PublicationConfig(Strict):
     """What the model card of the published folder says beyond what was measured."""
 
     repo_id: str | None = None
@@ -76,22 +83,22 @@ class Recipe(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output_dir: str
     seed: int = Field(0, ge=0)
-    pretrain: Pretrain | None = None
-    model: Model = Model()
-    connectivity: Connectivity = Connectivity()
-    data: Data
-    objective: Objective = Objective()
-    teacher: Teacher | None = None  # null: backend sharded, where the objective has a teacher
-    lora: Lora | None = None  # null: all weights are trained
-    train: Train = Train()
-    safety: Safety = Safety()
-    early_stopping: EarlyStopping | None = None
-    sweep: Sweep | None = None
+    pretrain: PretrainConfig | None = None
+    model: ModelConfig = ModelConfig()
+    connectivity: ConnectivityConfig = ConnectivityConfig()
+    data: DataConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    teacher: TeacherConfig | None = None  # null: backend sharded, where the objective has a teacher
+    lora: AdapterConfig | None = None  # null: all weights are trained
+    train: TrainConfig = TrainConfig()
+    safety: SafetyConfig = SafetyConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    sweep: SweepConfig | None = None
     # Further distillations of the same model, each this recipe with some dotted keys replaced:
     # {sft: {objective.name: sft}, last-50: {connectivity.layers: {last: 50%}}}
     variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    evaluation: Evaluation = Evaluation()
-    publication: Publication = Publication()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    publication: PublicationConfig = PublicationConfig()
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "Recipe":
@@ -106,7 +113,7 @@ class Recipe(Strict):
         teacher = self.teacher
         if teacher is None:
             if self.objective.has_teacher:
-                self.__dict__["teacher"] = Teacher()
+                self.__dict__["teacher"] = TeacherConfig()
         elif not self.objective.has_teacher:
             raise ValueError(
                 f"teacher: objective {self.objective.name!r} compares with no teacher; leave the section out"
@@ -147,7 +154,7 @@ class Recipe(Strict):
         return self.model.path or str(self.folder / "pretrain" / "model")
 
     @property
-    def teacher_model(self) -> tuple[str, Model]:
+    def teacher_model(self) -> tuple[str, ModelConfig]:
         """The teacher's checkpoint, and how it is loaded: as the student's original but for path and revision."""
         if self.teacher is None or self.teacher.path is None:
             return self.model_path, self.model
@@ -174,10 +181,10 @@ class Recipe(Strict):
                     f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
                 )
             if key == "objective.name":
-                for other, names in _OBJECTIVES_WITH.items():
+                for other, names in OBJECTIVES_WITH.items():
                     if value not in names and f"objective.{other}" not in self.variants[name]:
                         raw["objective"][other] = None
-                if value not in _DIVERGENCES and not any(
+                if value not in DIVERGENCES and not any(
                     other.split(".")[0] == "teacher" for other in self.variants[name]
                 ):
                     raw["teacher"] = None

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from fcsd.config.strict import Strict
-from fcsd.config.suite import SuiteTask
+from fcsd.config.suite import TaskConfig
 
 _ROW_KEYS = (  # of early_stopping, as in a suite
     "kind",
@@ -25,14 +25,14 @@ _ROW_KEYS = (  # of early_stopping, as in a suite
 )
 
 
-class EarlyStopping(Strict):
+class EarlyStoppingConfig(Strict):
     """A score while training, and the end of it (paper 5.1: MBPP+, every 1000 steps, patience 20, delta 2 %).
 
     heldout_kl     KL(original || student) on data.heldout, in nats per kept token
     pass@1         greedy, on a code task
     metric,filter  lm-eval's key (`acc,none`), on any likelihood or generation task of lm-eval
 
-    The keys from `kind` on are those of a row of a suite (`fcsd.config.suite.SuiteTask`), and the task is scored as
+    The keys from `kind` on are those of a row of a suite (`fcsd.config.suite.TaskConfig`), and the task is scored as
     the evaluation would score that row.
     """
 
@@ -75,7 +75,7 @@ class EarlyStopping(Strict):
         return value
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_metric(self) -> "EarlyStopping":
+    def _keys_belong_to_the_metric(self) -> "EarlyStoppingConfig":
         if self.metric == "heldout_kl":
             for key in ("limit", "batch_size", *_ROW_KEYS):
                 if getattr(self, key) is not None:
@@ -102,7 +102,7 @@ class EarlyStopping(Strict):
         return self
 
     @property
-    def row(self) -> SuiteTask:
+    def row(self) -> TaskConfig:
         """The scored task as a row of a suite.
 
         Raises:
@@ -112,7 +112,7 @@ class EarlyStopping(Strict):
         given = {key: getattr(self, key) for key in _ROW_KEYS if getattr(self, key) is not None}
         kind = given.get("kind", "code")
         try:
-            return SuiteTask.model_validate(
+            return TaskConfig.model_validate(
                 (code if kind == "code" else {}) | given | {"metric": self.metric}
             )
         except ValidationError as error:

@@ -49,7 +49,7 @@ _CODE_ONLY = ("timeout_s", "prompt_template", "tests", "num_samples", "temperatu
 _GENERATES_ONLY = ("max_new_tokens", "stop")
 
 
-class SuiteTask(Strict):
+class TaskConfig(Strict):
     """One row of a suite. A key that has no meaning for the row's kind is an error, not ignored."""
 
     task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -87,7 +87,7 @@ class SuiteTask(Strict):
         return value
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_kind(self) -> "SuiteTask":
+    def _keys_belong_to_the_kind(self) -> "TaskConfig":
         if self.kind == "code":
             if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
                 raise ValueError(
@@ -114,21 +114,21 @@ class SuiteTask(Strict):
         return self
 
 
-def pass_k(row: SuiteTask) -> int:
+def pass_k(row: TaskConfig) -> int:
     """The k of a code row's pass@k."""
     return int(row.metric.removeprefix("pass@"))
 
 
-class Suite(Strict):
+class SuiteConfig(Strict):
     """A named list of tasks with different names."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
-    tasks: list[SuiteTask] = Field(min_length=1)
+    tasks: list[TaskConfig] = Field(min_length=1)
     folder: str = ""  # where the suite file lies; set by `load_suite`
 
     @model_validator(mode="after")
-    def _names_differ(self) -> "Suite":
+    def _names_differ(self) -> "SuiteConfig":
         names = [row.task for row in self.tasks]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -143,7 +143,7 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
 
 
-def load_suite(name_or_path: str | Path) -> Suite:
+def load_suite(name_or_path: str | Path) -> SuiteConfig:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
     Raises:
@@ -164,4 +164,6 @@ def load_suite(name_or_path: str | Path) -> Suite:
     raw = read_yaml(path)
     if isinstance(raw, dict) and "folder" in raw:
         raise UserError(f"{path}: folder: unknown key")
-    return validate(Suite, {**raw, "folder": str(path.parent)} if isinstance(raw, dict) else raw, str(path))
+    return validate(
+        SuiteConfig, {**raw, "folder": str(path.parent)} if isinstance(raw, dict) else raw, str(path)
+    )

@@ -6,22 +6,22 @@ from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
 
-_DIVERGENCES = ("kl", "reverse_kl", "jsd", "kl+l2")
+DIVERGENCES = ("kl", "reverse_kl", "jsd", "kl+l2")
 
 
-_OBJECTIVES_WITH = {
-    "temperature": _DIVERGENCES,
+OBJECTIVES_WITH = {
+    "temperature": DIVERGENCES,
     "jsd_beta": ("jsd",),
-    "clip": _DIVERGENCES,
+    "clip": DIVERGENCES,
     "l2_coefficient": ("kl+l2",),
     "l2_relative": ("kl+l2",),
     "l2_points": ("kl+l2",),
     "l2_until": ("kl+l2",),
-    "router_kl_coefficient": _DIVERGENCES,
+    "router_kl_coefficient": DIVERGENCES,
 }
 
 
-class Objective(Strict):
+class ObjectiveConfig(Strict):
     """What is minimised, in nats per kept token.
 
     kl          forward KL(teacher || student), paper Eq. 4
@@ -56,10 +56,10 @@ class Objective(Strict):
     freeze_routers: bool = False
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_name(self) -> "Objective":
+    def _keys_belong_to_the_name(self) -> "ObjectiveConfig":
         if self.name == "kl+l2" and self.l2_coefficient is None:
             raise ValueError("l2_coefficient is needed for objective 'kl+l2' and for no other")
-        for key, names in _OBJECTIVES_WITH.items():
+        for key, names in OBJECTIVES_WITH.items():
             if getattr(self, key) is not None and self.name not in names:
                 raise ValueError(
                     f"{key} is needed for objective 'kl+l2' and for no other"
@@ -84,10 +84,10 @@ class Objective(Strict):
     @property
     def has_teacher(self) -> bool:
         """Whether the student is compared with a teacher, and not with the data alone."""
-        return self.name in _OBJECTIVES_WITH["temperature"]
+        return self.name in OBJECTIVES_WITH["temperature"]
 
 
-class Train(Strict):
+class TrainConfig(Strict):
     """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
 
     max_steps: int = Field(2000, gt=0)
@@ -118,7 +118,7 @@ class Train(Strict):
     report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _minimum_rate_belongs_to_its_schedule(self) -> "Train":
+    def _minimum_rate_belongs_to_its_schedule(self) -> "TrainConfig":
         if (self.lr_scheduler_type == "cosine_with_min_lr") != (self.min_lr_rate is not None):
             raise ValueError(
                 "min_lr_rate is needed for lr_scheduler_type 'cosine_with_min_lr' and for no other"
@@ -128,7 +128,7 @@ class Train(Strict):
         return self
 
 
-class Safety(Strict):
+class SafetyConfig(Strict):
     """What a long run does when a step goes wrong (`fcsd.distill.safety`); of every training of the recipe."""
 
     max_skipped_steps: int = Field(10, ge=0)  # in a row, for a loss or gradient that is not finite
@@ -138,7 +138,7 @@ class Safety(Strict):
     max_rewinds: int = Field(0, ge=0)  # to a checkpoint from before the trouble; 0: none
 
 
-class Sweep(Strict):
+class SweepConfig(Strict):
     """Batch size first, at train.learning_rate; then learning rate, at the best batch size (paper 5.1)."""
 
     batch_size_tokens: list[Annotated[int, Field(gt=0)]] = Field(

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from fcsd.config.model import Lora
+from fcsd.config.model import AdapterConfig
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean
-from fcsd.config.training import Objective, Train
+from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.connectivity.aliases import INSTELLA_KEYS
 from fcsd.connectivity.modeling import base_model_class
@@ -70,14 +70,14 @@ class _Run:
     config: Mapping[str, Any]
     where: str
     connectivity: Any
-    objective: Objective
-    train: Train
+    objective: ObjectiveConfig
+    train: TrainConfig
     max_length: int
     teacher_dtype: torch.dtype
     attention: str | None
     num_active: int | None
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
-    lora: Lora | None = None
+    lora: AdapterConfig | None = None
 
 
 def estimate(
@@ -242,7 +242,7 @@ def _pretraining(recipe: Recipe) -> _Run:
         config=_pretrain_config(recipe),
         where="pretrain.config",
         connectivity=plan.connectivity,
-        objective=Objective(name="ce"),
+        objective=ObjectiveConfig(name="ce"),
         train=plan.train,
         max_length=plan.data.max_length,
         teacher_dtype=torch.float32,

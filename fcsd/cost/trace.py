@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fcsd.config.training import Objective
+from fcsd.config.training import ObjectiveConfig
 from fcsd.distill.arguments import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
@@ -35,11 +35,11 @@ PERSISTENT = ("student", "teacher", "gradients", "optimizer")
 class Setting:
     """What the memory and the products of a micro-batch depend on.
 
-    objective: a name of `fcsd.config.training.Objective`; divergence: its temperature, jsd_beta and clip.
+    objective: a name of `fcsd.config.training.ObjectiveConfig`; divergence: its temperature, jsd_beta and clip.
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
     on_gpu: chunk sizes and product dtypes of the loss as on CUDA; else as on a CPU.
     accumulates: the step has several micro-batches, so that gradients are there when one begins.
-    teacher: its back-end (`fcsd.config.model.Teacher`). adapters: the student is a LoRA student,
+    teacher: its back-end (`fcsd.config.model.TeacherConfig`). adapters: the student is a LoRA student,
     its own weights in `teacher_dtype`, the adapters in `student_dtype`.
     """
 
@@ -321,7 +321,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":
-        terms = ExtraTerms(Objective(name="kl+l2", l2_coefficient=1.0), student, 1)
+        terms = ExtraTerms(ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

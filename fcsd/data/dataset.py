@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from fcsd.config.data import Source
+from fcsd.config.data import SourceConfig
 from fcsd.data.batches import _ROW
 from fcsd.data.chat import tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
@@ -51,7 +51,7 @@ _SHUFFLE_BUFFER = 10_000
 
 
 def build_dataset(
-    sources: Sequence[Source],
+    sources: Sequence[SourceConfig],
     tokenizer: Any,
     *,
     max_length: int,
@@ -103,7 +103,7 @@ def build_dataset(
 
 
 def _in_memory(
-    sources: Sequence[Source],
+    sources: Sequence[SourceConfig],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     seed: int,
@@ -134,7 +134,7 @@ def _in_memory(
 
 
 def _stream(
-    sources: Sequence[Source],
+    sources: Sequence[SourceConfig],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     seed: int,
@@ -161,7 +161,7 @@ def _stream(
         streams.append(dataset)
     mixed = _mixed(streams, sources, seed)
 
-    def example(row: Mapping[str, Any]) -> tuple[Source, dict[str, Any]]:
+    def example(row: Mapping[str, Any]) -> tuple[SourceConfig, dict[str, Any]]:
         return sources[row["source"]], json.loads(row["json"])
 
     if decontaminator is not None:
@@ -179,7 +179,7 @@ def _as_json(example: Mapping[str, Any], columns: Mapping[Any, str], source: int
     return {"source": source, "json": json.dumps(values, ensure_ascii=False, default=str)}
 
 
-def _mixed(parts: list[Any], sources: Sequence[Source], seed: int) -> Any:
+def _mixed(parts: list[Any], sources: Sequence[SourceConfig], seed: int) -> Any:
     if len(parts) == 1:
         return parts[0]
     total = sum(source.weight for source in sources)
@@ -195,7 +195,7 @@ def _pack_batch(batch: Mapping[str, list], **options: Any) -> dict[str, list]:
 
 
 def heldout_rows(
-    source: Source,
+    source: SourceConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_examples: int,
@@ -205,7 +205,7 @@ def heldout_rows(
 ) -> Any:
     """Rows of the first `num_examples` of held-out text, in order."""
     limit = min(num_examples, source.max_examples or num_examples)
-    plain = Source.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
+    plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
     return build_dataset(
         [plain], tokenizer, max_length=max_length, packing=packing, loss_on=loss_on, shuffle=False
     )

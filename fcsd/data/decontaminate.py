@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.config.data import Source
+from fcsd.config.data import SourceConfig
 from fcsd.data.chat import example_texts
 
 SHORTEST = 8
@@ -159,7 +159,7 @@ class Decontaminator:
         self.num_examples: Counter[str] = Counter()
         self._found: dict[tuple[str, str], Overlap] = {}
 
-    def filter(self, dataset: Any, source: Source) -> Any:
+    def filter(self, dataset: Any, source: SourceConfig) -> Any:
         """The examples of a data set in memory that overlap with no test item."""
         # Without its own name for the result, `datasets` would hash the whole index.
         name = hashlib.sha256(f"{dataset._fingerprint} {id(self)}".encode()).hexdigest()[:16]
@@ -171,7 +171,7 @@ class Decontaminator:
             new_fingerprint=name,
         )
 
-    def keeps(self, source: Source, example: Mapping[str, Any]) -> bool:
+    def keeps(self, source: SourceConfig, example: Mapping[str, Any]) -> bool:
         """Whether an example of `source` overlaps with no test item; one that does goes on the record."""
         name = ":".join(part for part in (source.path, source.name, source.split) if part)
         self.num_examples[name] += 1

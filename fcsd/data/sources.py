@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from fcsd.config.data import Source
+from fcsd.config.data import SourceConfig
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
+def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDataset:
     """The examples of `source`, untouched but for `max_examples`.
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.

@@ -14,7 +14,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from fcsd.config.training import Objective, Safety, Train
+from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distributed.engine import (
@@ -43,18 +43,18 @@ class TrainingRun:
     tokenizer: PreTrainedTokenizerBase
     rows: Any
     max_length: int
-    objective: Objective
-    train: Train
+    objective: ObjectiveConfig
+    train: TrainConfig
     seed: int
     save_dtype: torch.dtype
-    safety: Safety = field(default_factory=Safety)
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
     stopper: EarlyStopper | None = None
     score: Scorer | None = None
     save_model: bool = True
     adapters: Any = None
 
 
-def accumulation_steps(train: Train, max_length: int, world_size: int) -> int:
+def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> int:
     """Micro-batches in one optimiser step.
 
     Raises:
@@ -142,7 +142,7 @@ def refuse_what_cannot_be_spread(run: TrainingRun, engine: Engine) -> None:
             raise UserError(message)
 
 
-def check_reporters(train: Train) -> None:
+def check_reporters(train: TrainConfig) -> None:
     for name in train.report_to:
         if importlib.util.find_spec(name) is None:
             raise UserError(

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from fcsd.config.training import Safety
+from fcsd.config.training import SafetyConfig
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
@@ -41,7 +41,7 @@ class GuardedTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(model, args, **kwargs)
-        self.guard = guard or Guard(Safety())
+        self.guard = guard or Guard(SafetyConfig())
         self.signals = signals or Signals()
         self.interrupted_by = 0
         self._received = 0  # the signal of any rank, as known to all

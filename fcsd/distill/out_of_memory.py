@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.config.training import Train
+from fcsd.config.training import TrainConfig
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.errors import UserError, is_out_of_memory
 from fcsd.text import size
@@ -27,7 +27,7 @@ REST = "activations, loss and buffers"
 
 @contextmanager
 def explained(
-    student: nn.Module, teacher: Teacher | None, train: Train, max_length: int, device: torch.device
+    student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int, device: torch.device
 ) -> Iterator[None]:
     """What runs inside and has not enough memory ends with a `UserError` that says why and what to do."""
     try:
@@ -42,7 +42,7 @@ def explanation(
     error: BaseException,
     student: nn.Module,
     teacher: Teacher | None,
-    train: Train,
+    train: TrainConfig,
     max_length: int,
     device: torch.device,
 ) -> str:
@@ -96,7 +96,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def advice(
-    largest: list[str], student: nn.Module, teacher: Teacher | None, train: Train, max_length: int
+    largest: list[str], student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int
 ) -> Iterator[str]:
     """Changes of the recipe or of the launch, those first that make the largest terms smaller."""
     sharded = any(hasattr(p, "ds_tensor") or hasattr(p, "device_mesh") for p in student.parameters())

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, Literal
 
-from fcsd.config.training import Safety
+from fcsd.config.training import SafetyConfig
 
 Verdict = Literal["go", "skip", "rewind", "stop"]
 _FEWEST_LOSSES = 16  # before this many, or the whole window, nothing is called a spike
@@ -73,7 +73,7 @@ class Guard:
     data is that many steps ahead of the step's number. events: one dict a row of skipped steps, a spike, a rewind.
     """
 
-    def __init__(self, settings: Safety):
+    def __init__(self, settings: SafetyConfig):
         self.settings = settings
         self.detector = SpikeDetector(settings.spike_window, settings.spike_threshold)
         self.events: list[dict[str, Any]] = []

@@ -13,8 +13,7 @@ from typing import Any
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import validate
-from fcsd.config.training import Sweep
-from fcsd.config.training import Train as TrainSettings
+from fcsd.config.training import SweepConfig, TrainConfig
 from fcsd.distill.history import mean_of_last, read_history
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json, write_text
@@ -33,7 +32,7 @@ class Candidate:
         """A name that says what is tried."""
         return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
 
-    def train(self, base: TrainSettings, sweep: Sweep) -> TrainSettings:
+    def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
         """The training section of this candidate: every step is logged, nothing else differs from `base`."""
         changes = {
             "batch_size_tokens": self.batch_size_tokens,
@@ -42,15 +41,15 @@ class Candidate:
             "warmup_steps": sweep.warmup_steps,
             "logging_steps": 1,
         }
-        return TrainSettings.model_validate(base.model_dump() | changes)
+        return TrainConfig.model_validate(base.model_dump() | changes)
 
 
-def batch_size_candidates(base: TrainSettings, sweep: Sweep) -> list[Candidate]:
+def batch_size_candidates(base: TrainConfig, sweep: SweepConfig) -> list[Candidate]:
     """The first stage: every batch size at `base.learning_rate`."""
     return [Candidate("batch_size_tokens", tokens, base.learning_rate) for tokens in sweep.batch_size_tokens]
 
 
-def learning_rate_candidates(batch_size_tokens: int, sweep: Sweep) -> list[Candidate]:
+def learning_rate_candidates(batch_size_tokens: int, sweep: SweepConfig) -> list[Candidate]:
     """The second stage: every learning rate at the chosen batch size."""
     return [Candidate("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
 
@@ -68,7 +67,7 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_sweep(
-    recipe: Recipe, folder: Path, run_candidate: Callable[[Candidate, TrainSettings, Path], None]
+    recipe: Recipe, folder: Path, run_candidate: Callable[[Candidate, TrainConfig, Path], None]
 ) -> dict[str, Any]:
     """Run what is missing of both stages and leave `sweep.json`, `sweep.md`, `sweep.png` and `recipe.yaml` in `folder`.
 
@@ -109,7 +108,7 @@ def _measured(
     candidate: Candidate,
     recipe: Recipe,
     folder: Path,
-    run_candidate: Callable[[Candidate, TrainSettings, Path], None],
+    run_candidate: Callable[[Candidate, TrainConfig, Path], None],
 ) -> dict[str, Any]:
     sweep = recipe.sweep
     assert sweep is not None

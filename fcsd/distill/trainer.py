@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from fcsd.config.training import Objective, Train
+from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.data.batches import next_token_targets, without_tail
 from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import STOPPER_FILE
@@ -75,10 +75,10 @@ class DistillTrainer(GuardedTrainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
-        objective: Objective,
+        objective: ObjectiveConfig,
         teacher: Teacher | None,
         engine: Engine,
-        settings: Train,
+        settings: TrainConfig,
         stopper: EarlyStopper | None = None,
         **kwargs: Any,
     ):
@@ -94,7 +94,7 @@ class DistillTrainer(GuardedTrainer):
             raise ValueError(
                 f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
             )
-        self.objective: Objective = objective
+        self.objective: ObjectiveConfig = objective
         self.teacher = teacher
         self.terms = ExtraTerms(objective, model, args.max_steps) if objective.has_extra_terms else None
         self.stopper = stopper

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from fcsd.config.training import Train
+from fcsd.config.training import TrainConfig
 from fcsd.distributed.launch import processes
 from fcsd.errors import UserError
 
@@ -177,7 +177,7 @@ def _without_shared_memory_op() -> None:
     communication.build_shm_op = lambda: None
 
 
-def check_precision(train: Train, engine: Engine) -> None:
+def check_precision(train: TrainConfig, engine: Engine) -> None:
     """Raises UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed == "bf16" and not train.bf16:
@@ -227,7 +227,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def finish_zero_settings(arguments: Any, train: Train) -> None:
+def finish_zero_settings(arguments: Any, train: TrainConfig) -> None:
     """What DeepSpeed is told by the recipe and by us, whatever accelerate's configuration says."""
     config = arguments.deepspeed_plugin.deepspeed_config
     config["bf16"] = {"enabled": train.bf16}
@@ -260,7 +260,7 @@ def distributed_config(engine: Engine, *, bf16: bool = False) -> Any:
     )
 
 
-def checkpoints_activations(train: Train, model: nn.Module) -> bool:
+def checkpoints_activations(train: TrainConfig, model: nn.Module) -> bool:
     """`train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
     if train.gradient_checkpointing is not None:
         return train.gradient_checkpointing

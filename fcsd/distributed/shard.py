@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.config.training import Train
+from fcsd.config.training import TrainConfig
 from fcsd.connectivity.rewire import decoder_layers, is_one_of
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import processes
@@ -34,7 +34,7 @@ from fcsd.families import family_of
 from fcsd.families.structure import head_and_body
 
 
-def spread_student(model: PreTrainedModel, engine: Engine, train: Train) -> None:
+def spread_student(model: PreTrainedModel, engine: Engine, train: TrainConfig) -> None:
     """Leave on every rank its part of a model that is to be trained. It carries its loss head already.
 
     FSDP2: parameters in train.dtype; with train.bf16 they are gathered as bfloat16 and gradients are reduced in

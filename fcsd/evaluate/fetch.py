@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.suite import Suite, SuiteTask
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import first_line
 from fcsd.files import read_json, write_json, writing
@@ -25,14 +25,14 @@ MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies th
 _IGNORED = ["*.py", ".gitattributes", "*.zip"]
 
 
-def fetch_suite(suite: Suite, root: Path, *, progress: bool = True) -> list[str]:
+def fetch_suite(suite: SuiteConfig, root: Path, *, progress: bool = True) -> list[str]:
     """Fetch every data set of `suite` that `root` does not hold yet; which were fetched.
 
     Raises:
         UserError: a data set cannot be fetched (the message names the task), or `root` holds another revision of it.
             Data sets that were fetched before stay.
     """
-    rows: dict[str, SuiteTask] = {}
+    rows: dict[str, TaskConfig] = {}
     for row in suite.tasks:
         if Path(row.dataset).is_absolute():
             continue
@@ -50,13 +50,13 @@ def fetch_suite(suite: Suite, root: Path, *, progress: bool = True) -> list[str]
     return [row.dataset for row in missing]
 
 
-def fetched_revision(row: SuiteTask, data_root: Path) -> str | None:
+def fetched_revision(row: TaskConfig, data_root: Path) -> str | None:
     """The commit of a data set in a data root; None where it was not fetched by `fetch_suite`."""
     mark = data_root / row.dataset / MARK
     return str(read_json(mark)["revision"]) if mark.is_file() else None
 
 
-def _is_there(row: SuiteTask, root: Path) -> bool:
+def _is_there(row: TaskConfig, root: Path) -> bool:
     folder = root / row.dataset
     if not folder.exists():
         return False
@@ -74,7 +74,7 @@ def _is_there(row: SuiteTask, root: Path) -> bool:
     return True
 
 
-def _fetch(row: SuiteTask, root: Path) -> None:
+def _fetch(row: TaskConfig, root: Path) -> None:
     folder = root / row.dataset
     beside = folder.with_name(f".{folder.name}.fetch")
     with writing(folder):
@@ -105,7 +105,7 @@ def _of_the_network(error: OSError) -> bool:
     return isinstance(error, ConnectionError | TimeoutError)
 
 
-def _unreachable(row: SuiteTask, error: BaseException) -> UserError:
+def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     from huggingface_hub import errors
 
     name = f"{row.dataset}@{row.revision or 'main'}"

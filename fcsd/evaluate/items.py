@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.data import Source
-from fcsd.config.suite import Suite, SuiteTask
+from fcsd.config.data import SourceConfig
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.errors import UserError
@@ -19,7 +19,7 @@ from fcsd.evaluate.suites import dataset_location
 _CODE_LEFT_OUT = ("test",)
 
 
-def suite_items(suite: Suite, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
+def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
     """The items of all tasks of a suite, with every text that their rows hold; code without generated tests.
 
     Raises:
@@ -33,7 +33,7 @@ def suite_items(suite: Suite, data_root: Path | None, tokenizer: Any) -> Iterato
         )
 
 
-def _code_items(row: SuiteTask, data_root: Path | None) -> Iterator[Item]:
+def _code_items(row: TaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     revision = row.revision if location == row.dataset else None
     for index, problem in enumerate(_load(location, row.dataset_name, row.split or "test", revision)):
@@ -41,7 +41,9 @@ def _code_items(row: SuiteTask, data_root: Path | None) -> Iterator[Item]:
         yield Item(row.task, str(problem.get("task_id", index)), tuple(all_texts(shown)))
 
 
-def _lm_eval_items(row: SuiteTask, suite: Suite, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
+def _lm_eval_items(
+    row: TaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> Iterator[Item]:
     for name, task in load_task(row, suite, data_root, tokenizer).items():
         for index, document in enumerate(task.eval_docs):
             item = str(index) if name == row.task else f"{name}/{index}"
@@ -73,7 +75,7 @@ def _load(path: str, name: str | None, split: str, revision: str | None, columns
     # Not validated: the columns of a test set are any, those of a training source make an example.
     wanted: Any = {column: column for column in columns}
     return load_source(
-        Source.model_construct(path=path, name=name, split=split, revision=revision, columns=wanted)
+        SourceConfig.model_construct(path=path, name=name, split=split, revision=revision, columns=wanted)
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fcsd
-from fcsd.config.suite import SuiteTask, pass_k
+from fcsd.config.suite import TaskConfig, pass_k
 from fcsd.errors import UserError
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.code.scorer import Outcome, pass_at_k
@@ -40,7 +40,7 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 def code_sample(
-    row: SuiteTask, problem: Problem, prompt: str, completions: Sequence[str], outcomes: Sequence[Outcome]
+    row: TaskConfig, problem: Problem, prompt: str, completions: Sequence[str], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
     """What is kept of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
     sample: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> fl
 
 
 def task_result(
-    row: SuiteTask, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
+    row: TaskConfig, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
 ) -> dict[str, Any]:
     """What the result says about one task."""
     scores = [sample["score"] for sample in samples]

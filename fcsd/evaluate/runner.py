@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.suite import Suite, SuiteTask
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.batch import Batch, BatchSize, check_batch_size
@@ -47,7 +47,7 @@ Judge = Callable[["PreTrainedModel", str], tuple[dict[str, Any], Samples]]
 def evaluate(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    suite: Suite,
+    suite: SuiteConfig,
     *,
     data_root: Path | None,
     batch_size: BatchSize,
@@ -95,7 +95,7 @@ def evaluate(
 @contextlib.contextmanager
 def judging(
     tokenizer: "PreTrainedTokenizerBase",
-    suite: Suite,
+    suite: SuiteConfig,
     *,
     data_root: Path | None,
     batch_size: BatchSize,
@@ -210,7 +210,7 @@ def judging(
 def _result(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    suite: Suite,
+    suite: SuiteConfig,
     samples: Samples,
     facts: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
@@ -248,7 +248,7 @@ def _result(
     }
 
 
-def _code_work(row: SuiteTask, problems: Sequence[Problem]) -> Work:
+def _code_work(row: TaskConfig, problems: Sequence[Problem]) -> Work:
     tokens = len(problems) * (row.num_samples or 1) * (row.max_new_tokens or 0)
     return Work(len(problems), "tokens", tokens)
 
@@ -256,7 +256,7 @@ def _code_work(row: SuiteTask, problems: Sequence[Problem]) -> Work:
 def _run_code(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    row: SuiteTask,
+    row: TaskConfig,
     problems: Sequence[Problem],
     scorer: CodeScorer | None,
     batch: Batch,
@@ -284,7 +284,7 @@ def _run_code(
     return ranks.from_first(scored)
 
 
-def _chat_template_hash(tokenizer: Any, suite: Suite) -> str | None:
+def _chat_template_hash(tokenizer: Any, suite: SuiteConfig) -> str | None:
     if not any(row.chat_template for row in suite.tasks):
         return None
     return text_hash(json.dumps(tokenizer.chat_template, sort_keys=True))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.artifact import Stage, versions
-from fcsd.config.data import Source
-from fcsd.config.model import Model
+from fcsd.config.data import SourceConfig
+from fcsd.config.model import ModelConfig
 from fcsd.config.recipe import Recipe
-from fcsd.config.suite import Suite, SuiteTask, load_suite
+from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import begin, finish, processes
@@ -137,7 +137,7 @@ def evaluate_checkpoint(
             store=_store(stage, tasks, cache, limit, {}),
             ranks=ranks,
         ) as judge:  # a mistake in tasks or data shows before the weights are read
-            named = Model(path=path, trust_remote_code=trust_remote_code)
+            named = ModelConfig(path=path, trust_remote_code=trust_remote_code)
             result, samples = judge(load_judged(named, folder, device_map=device_map), path)
         _leave(stage, result, samples)
 
@@ -152,7 +152,7 @@ def _judged_model(folder: Path) -> dict[str, str]:
 
 
 def _store(
-    stage: Stage, suite: Suite, cache: Path | None, limit: int | None, loading: dict[str, Any]
+    stage: Stage, suite: SuiteConfig, cache: Path | None, limit: int | None, loading: dict[str, Any]
 ) -> TaskStore:
     """Where finished tasks are kept: under the fingerprints of what was judged, never under its path."""
     identity = {
@@ -179,7 +179,7 @@ def _leave(stage: Stage, result: dict[str, Any], samples: Samples) -> None:
 
 
 def judged_data(
-    tasks: Sequence[SuiteTask], data_root: Path | None, heldout: Source | None = None
+    tasks: Sequence[TaskConfig], data_root: Path | None, heldout: SourceConfig | None = None
 ) -> dict[str, str]:
     """What identifies the items that models are judged on: a score is never read for other items."""
     found = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.suite import SuiteTask
+from fcsd.config.suite import TaskConfig
 from fcsd.errors import UserError
 from fcsd.files import file_sha256, write_text, writing
 
@@ -52,7 +52,7 @@ class TaskStore:
             raise UserError(f"{folder}: is a file; finished tasks need a folder")
         self.folder, self.identity, self.data = folder, dict(identity), dict(data)
 
-    def _key(self, row: SuiteTask) -> dict[str, Any]:
+    def _key(self, row: TaskConfig) -> dict[str, Any]:
         # Whether a task counts in the mean, and what its data set is called, changes no answer.
         settings = row.model_dump(mode="json", exclude={"headline", "dataset", "revision"})
         return {
@@ -62,11 +62,11 @@ class TaskStore:
             "data": self.data[row.task],
         }
 
-    def _path(self, row: SuiteTask) -> Path:
+    def _path(self, row: TaskConfig) -> Path:
         text = json.dumps(self._key(row), sort_keys=True)
         return self.folder / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
-    def get(self, row: SuiteTask) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+    def get(self, row: TaskConfig) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """(samples, facts) of a finished task; None when it is not there or damaged."""
         try:
             found = json.loads(self._path(row).read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ class TaskStore:
             pass
         return None
 
-    def put(self, row: SuiteTask, samples: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    def put(self, row: TaskConfig, samples: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
         """Keep a finished task; the file appears whole or not at all.
 
         facts: what a result says of the task beside its samples.

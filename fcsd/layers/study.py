@@ -23,10 +23,10 @@ from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from fcsd.artifact import Stage
-from fcsd.config.data import Source
-from fcsd.config.model import Model
+from fcsd.config.data import SourceConfig
+from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, did_you_mean, parse_yaml, validate
-from fcsd.config.suite import Suite, load_suite
+from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import find_folder, read_checkpoint
 from fcsd.connectivity.load import load_config
@@ -52,7 +52,7 @@ Side = Literal["first", "last", "single"]
 class Study(Strict):
     """What is measured, on which selections."""
 
-    model: Model
+    model: ModelConfig
     attention: Literal["partial", "full"] = "partial"
     mlp: Literal["outdated", "full"] = "outdated"
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
@@ -60,7 +60,7 @@ class Study(Strict):
     counts: list[int] | None = None
     every: int = Field(1, gt=0)
     # KL to the original on held-out text
-    text: Source | None = None
+    text: SourceConfig | None = None
     text_examples: int = Field(256, gt=0)
     max_length: int = Field(4096, gt=1)  # tokens in one row
     packing: bool = True
@@ -119,7 +119,7 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     text = options["text"]
     if text is not None:
         found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
-        text = validate(Source, found, "--text").model_dump()
+        text = validate(SourceConfig, found, "--text").model_dump()
     sides = options["sides"].split(",") if options["sides"] else None
     if sides is None:
         sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
@@ -240,7 +240,7 @@ def layers_stage(study: Study, folder: Path) -> Stage:
     return Stage(folder, "layers", settings, inputs)
 
 
-def layer_mask(model: Model) -> list[bool]:
+def layer_mask(model: ModelConfig) -> list[bool]:
     """One entry a decoder layer of an original checkpoint, True for an MoE layer; weights are not read."""
     source = find_folder(model.path, model.revision)
     checkpoint = read_checkpoint(source)
@@ -252,7 +252,7 @@ def layer_mask(model: Model) -> list[bool]:
     return list(moe_mask(load_config(checkpoint), checkpoint.family))
 
 
-def suite_of(study: Study) -> Suite | None:
+def suite_of(study: Study) -> SuiteConfig | None:
     """The chosen tasks of the study's suite, in the order given; None without tasks."""
     if not study.tasks:
         return None

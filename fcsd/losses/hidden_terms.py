@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.config.training import Objective
+from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import family_of
@@ -130,7 +130,7 @@ class ExtraTerms:
         UserError: the student has no such points, or no routers that can be found.
     """
 
-    def __init__(self, objective: Objective, student: nn.Module, steps: int):
+    def __init__(self, objective: ObjectiveConfig, student: nn.Module, steps: int):
         self.objective, self.steps = objective, steps
         self.with_routers = objective.router_kl_coefficient is not None
         self.layers = _point_layers(objective, student)
@@ -213,7 +213,7 @@ class ExtraTerms:
         return [getattr(layer, name) for layer in chosen for name in (family.attention, family.moe)]
 
 
-def _point_layers(objective: Objective, student: nn.Module) -> list[int]:
+def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
     """The indices of the layers that have a point of l2."""
     if objective.l2_coefficient is None:
         return []

@@ -13,7 +13,7 @@ from fcsd.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fcsd.config.model import Model
+    from fcsd.config.model import ModelConfig
     from fcsd.connectivity import Connectivity
 
 
@@ -34,7 +34,7 @@ def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def original_model(
-    model: "Model",
+    model: "ModelConfig",
     path: str | Path,
     connectivity: "Connectivity | None" = None,
     *,
@@ -106,7 +106,7 @@ def free_memory() -> None:
 
 
 def load_tokenizer(
-    path: str | Path, model: "Model | None" = None, *, trust_remote_code: bool = False
+    path: str | Path, model: "ModelConfig | None" = None, *, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer that lies beside a checkpoint; revision and trust in its code are those of `model`, if given."""
     from transformers import AutoTokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fcsd.config.model import Model
+from fcsd.config.model import ModelConfig
 from fcsd.distributed.engine import Engine, distributed_config, holds_weights, launched_engine
 from fcsd.distributed.launch import processes
 from fcsd.distributed.shard import spread_teacher
@@ -36,7 +36,7 @@ def check_device_map(device_map: Any) -> None:
         )
 
 
-def load_judged(model: Model, path: Path, *, device_map: Any = None) -> PreTrainedModel:
+def load_judged(model: ModelConfig, path: Path, *, device_map: Any = None) -> PreTrainedModel:
     """The checkpoint in the folder `path`, in eval mode, as this rank of the launch holds it; all ranks call this.
 
     FSDP2 and expert parallelism: parts of the weights (under FSDP2 the head whole on every rank). Otherwise all of them
@@ -71,7 +71,7 @@ def load_judged(model: Model, path: Path, *, device_map: Any = None) -> PreTrain
     return loaded
 
 
-def _whole(model: Model, path: Path, device: torch.device) -> PreTrainedModel:
+def _whole(model: ModelConfig, path: Path, device: torch.device) -> PreTrainedModel:
     """Read straight to the device: the ranks of a machine would have a copy each in main memory otherwise."""
     try:
         loaded = original_model(model, path, device_map=None if device.type == "cpu" else {"": device})

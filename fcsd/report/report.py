@@ -11,7 +11,7 @@ from typing import Any
 from fcsd.artifact import versions
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
-from fcsd.config.stopping import EarlyStopping
+from fcsd.config.stopping import EarlyStoppingConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.results import read_result
 from fcsd.files import new_folder, read_json, write_json, write_text
@@ -200,7 +200,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _also_reported(stopping: EarlyStopping, models: Mapping[str, Any]) -> str:
+def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:
     """A checkpoint chosen by the items that it is then judged on looks better there than it is."""
     if stopping.metric == "heldout_kl":
         return ""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.artifact import Stage
 from fcsd.config.layout import MAIN, _connectivity
 from fcsd.config.recipe import Recipe
-from fcsd.config.training import Train as TrainSettings
+from fcsd.config.training import TrainConfig
 from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
@@ -43,7 +43,7 @@ def sweep(recipe: Recipe, *, fill_cache: bool = False) -> Stage:
     _check_launch(recipe)
     teacher = load_teacher(recipe, rows, tokenizer, _teacher_weights(recipe), fill=fill_cache)
 
-    def candidate_run(candidate: Candidate, settings: TrainSettings, place: Path) -> None:
+    def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
         description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
         plan = _training_run(recipe, place, description, teacher, tokenizer, rows)
         train(replace(plan, train=settings, save_model=False))

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from fcsd.artifact import Stage
 from fcsd.config.layout import _connectivity
 from fcsd.config.recipe import Recipe
-from fcsd.config.training import Objective
+from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
@@ -48,7 +48,7 @@ def pretrain(recipe: Recipe) -> Stage:
         tokenizer=tokenizer,
         rows=rows,
         max_length=plan.data.max_length,
-        objective=Objective(name="ce"),
+        objective=ObjectiveConfig(name="ce"),
         train=plan.train,
         seed=recipe.seed,
         save_dtype=dtype_of(plan.train.dtype),

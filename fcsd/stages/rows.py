@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.data import Data, Decontaminate
+from fcsd.config.data import DataConfig, DecontaminateConfig
 from fcsd.config.recipe import Recipe
 from fcsd.config.suite import load_suite
 from fcsd.data.dataset import build_dataset
@@ -24,7 +24,7 @@ _held_rows: dict[str, tuple[Any, Decontaminator | None]] = {}
 
 
 def training_rows(
-    data: Data, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe
 ) -> tuple[Any, Decontaminator | None]:
     """Packed rows of a `data` section of `recipe`, and the record of what was left out of them.
 
@@ -52,7 +52,7 @@ def training_rows(
 
 
 def _decontaminator(
-    plan: Decontaminate | None, tokenizer: "PreTrainedTokenizerBase", data_root: Path | None
+    plan: DecontaminateConfig | None, tokenizer: "PreTrainedTokenizerBase", data_root: Path | None
 ) -> Decontaminator | None:
     if plan is None:
         return None
@@ -77,7 +77,7 @@ def left_out(record: Decontaminator | None, folder: Path) -> dict[str, Any]:
     return {"decontamination": summary}
 
 
-def data_inputs(data: Data, recipe: Recipe) -> dict[str, str]:
+def data_inputs(data: DataConfig, recipe: Recipe) -> dict[str, str]:
     """What identifies the bytes of the training sources, and of the test items that are kept out of them."""
     inputs = {
         f"data.train.{index}": data_fingerprint(source.path, source.revision)

@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.config.data import Data
+from fcsd.config.data import DataConfig
 from fcsd.config.recipe import Recipe
-from fcsd.config.stopping import EarlyStopping
-from fcsd.config.suite import Suite, SuiteTask
+from fcsd.config.stopping import EarlyStoppingConfig
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.distill.arguments import Scorer
 from fcsd.distill.early_stopping import EarlyStopper, Score
@@ -99,21 +99,21 @@ def scored_data(recipe: Recipe) -> dict[str, str]:
     return judged_data([plan.row], _data_root(recipe))
 
 
-def score_settings(plan: EarlyStopping | None) -> dict[str, Any] | None:
+def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
     """The part of the section that a result depends on: no score depends on the batch size beyond float noise."""
     return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
 
 
-def _suite(row: SuiteTask) -> Suite:
+def _suite(row: TaskConfig) -> SuiteConfig:
     # Paths of tasks' definitions are relative to where the command runs, as all paths in a recipe.
-    return Suite(name="early_stopping", tasks=[row], folder=".")
+    return SuiteConfig(name="early_stopping", tasks=[row], folder=".")
 
 
 def _data_root(recipe: Recipe) -> Path | None:
     return Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None
 
 
-def _rows(data: Data, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     assert data.heldout is not None
     return heldout_rows(
         data.heldout,

@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-from fcsd.config.data import Data, Source
+from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.graded import split_names
 from fcsd.config.overrides import set_dotted, to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
-from fcsd.config.training import Train
+from fcsd.config.training import TrainConfig
 from fcsd.errors import UserError
 from fcsd.files import new_folder
 from fcsd.tiny.rows import BENCHMARKS, training_row
@@ -142,7 +142,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _small_data(data: Data, folder: Path, section: str) -> dict[str, Any]:
+def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
     """The keys of a `data` section that a rehearsal replaces."""
     sources = [
         source.model_dump(mode="json")
@@ -161,7 +161,7 @@ def _small_data(data: Data, folder: Path, section: str) -> dict[str, Any]:
     }
 
 
-def _small_train(train: Train, max_length: int) -> dict[str, Any]:
+def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
     """The keys of a `train` section that a rehearsal replaces."""
     return {
         "max_steps": min(train.max_steps, _NUM_STEPS),
@@ -301,7 +301,7 @@ def _write_data(recipe: Recipe, place: Path) -> None:
         _write_repository(folder, files)
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, Source, int]]:
+def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
     """Name, source and number of examples, of all training sources and held-out texts."""
     recipes = [recipe, *map(recipe.variant, recipe.variants)]
     tokens = max(one.train.batch_size_tokens for one in recipes)
@@ -333,7 +333,7 @@ def _judged(recipe: Recipe) -> set[str]:
     return found & BENCHMARKS.keys()
 
 
-def _data_sections(recipe: Recipe) -> list[Data]:
+def _data_sections(recipe: Recipe) -> list[DataConfig]:
     recipes = [recipe, *map(recipe.variant, recipe.variants)]
     return [one.data for one in recipes] + ([recipe.pretrain.data] if recipe.pretrain is not None else [])
 

@@ -12,7 +12,7 @@ from fcsd.config.load import load_recipe
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import Strict
-from fcsd.config.training import Objective
+from fcsd.config.training import ObjectiveConfig
 from fcsd.errors import UserError
 from fcsd.files import data_dir
 
@@ -95,7 +95,7 @@ def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_be
     value = MINIMAL | {"objective": {"name": base} | BASES[base], "variants": {"v": {"objective.name": name}}}
     variant = load_recipe(write(tmp_path, value)).variant("v")
     alone = {key: value for key, value in BASES[base].items() if key in KEYS_OF[name]}
-    assert variant.objective == Objective.model_validate({"name": name} | alone)
+    assert variant.objective == ObjectiveConfig.model_validate({"name": name} | alone)
 
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
@@ -111,7 +111,7 @@ def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(t
     path = write(tmp_path, MINIMAL | {"variants": {"sft": {"objective.name": "sft"}}})
     recipe = load_recipe(path, ["objective.name=kl+l2", "objective.l2_coefficient=0.1"])
     assert recipe.objective.l2_coefficient == 0.1
-    assert recipe.variant("sft").objective == Objective(name="sft")
+    assert recipe.variant("sft").objective == ObjectiveConfig(name="sft")
 
 
 def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Pa
 def test_defaults_are_those_of_the_objective(
     name: str, temperature: float | None, jsd_beta: float | None
 ) -> None:
-    objective = Objective.model_validate({"name": name})
+    objective = ObjectiveConfig.model_validate({"name": name})
     assert (objective.temperature, objective.jsd_beta, objective.clip) == (temperature, jsd_beta, None)
     assert objective.has_teacher == (name not in ("sft", "ce"))
-    assert Objective.model_validate(objective.model_dump()) == objective
+    assert ObjectiveConfig.model_validate(objective.model_dump()) == objective
 
 
 WRONG = [

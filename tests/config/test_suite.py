@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.config.suite import SuiteTask, load_suite, suite_names
+from fcsd.config.suite import TaskConfig, load_suite, suite_names
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import dataset_location
 
@@ -73,7 +73,7 @@ def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_code_row_records_its_defaults() -> None:
-    row = SuiteTask.model_validate(CODE)
+    row = TaskConfig.model_validate(CODE)
     assert (row.split, row.max_new_tokens, row.timeout_s, row.prompt_template) == (
         "test",
         768,
@@ -83,7 +83,7 @@ def test_a_code_row_records_its_defaults() -> None:
 
 
 def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(tmp_path: Path) -> None:
-    row = SuiteTask.model_validate(CODE)
+    row = TaskConfig.model_validate(CODE)
     assert dataset_location(row, None) == "owner/problems"
     with pytest.raises(UserError, match=r"task c: .*problems: no such folder; the data root must hold"):
         dataset_location(row, tmp_path)

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fcsd.cli.main import main
 from fcsd.config.load import load_recipe
-from fcsd.config.model import Lora
+from fcsd.config.model import AdapterConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.connectivity.rewire import decoder_layers
-from fcsd.cost import estimate
+from fcsd.cost.estimate import estimate
 from fcsd.cost.estimate import Hardware, parse_mfu
 from fcsd.cost.hardware import GPUS
 from fcsd.cost.memory import Layout, memory_parts
@@ -58,7 +58,7 @@ def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:
         lambda model: convert_model(model, Connectivity(layers)) if layers != "none" else None,
         lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
         replace(setting, divergence=(("jsd_beta", 0.5),)) if setting.objective == "jsd" else setting,
-        adapt=lambda model: add_adapters(model, Lora(), seed=0, dtype=torch.float32),
+        adapt=lambda model: add_adapters(model, AdapterConfig(), seed=0, dtype=torch.float32),
     )
 
 
@@ -73,7 +73,7 @@ def measure(name: str) -> int:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, int]:
-    return measured_by("tests.test_estimate", [*MEASURED, *SHARDED])
+    return measured_by("tests.cost.test_estimate", [*MEASURED, *SHARDED])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from fcsd.cli.main import main
-from fcsd.config.data import Source
+from fcsd.config.data import SourceConfig
 from fcsd.config.suite import load_suite
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, words
@@ -120,7 +120,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Source], Path]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[SourceConfig], Path]:
     """Two sources of 50 examples with one planted item each, and a data root with the items."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     plain = [{"p": f"what is {n} and {n}", "r": f"it is {2 * n}"} for n in range(50)]
@@ -128,8 +128,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Source
     talk = [{"m": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "yes"}]} for n in range(50)]
     talk[7]["m"][1]["value"] = QUESTION.upper()
     sources = [
-        Source(path=write(tmp_path / "a.jsonl", plain), columns={"prompt": "p", "response": "r"}),
-        Source(path=write(tmp_path / "b.jsonl", talk), columns={"messages": "m"}),
+        SourceConfig(path=write(tmp_path / "a.jsonl", plain), columns={"prompt": "p", "response": "r"}),
+        SourceConfig(path=write(tmp_path / "b.jsonl", talk), columns={"messages": "m"}),
     ]
     root = tmp_path / "root" / "owner" / "bench"
     root.mkdir(parents=True)

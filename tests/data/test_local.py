@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from fcsd.config.data import Source
-from fcsd.config.suite import Suite, SuiteTask
+from fcsd.config.data import SourceConfig
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.data.local import fresh_cache
 from fcsd.data.sources import load_source
 from fcsd.evaluate.code.problems import read_problems
@@ -32,7 +32,7 @@ def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(tmp_pa
         place = folder(tmp_path / root, answer)
         assert read_problems(place)[0].prompt == f"give {answer}"
         (row,) = load_source(
-            Source(path=str(place), split="test", columns={"prompt": "prompt", "response": "code"})
+            SourceConfig(path=str(place), split="test", columns={"prompt": "prompt", "response": "code"})
         )
         assert row["prompt"] == f"give {answer}"
 
@@ -44,10 +44,10 @@ def test_lm_eval_tasks_read_what_lies_there_too(tmp_path: Path) -> None:
         "task: mine\ndataset_path: someone/same-name\noutput_type: multiple_choice\ntest_split: test\n"
         "doc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
     )
-    row = SuiteTask(
+    row = TaskConfig(
         task="mine", kind="likelihood", metric="acc,none", dataset="someone/same-name", lm_eval_include="mine"
     )
-    suite = Suite(name="s", tasks=[row], folder=str(tasks.parent))
+    suite = SuiteConfig(name="s", tasks=[row], folder=str(tasks.parent))
     for root, answer in (("one", 0), ("two", 1)):
         folder(tmp_path / root, answer)
         (task,) = load_task(row, suite, tmp_path / root, None).values()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fcsd.cli.main import main
-from fcsd.config.training import Train
+from fcsd.config.training import TrainConfig
 from fcsd.distill import out_of_memory
 from fcsd.distill.out_of_memory import REST, advice, explained, held
 from fcsd.distill.teachers.base import ModelTeacher
@@ -85,7 +85,7 @@ def test_what_is_held_is_counted_once_and_frozen_weights_have_no_moments() -> No
 
 
 def changes(largest: list[str], student: Any, teacher: Any = None, **train: Any) -> list[str]:
-    return list(advice(largest, student, teacher, Train(**train), 512))
+    return list(advice(largest, student, teacher, TrainConfig(**train), 512))
 
 
 def test_advice_begins_with_the_largest_term_and_leaves_out_what_is_done_already(
@@ -128,7 +128,7 @@ def test_every_way_in_which_memory_is_refused_is_known(
     student = tiny_model("qwen2_moe")
     with (
         pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as found,
-        explained(student, None, Train(), 512, torch.device("cuda:0")),
+        explained(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
         raise error
     assert ("asked for" in str(found.value)) == ("allocate" in str(error) and not isinstance(error, OSError))
@@ -139,7 +139,7 @@ def test_other_errors_pass_unchanged() -> None:
     assert not is_out_of_memory(error) and not is_out_of_memory(ValueError("out of memory"))
     with (
         pytest.raises(RuntimeError, match="shapes do not match"),
-        explained(tiny_model("qwen2_moe"), None, Train(), 512, torch.device("cpu")),
+        explained(tiny_model("qwen2_moe"), None, TrainConfig(), 512, torch.device("cpu")),
     ):
         raise error
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fcsd.config.training import Safety
+from fcsd.config.training import SafetyConfig
 from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill import guarded, interrupt
 from fcsd.distill import run as run_module
@@ -48,7 +48,7 @@ def run(
 ) -> Any:
     settings = {"lr_scheduler_type": "constant_with_warmup", "per_device_train_batch_size": 2} | settings
     plan = make(folder, teacher, rows=stream(steps), **settings)
-    return replace(plan, safety=Safety.model_validate(safety or {}))
+    return replace(plan, safety=SafetyConfig.model_validate(safety or {}))
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
@@ -186,7 +186,7 @@ def test_nothing_is_a_spike_before_the_usual_loss_is_known_or_without_a_threshol
 
 
 def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_was_not_interrupted() -> None:
-    settings = Safety(spike_window=16, spike_steps=3, max_rewinds=1, max_skipped_steps=1)
+    settings = SafetyConfig(spike_window=16, spike_steps=3, max_rewinds=1, max_skipped_steps=1)
     losses = [1.0] * 20 + [9.0, 9.0, math.nan, 9.0, 1.0, math.inf, math.nan]
 
     def judged(guard: Guard, start: int, stop: int) -> list[str]:

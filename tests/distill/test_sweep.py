@@ -7,7 +7,7 @@ import pytest
 
 from fcsd.config.load import load_recipe
 from fcsd.config.recipe import Recipe
-from fcsd.config.training import Train
+from fcsd.config.training import TrainConfig
 from fcsd.distill.sweep import Candidate, run_sweep, with_choice
 from fcsd.errors import UserError
 
@@ -46,7 +46,7 @@ class Runner:
     def __init__(self, losses: dict | None = None, die_at: int | None = None):
         self.losses, self.die_at, self.ran = losses or LOSSES, die_at, []  # type: ignore[var-annotated]
 
-    def __call__(self, candidate: Candidate, train: Train, folder: Path) -> None:
+    def __call__(self, candidate: Candidate, train: TrainConfig, folder: Path) -> None:
         key = (candidate.batch_size_tokens, candidate.learning_rate)
         assert (train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps) == (
             *key,

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from fcsd.config.training import Objective, Train
+from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill import run as run_module
 from fcsd.distill.arguments import TrainingRun
@@ -78,7 +78,7 @@ def make(
 ) -> TrainingRun:
     student = copy.deepcopy(teacher).requires_grad_(True)
     convert_model(student, Connectivity("all"))
-    chosen = Objective.model_validate(objective or {"name": "kl"})
+    chosen = ObjectiveConfig.model_validate(objective or {"name": "kl"})
     return TrainingRun(
         folder=folder,
         description="test",
@@ -88,7 +88,7 @@ def make(
         rows=Rows() if rows is None else rows,
         max_length=LENGTH,
         objective=chosen,
-        train=Train.model_validate(SETTINGS | settings),
+        train=TrainConfig.model_validate(SETTINGS | settings),
         seed=0,
         save_dtype=dtype,
         stopper=stopper,
@@ -397,7 +397,9 @@ def test_the_last_step_is_logged_whatever_logging_steps_is(tmp_path: Path, teach
     assert two[1]["kl"] == pytest.approx(each[2]["kl"], rel=1e-6)
 
 
-def token_figures(student: Any, teacher: Any, rows: Any, objective: Objective) -> dict[str, torch.Tensor]:
+def token_figures(
+    student: Any, teacher: Any, rows: Any, objective: ObjectiveConfig
+) -> dict[str, torch.Tensor]:
     """Of every kept token, from full float64 logits of each example on its own."""
     found: dict[str, list[torch.Tensor]] = {"divergence": [], "entropy": [], "agreement": []}
     t = objective.temperature or 1.0

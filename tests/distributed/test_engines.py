@@ -18,8 +18,8 @@ import yaml
 from safetensors.torch import load_file
 
 from fcsd.cli.main import main
-from fcsd.config.model import Model
-from fcsd.config.training import Train
+from fcsd.config.model import ModelConfig
+from fcsd.config.training import TrainConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distill.arguments import freeze_embeddings_and_head
 from fcsd.distill.teachers.base import ModelTeacher
@@ -265,7 +265,7 @@ def test_accelerate_reads_every_configuration_and_it_asks_for_what_its_name_says
     engine = launched_engine()
     assert engine.name == names.get(config.stem, "zero3" if "zero3" in config.stem else "fsdp2")
     assert engine.replicas == (2 if "2x8" in config.stem else 1)
-    check_precision(Train(bf16=True), engine)
+    check_precision(TrainConfig(bf16=True), engine)
     if engine.name == "zero3":
         kinds = zero_settings()
         offload = "cpu" if "offload" in config.stem else "none"
@@ -332,11 +332,11 @@ def test_a_precision_that_recipe_and_launch_do_not_agree_on_is_refused(
     with pytest.raises(
         UserError, match=r"train.dtype bfloat16: ZeRO-3 keeps float32 weights .* train.bf16: true"
     ):
-        check_precision(Train(dtype="bfloat16"), Engine("zero3"))
+        check_precision(TrainConfig(dtype="bfloat16"), Engine("zero3"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    check_precision(Train(bf16=True), Engine("fsdp2"))
+    check_precision(TrainConfig(bf16=True), Engine("fsdp2"))
     with pytest.raises(UserError, match=r"mixed_precision bf16, the recipe train.bf16 false"):
-        check_precision(Train(), Engine("fsdp2"))
+        check_precision(TrainConfig(), Engine("fsdp2"))
 
 
 def test_a_layer_class_of_another_model_is_refused() -> None:
@@ -344,7 +344,7 @@ def test_a_layer_class_of_another_model_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"cls_to_wrap LlamaDecoderLayer: .* are Qwen2MoeDecoderLayer; leave the key"
     ):
-        spread_student(model_of("untied"), engine, Train())
+        spread_student(model_of("untied"), engine, TrainConfig())
 
 
 def test_more_processes_than_a_machine_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,11 +364,11 @@ def test_activation_checkpointing_is_on_from_a_size_on_unless_the_recipe_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("untied")
-    assert not checkpoints_activations(Train(), model)
-    assert checkpoints_activations(Train(gradient_checkpointing=True), model)
+    assert not checkpoints_activations(TrainConfig(), model)
+    assert checkpoints_activations(TrainConfig(gradient_checkpointing=True), model)
     monkeypatch.setattr("fcsd.distributed.engine.CHECKPOINTING_FROM", 1000)
-    assert checkpoints_activations(Train(), model)
-    assert not checkpoints_activations(Train(gradient_checkpointing=False), model)
+    assert checkpoints_activations(TrainConfig(), model)
+    assert not checkpoints_activations(TrainConfig(gradient_checkpointing=False), model)
 
 
 def model_of(kind: str) -> Any:
@@ -456,7 +456,7 @@ def student_on_rank(
     """(loss of this rank, gradients, bytes of each parameter, modules that are gathered as one)."""
     model, found = on_rank(engine, lambda: student_of(kind))
     teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
-    spread_student(model, found, Train())
+    spread_student(model, found, TrainConfig())
     sizes, mine = dict(parts(model)), (rows[rank : rank + 1], keep[rank : rank + 1], teacher)
     if engine == "fsdp2":
         from torch.distributed.fsdp import FSDPModule
@@ -612,7 +612,9 @@ def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     with expert_parallel(size):
         engine = launched_engine()
-        model = original_model(Model(path=str(folder)), folder, distributed_config=distributed_config(engine))
+        model = original_model(
+            ModelConfig(path=str(folder)), folder, distributed_config=distributed_config(engine)
+        )
     whole = load_model(folder)
     for _ in range(2):  # the runs of a sweep share it
         assert torch.equal(spread_teacher(model, engine).weight, whole.lm_head.weight)
@@ -666,7 +668,7 @@ def refusal(rank: int, folder: Path) -> str:
     AcceleratorState._reset_state(reset_partial_state=True)
     with expert_parallel(2), pytest.raises(UserError) as error:
         original_model(
-            Model(path=str(folder)), folder, distributed_config=distributed_config(launched_engine())
+            ModelConfig(path=str(folder)), folder, distributed_config=distributed_config(launched_engine())
         )
     return str(error.value)
 

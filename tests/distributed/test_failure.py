@@ -90,7 +90,7 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
-        "from fcsd.cli import main\n"
+        "from fcsd.cli.main import main\n"
         "from fcsd.distill.trainer import DistillTrainer\n"
         "if os.environ['RANK'] == '1':\n"
         "    def broken(*args, **kwargs): raise IndexError('expert 9')\n"

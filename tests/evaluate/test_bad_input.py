@@ -250,7 +250,9 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_task_and_the_way_without_
         "HF_DATASETS_OFFLINE": offline,
         "HF_ENDPOINT": "http://127.0.0.1:9",
     }
-    hasty = "import time; time.sleep = lambda _: None; from fcsd.cli import main; raise SystemExit(main())"
+    hasty = (
+        "import time; time.sleep = lambda _: None; from fcsd.cli.main import main; raise SystemExit(main())"
+    )
     with start("-c", hasty, *arguments, **environment, HF_HOME=str(root.parent / "home")) as child:
         said = child.communicate(timeout=300)[1].strip().splitlines()
     assert child.returncode == 2 and ("Retrying" in "".join(said)) == (offline == "0")

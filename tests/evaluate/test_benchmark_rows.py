@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fcsd.cli.main import main
-from fcsd.config.suite import Suite, SuiteTask, load_suite
+from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
 from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.columns import COLUMNS, check_rows
 from fcsd.evaluate.lm_eval.tasks import load_task, work
@@ -30,12 +30,12 @@ def model() -> Any:
     return tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=2)
 
 
-def short(row: SuiteTask) -> SuiteTask:
+def short(row: TaskConfig) -> TaskConfig:
     """The row with answers of a few tokens: what the model says does not matter here."""
     return row if row.kind == "likelihood" else row.model_copy(update={"max_new_tokens": 3})
 
 
-def task(suite: str, name: str) -> SuiteTask:
+def task(suite: str, name: str) -> TaskConfig:
     return next(row for row in load_suite(suite).tasks if row.task == name)
 
 
@@ -69,7 +69,7 @@ def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(root: Pat
         ("arc_challenge", 25),
     }  # fmt: skip
     unique = {row.task: row for row in tasks}
-    suite = Suite(name="rest", tasks=list(unique.values()))
+    suite = SuiteConfig(name="rest", tasks=list(unique.values()))
     result, _ = evaluate(
         model, tiny_tokenizer(), suite, data_root=root, batch_size=32, limit=1, progress=False
     )
@@ -78,7 +78,7 @@ def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(root: Pat
     }
 
 
-def row_of(name: str, *, chat: bool) -> SuiteTask:
+def row_of(name: str, *, chat: bool) -> TaskConfig:
     """A row of paper11, or a group of its MMLU; three shots, answers of a few tokens."""
     row = task("paper11", "mmlu" if name.startswith("mmlu") else name)
     answers = {} if row.kind == "likelihood" else {"max_new_tokens": 8}
@@ -126,7 +126,7 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
     result, samples = evaluate(
         model,
         tiny_tokenizer(),
-        Suite(name="s", tasks=[row]),
+        SuiteConfig(name="s", tasks=[row]),
         data_root=root,
         batch_size=batch_size,
         progress=False,
@@ -195,7 +195,7 @@ def test_the_lm_eval_command_finds_the_same_item_by_item(
 def test_the_work_of_a_task_is_what_the_model_reads_or_may_write(root: Path) -> None:
     def of(name: str, limit: int | None = None) -> Work:
         row = task("paper11", name)
-        return work(row, load_task(row, Suite(name="s", tasks=[row]), root, tiny_tokenizer()), limit)
+        return work(row, load_task(row, SuiteConfig(name="s", tasks=[row]), root, tiny_tokenizer()), limit)
 
     rows = rows_of("baber/piqa", 3)
     read = sum(
@@ -275,7 +275,7 @@ def test_an_answer_that_is_none_of_the_choices_is_named() -> None:
 
 def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:
     row = task("paper11", "piqa")
-    suite = Suite(name="s", tasks=[row])
+    suite = SuiteConfig(name="s", tasks=[row])
     good = rows_of("baber/piqa", 3)
 
     def load(rows: list[dict[str, Any]]) -> None:
@@ -303,4 +303,4 @@ def test_more_shots_than_rows_are_refused(tmp_path: Path) -> None:
     config = {"train": rows, "validation": rows[:1], "test": rows[:2]}
     write_repository(tmp_path / row.dataset, {"ARC-Challenge": config})
     with pytest.raises(UserError, match=r"task arc_challenge: 25 shots, but .* \(train\) has 24 rows"):
-        load_task(row, Suite(name="s", tasks=[row]), tmp_path, tiny_tokenizer())
+        load_task(row, SuiteConfig(name="s", tasks=[row]), tmp_path, tiny_tokenizer())

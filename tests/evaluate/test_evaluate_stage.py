@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fcsd.config.load import load_recipe
-from fcsd.config.model import Model
+from fcsd.config.model import ModelConfig
 from fcsd.errors import UserError
 from fcsd.evaluate import stage
 from fcsd.evaluate.store import configuration_fingerprint
@@ -78,7 +78,7 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
     with pytest.raises(
         UserError, match=r"model: its weights \(0 GB\) do not fit on cuda:1 beside what is there"
     ):
-        placed.load_judged(Model(), place / "model")
+        placed.load_judged(ModelConfig(), place / "model")
     assert maps == [{"": device}]
 
 

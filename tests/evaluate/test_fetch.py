@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.config.suite import Suite, SuiteTask, load_suite
+from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
 from fcsd.data.local import data_fingerprint
 from fcsd.errors import UserError
 from fcsd.evaluate import fetch
@@ -25,12 +25,12 @@ from tests.support import start
 COMMIT = "a" * 40
 
 
-def row(task: str, dataset: str, **changes: Any) -> SuiteTask:
+def row(task: str, dataset: str, **changes: Any) -> TaskConfig:
     base = {"task": task, "kind": "likelihood", "metric": "acc,none", "dataset": dataset, "revision": COMMIT}
-    return SuiteTask.model_validate(base | changes)
+    return TaskConfig.model_validate(base | changes)
 
 
-SUITE = Suite(name="s", tasks=[row("piqa", "baber/piqa"), row("sciq", "allenai/sciq")])
+SUITE = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("sciq", "allenai/sciq")])
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(hub: list[
 
 def test_a_data_set_that_several_tasks_read_is_fetched_once(hub: list[str], tmp_path: Path) -> None:
     tasks = [row("a", "o/d"), row("b", "o/d")]
-    write = Suite(name="s", tasks=[row("piqa", "baber/piqa"), row("other", "baber/piqa")])
+    write = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("other", "baber/piqa")])
     fetch_suite(write, tmp_path, progress=False)
     assert hub == ["baber/piqa"]
     with pytest.raises(UserError, match="tasks a and b want two revisions of o/d"):
         fetch_suite(
-            Suite(name="s", tasks=[tasks[0], tasks[1].model_copy(update={"revision": None})]), tmp_path
+            SuiteConfig(name="s", tasks=[tasks[0], tasks[1].model_copy(update={"revision": None})]), tmp_path
         )
 
 
@@ -89,7 +89,7 @@ def test_another_revision_and_a_folder_of_unknown_origin_are_not_replaced(
     hub: list[str], tmp_path: Path
 ) -> None:
     fetch_suite(SUITE, tmp_path, progress=False)
-    other = Suite(name="s", tasks=[row("piqa", "baber/piqa", revision="b" * 40)])
+    other = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa", revision="b" * 40)])
     with pytest.raises(UserError, match=f"task piqa: .*holds revision {COMMIT}, the suite wants {'b' * 40}"):
         fetch_suite(other, tmp_path, progress=False)
     (tmp_path / "baber/piqa" / MARK).unlink()

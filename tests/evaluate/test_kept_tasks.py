@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from fcsd.config.suite import SuiteTask
+from fcsd.config.suite import TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate import runner
@@ -58,7 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     seen: list[str] = []
     run = likelihood.run_task
 
-    def spy(wrapper: Any, row: SuiteTask, *rest: Any) -> Any:
+    def spy(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
         if row.task == "gsm8k" and "fail" in seen:
             seen.remove("fail")
             raise KeyboardInterrupt
@@ -109,12 +109,12 @@ def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
     """The command in a process of its own, which gets a SIGKILL when it comes to its third task."""
     code = (
         "import os, signal, sys\n"
-        "from fcsd.cli import main\n"
-        "from fcsd.evaluate import likelihood\n"
-        "run = likelihood.run_task\n"
+        "from fcsd.cli.main import main\n"
+        "from fcsd.evaluate.lm_eval import tasks\n"
+        "run = tasks.run_task\n"
         "def killed(wrapper, row, *rest):\n"
         "    return os.kill(os.getpid(), signal.SIGKILL) if row.task == 'gsm8k' else run(wrapper, row, *rest)\n"
-        "likelihood.run_task = killed\n"
+        "tasks.run_task = killed\n"
         "main(sys.argv[1:])\n"
     )
     out = tmp_path / "out"
@@ -142,7 +142,7 @@ def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
 ) -> None:
     run = likelihood.run_task
 
-    def fails(wrapper: Any, row: SuiteTask, *rest: Any) -> Any:
+    def fails(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
         if row.task == "gsm8k":
             raise kind("task gsm8k: something is wrong")
         return run(wrapper, row, *rest)
@@ -181,7 +181,7 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
 
 
 def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> None:
-    row = SuiteTask.model_validate(ROWS[0])
+    row = TaskConfig.model_validate(ROWS[0])
     store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
     assert store.get(row) is None
     store.put(row, [{"score": 1.0}], {"num_items_total": 9})

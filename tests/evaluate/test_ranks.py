@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from fcsd.config.model import Model
+from fcsd.config.model import ModelConfig
 from fcsd.config.suite import load_suite
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distributed.engine import expert_parallel
@@ -82,8 +82,10 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
     with expert_parallel(experts):
         ranks = launched_ranks(in_step=judging_engine().shards)
         rows = None if experts > 1 else text_rows()
-        known = read_original(load_judged(Model(), place / "other"), rows, ranks=ranks) if rows else None
-        model = load_judged(Model(), place / "model")
+        known = (
+            read_original(load_judged(ModelConfig(), place / "other"), rows, ranks=ranks) if rows else None
+        )
+        model = load_judged(ModelConfig(), place / "model")
     assert ranks == ranks_of(model)
     passes = []
     forward = model.forward
@@ -199,7 +201,7 @@ def short_of_memory(rank: int, place: Path) -> Any:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    model = load_judged(Model(), place / "model")
+    model = load_judged(ModelConfig(), place / "model")
     forward, most = model.forward, []
 
     def narrow(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from fcsd.config.suite import Suite, load_suite
+from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.errors import UserError
 from fcsd.evaluate.results import read_result, write_result
 from fcsd.evaluate.runner import evaluate
@@ -98,7 +98,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def suite(place: Path, *rows: dict[str, Any]) -> Suite:
+def suite(place: Path, *rows: dict[str, Any]) -> SuiteConfig:
     path = place / "suite.yaml"
     defaults = {"t_code": {}}
     made = [{"lm_eval_include": "mine", **row} if row["task"] not in defaults else row for row in rows]

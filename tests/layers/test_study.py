@@ -10,11 +10,17 @@ import pytest
 import yaml
 
 from fcsd.cli.main import main
-from fcsd.config.data import Source
-from fcsd.config.model import Connectivity as RecipeConnectivity
+from fcsd.config.data import SourceConfig
+from fcsd.config.model import ConnectivityConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
-from fcsd.connectivity import Connectivity, convert_checkpoint, convert_model, load_model, parse_selection
+from fcsd.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    load_model,
+    parse_selection,
+)
 from fcsd.data.dataset import heldout_rows
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import evaluate, judging
@@ -104,7 +110,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
     model: Path, text: Path, finished: Path
 ) -> None:
-    rows = heldout_rows(Source(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     original, wired = load_model(model), load_model(model)
     study = read_study(finished)
     assert [(point["side"], point["layers"]) for point in study["points"]] == [
@@ -125,7 +131,7 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
 
 def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, tmp_path: Path) -> None:
     assert main(command(model, text, tmp_path / "s", "--mlp", "full", "--counts", "2,3")) == 0
-    rows = heldout_rows(Source(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     points = read_study(tmp_path / "s")["points"]
     assert [(point["side"], point["num_layers"]) for point in points] == [
         ("first", 2), ("first", 3), ("last", 2), ("last", 3),
@@ -343,7 +349,7 @@ def test_the_printed_plan_can_be_used(tmp_path: Path) -> None:
     (option,) = re.findall(r"^--layers (.*)$", text, flags=re.M)
     assert parse_selection(option) == [1, 3, 4]
     section = yaml.safe_load(text[text.index("connectivity:") :])["connectivity"]
-    assert validate(RecipeConnectivity, section, "recipe").layers == [1, 3, 4]
+    assert validate(ConnectivityConfig, section, "recipe").layers == [1, 3, 4]
     assert "--verify measures the proposal" in text
 
 
@@ -423,11 +429,13 @@ def test_verify_measures_both_selections_paired(
     capsys.readouterr()
     assert main(["plan-layers", str(finished), "--budget", "50%", "--verify", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    rows = heldout_rows(Source(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     original, values = load_model(model), []
     for row in plan["selections"]:
         direct = mean_kl(
-            read_original(original, rows), load_model(model, connectivity=Connectivity(row["layers"])), rows
+            read_original(original, rows),
+            load_model(model, connectivity=Connectivity(row["layers"])),
+            rows,
         )
         assert row["measured"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
         values.append(direct["kl"])

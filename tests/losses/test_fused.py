@@ -645,7 +645,7 @@ def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
     """Peak resident memory of a child: one (N, V) float32 matrix is 1000 MiB."""
     program = """
         import resource, sys, torch
-        from fcsd.distill.losses import Divergence, fused_linear_divergence
+        from fcsd.losses.fused import Divergence, fused_linear_divergence
         by = Divergence(sys.argv[1], clip=1.0)
         torch.set_num_threads(1)
         n, d, v = 8192, 16, 32000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fcsd.cli.main import main
-from fcsd.config.data import Source
+from fcsd.config.data import SourceConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.data.dataset import heldout_rows
 from fcsd.errors import UserError
@@ -32,7 +32,7 @@ def text(tmp_path: Path) -> Path:
 
 def rows_of(text: Path, packing: bool) -> Any:
     options: dict[str, Any] = {"num_examples": NUM_EXAMPLES, "max_length": 48, "loss_on": "response"}
-    return heldout_rows(Source(path=str(text)), tiny_tokenizer(300), packing=packing, **options)
+    return heldout_rows(SourceConfig(path=str(text)), tiny_tokenizer(300), packing=packing, **options)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import yaml
 
 from fcsd.cli.main import main
 from fcsd.config.load import load_recipe
-from fcsd.config.suite import Suite, SuiteTask
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.distill import trainer as trainer_module
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code import scorer as scorer_module
@@ -121,12 +121,12 @@ def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[st
     from fcsd.connectivity import load_model
 
     folder = bench.folder / "r" / "distill" / "model"
-    row = SuiteTask.model_validate(
+    row = TaskConfig.model_validate(
         {key: metrics["likelihood"][key] for key in ("metric", "kind", "task", "dataset", "lm_eval_include")}
         | {"chat_template": True}
     )
     result, _ = evaluate(
-        load_model(folder), load_tokenizer(folder), Suite(name="s", tasks=[row]), data_root=None, batch_size=3,
+        load_model(folder), load_tokenizer(folder), SuiteConfig(name="s", tasks=[row]), data_root=None, batch_size=3,
         limit=4, progress=False,
     )  # fmt: skip
     task = result["tasks"]["tiny_choice"]

@@ -17,7 +17,7 @@ from fcsd.data.dataset import build_dataset
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import evaluate_stage
 from fcsd.files import data_dir, read_json
-from fcsd.tiny import rehearse
+from fcsd.tiny.rehearse import rehearse
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 
 REAL = sorted(path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny")

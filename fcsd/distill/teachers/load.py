@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.config.model import Model
+from fcsd.config.model import ModelConfig
 from fcsd.config.recipe import Recipe
 from fcsd.connectivity.checkpoint import find_folder, read_config
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
@@ -55,7 +55,7 @@ def load_teacher(
     return _cached_teacher(recipe, rows, weights)
 
 
-def _loaded(model: Model, path: str) -> PreTrainedModel:
+def _loaded(model: ModelConfig, path: str) -> PreTrainedModel:
     """The teacher's model as this rank of the launch begins with it."""
     engine = launched_engine()
     return original_model(

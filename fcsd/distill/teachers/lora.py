@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.config.model import Lora
+from fcsd.config.model import AdapterConfig
 from fcsd.connectivity.rewire import regular
 from fcsd.data.batches import next_token_targets, without_tail
 from fcsd.distill.teachers.base import Batch, Teacher
@@ -28,7 +28,7 @@ from fcsd.losses.head import body_hidden
 from fcsd.losses.hidden_terms import ExtraTerms, Seen
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype) -> Any:
+def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype) -> Any:
     """Freeze `model` and put fresh adapters of `dtype` into it, in place; they change nothing until they are trained.
 
     Returns: the `PeftModel` around it, for `leave_adapters`.

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fcsd.config.model import Model
+from fcsd.config.model import ModelConfig
 from fcsd.connectivity.checkpoint import Checkpoint, find_folder, read_checkpoint
 from fcsd.connectivity.load import config_and_class
 from fcsd.errors import UserError
@@ -42,7 +42,7 @@ class Unloaded:
     dtype: torch.dtype
 
 
-def unloaded(path: str | Path, model: Model) -> Unloaded:
+def unloaded(path: str | Path, model: ModelConfig) -> Unloaded:
     """The model of a checkpoint as a recipe's `model` section would load it, on the meta device.
 
     Raises: UserError as `fcsd.connectivity.load_model` before it reads weights.
@@ -60,7 +60,7 @@ def unloaded(path: str | Path, model: Model) -> Unloaded:
         return Unloaded(checkpoint, cls._from_config(config, **options), dtype)
 
 
-def _dtype(checkpoint: Checkpoint, config: Any, model: Model) -> torch.dtype:
+def _dtype(checkpoint: Checkpoint, config: Any, model: ModelConfig) -> torch.dtype:
     """What `from_pretrained` would choose."""
     if model.dtype != "auto":
         return dtype_of(model.dtype)

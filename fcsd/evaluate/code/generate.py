@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fcsd.config.suite import SuiteTask
+from fcsd.config.suite import TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import Batch
@@ -40,7 +40,7 @@ def first_stop(text: str, stop: Sequence[str]) -> int:
     return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
 
 
-def prompts(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: SuiteTask) -> list[str]:
+def prompts(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: TaskConfig) -> list[str]:
     """The texts that the model is given: as one user turn, or as they are with a line break.
 
     Raises:
@@ -67,7 +67,7 @@ def generate_completions(
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[Problem],
     *,
-    task: SuiteTask,
+    task: TaskConfig,
     batch_size: int | Batch,
     progress: bool = True,
     ranks: Ranks = ALONE,
@@ -152,7 +152,7 @@ def _generate(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     rows: Sequence[list[int]],
-    task: SuiteTask,
+    task: TaskConfig,
     ranks: Ranks,
 ) -> list[str]:
     """Completions of one batch of token rows."""

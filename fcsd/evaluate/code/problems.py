@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fcsd.config.suite import SuiteTask
+from fcsd.config.suite import TaskConfig
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError
 from fcsd.evaluate.code.evalplus import grading, num_base_inputs
@@ -68,7 +68,7 @@ class Problem:
         return re.sub(r"\{(?:prompt|tests?)\}", lambda match: parts[match[0]], template)
 
 
-def load_problems(task: SuiteTask, data_root: Path | None = None) -> list[Problem]:
+def load_problems(task: TaskConfig, data_root: Path | None = None) -> list[Problem]:
     """The problems of a code task, in the order of the data set.
 
     Raises:

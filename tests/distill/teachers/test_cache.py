@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from fcsd.cli.main import main
-from fcsd.config.model import Model
+from fcsd.config.model import ModelConfig
 from fcsd.connectivity import load_model
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.teachers import cache as cache_module
@@ -77,7 +77,7 @@ def error_of(command: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_path: Path) -> None:
     original = tiny_model("qwen2_moe", num_hidden_layers=2)
     original.save_pretrained(tmp_path / "model")
-    facts = unloaded(tmp_path / "model", Model())
+    facts = unloaded(tmp_path / "model", ModelConfig())
     known = identity(facts, weights_fingerprint(tmp_path / "model"))
     student = student_of(original, LORA)
     rows = [batch(0), batch(1)]
@@ -415,7 +415,7 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     tiny_model(family, dtype=torch.bfloat16, **changes).save_pretrained(tmp_path)
-    facts = unloaded(tmp_path, Model(dtype="float32"))
+    facts = unloaded(tmp_path, ModelConfig(dtype="float32"))
     loaded = load_model(tmp_path, dtype="float32")
     run = ModelTeacher(loaded).head
     scaling = run.logit_scale, run.softcap
@@ -429,4 +429,4 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     text = loaded.config.get_text_config()
     assert known["attn_implementation"] == text._attn_implementation
     assert known["experts_implementation"] == text._experts_implementation
-    assert unloaded(tmp_path, Model()).dtype == torch.bfloat16
+    assert unloaded(tmp_path, ModelConfig()).dtype == torch.bfloat16

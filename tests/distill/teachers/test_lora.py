@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fcsd.cli.main import main
-from fcsd.config.model import Lora
-from fcsd.config.training import Objective
+from fcsd.config.model import AdapterConfig
+from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.teachers.base import ModelTeacher
@@ -57,7 +57,7 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
 def student_of(original: Any, lora: dict[str, Any], *, trained: bool = True) -> Any:
     student = copy.deepcopy(original)
     convert_model(student, Connectivity("all"))
-    add_adapters(student, Lora.model_validate(lora), 0, torch.float32)
+    add_adapters(student, AdapterConfig.model_validate(lora), 0, torch.float32)
     if trained:
         with torch.no_grad():
             for name, value in student.named_parameters():
@@ -91,7 +91,7 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     found = hidden(AdapterOffTeacher(student), rows)
     assert torch.equal(found, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
-    terms = ExtraTerms(Objective(name="kl+l2", l2_coefficient=1.0), student, 1)
+    terms = ExtraTerms(ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     _, seen = AdapterOffTeacher(student).hidden_and_seen(rows, terms)
     _, expected = ModelTeacher(original).hidden_and_seen(rows, terms)
     assert len(seen.streams) == len(expected.streams) == 4
@@ -140,7 +140,7 @@ def test_names_that_cannot_be_adapted_are_refused(lora: dict[str, Any], message:
     model = tiny_model("qwen2_moe")
     convert_model(model, Connectivity("all"))
     with pytest.raises(UserError, match=message):
-        add_adapters(model, Lora.model_validate(lora), 0, torch.float32)
+        add_adapters(model, AdapterConfig.model_validate(lora), 0, torch.float32)
 
 
 def test_a_student_without_adapters_is_no_teacher() -> None:

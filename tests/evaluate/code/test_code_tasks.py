@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from fcsd.config.suite import SuiteTask
+from fcsd.config.suite import TaskConfig
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code, generate_completions, prompts
 from fcsd.evaluate.code.problems import Problem, load_problems, read_problems
@@ -25,7 +25,7 @@ ROW: dict[str, Any] = {
 ROW["code"] = "import math\n" + ROW["code"]
 
 
-def row(**changes: Any) -> SuiteTask:
+def row(**changes: Any) -> TaskConfig:
     base = {
         "task": "t",
         "kind": "code",
@@ -34,7 +34,7 @@ def row(**changes: Any) -> SuiteTask:
         "max_new_tokens": 8,
         "stop": [],
     }
-    return SuiteTask.model_validate(base | changes)
+    return TaskConfig.model_validate(base | changes)
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -587,8 +587,8 @@ def test_killing_the_server_is_a_scorer_error_and_the_next_call_starts_it_anew()
 def test_everything_ends_and_is_removed_when_the_scoring_process_is_killed(tmp_path: Path) -> None:
     script = """
 import os, sys
-from fcsd.evaluate.scorer import CodeScorer
-from fcsd.evaluate.problems import Problem
+from fcsd.evaluate.code.scorer import CodeScorer
+from fcsd.evaluate.code.problems import Problem
 scorer = CodeScorer(num_workers=1, timeout_s=60.0).__enter__()
 print(scorer._servers[0].folder, flush=True)
 scorer.score([Problem("p", "", "", ("f(1)",))], {"p": "import time\\ndef f(x): time.sleep(50)"})
