@@ -17,8 +17,8 @@ from fcsd.data.dataset import build_dataset
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import evaluate_stage
 from fcsd.files import data_dir, read_json
-from fcsd.tiny.rehearse import rehearse
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.tiny.rehearse import rehearse
 
 REAL = sorted(path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny")
 DISTILLED = [path for path in REAL if load_recipe(path).pretrain is None]
