@@ -1,12 +1,15 @@
 """Schema of what is trained and compared: model, connectivity, teacher, adapters."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.config.unions import default_tag
 from fcsd.errors import UserError
+
+if TYPE_CHECKING:
+    from fcsd.connectivity import Connectivity
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -40,6 +43,13 @@ class ConnectivityConfig(Strict):
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
+
+    def spec(self) -> "Connectivity":
+        """Return the connectivity that this section describes."""
+        from fcsd.connectivity import Connectivity
+
+        layers: Any = self.layers
+        return Connectivity(layers, self.attention, self.mlp)
 
 
 class _OfACheckpoint(Strict):
