@@ -46,9 +46,6 @@ _VARIANT_SECTIONS = (
 )
 
 
-_OBJECTIVES = choice_of(ObjectiveConfig)
-
-
 class EvaluationConfig(Strict):
     """How every model of the run is judged."""
 
@@ -76,6 +73,12 @@ class PretrainConfig(Strict):
         if "model_type" not in value:
             raise ValueError("model_type is required (for example 'qwen3_moe')")
         return value
+
+
+def _has_teacher(objective: Any) -> bool:
+    choice = choice_of(ObjectiveConfig)
+    kind = choice.member(objective) if choice is not None else None
+    return kind is None or issubclass(kind, DivergenceObjectiveConfig)  # None: an error of its own
 
 
 class PublicationConfig(Strict):
@@ -185,8 +188,9 @@ class Recipe(Strict):
     def variant(self, name: str) -> "Recipe":
         """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
 
-        A variant with another `objective.name`, `teacher.backend`, `early_stopping.metric` or `early_stopping.task.kind`
-        does not inherit the keys that only the former one has; one whose objective has no teacher inherits none.
+        A variant with another `objective.name`, `teacher.backend`, `early_stopping.metric` or
+        `early_stopping.task.kind` does not inherit the keys that only the former one has; one whose objective has no
+        teacher inherits none.
         """
         raw = self.dump()
         raw["variants"], raw["sweep"] = {}, None
@@ -201,8 +205,6 @@ class Recipe(Strict):
                 )
             set_dotted(raw, key, value, where)
         drop_foreign_keys(Recipe, raw, changes)
-        objective = _OBJECTIVES.member(raw["objective"])
-        has_none = objective is not None and not issubclass(objective, DivergenceObjectiveConfig)
-        if has_none and not any(key.split(".")[0] == "teacher" for key in changes):
+        if not _has_teacher(raw["objective"]) and not any(key.split(".")[0] == "teacher" for key in changes):
             raw["teacher"] = None
         return validate(Recipe, raw, where)

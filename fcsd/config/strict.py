@@ -17,7 +17,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fcsd.config.unions import Place, choice_of, place_of
 from fcsd.errors import UserError
 
-
 _NO_NUMBER = PydanticCustomError("no_number", "a number is needed")
 
 
@@ -129,7 +128,9 @@ def validate(kind: Any, value: Any, where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        lines = list(dict.fromkeys(_line(kind, problem) for problem in error.errors(include_url=False)))
+        # What is missing comes last: often it is there under a wrong name.
+        problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
+        lines = [_line(kind, problem) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
         raise UserError(f"{where}: {lines[0]}{more}") from None
 
@@ -160,7 +161,7 @@ def _unknown(place: Place) -> str:
         return "unknown key"
     if issubclass(record, Strict) and key in record.elsewhere:
         return record.elsewhere[key]
-    if place.choice is not None and (others := place.choice.tags_with(key)):
+    if place.choice is not None and place.choice.key and (others := place.choice.tags_with(key)):
         return f"no meaning for {_tag(place)}, only for {', '.join(others)}"
     return f"unknown key{did_you_mean(key, list(record.model_fields))}"
 
@@ -170,7 +171,7 @@ def _why_required(place: Place) -> str:
     key, record = str(place.keys[-1]), place.record
     if record is None:
         return ""
-    others = place.choice.members.values() if place.choice is not None else [record]
+    others = place.choice.members.values() if place.choice is not None and place.choice.key else [record]
     everywhere = all(key in other.model_fields and other.model_fields[key].is_required() for other in others)
     what = record.model_fields[key].description
     return ("" if everywhere else f" for {_tag(place)}") + (f": {what}" if what else "")

@@ -55,7 +55,9 @@ class LMEvalTaskConfig(TaskBase):
     @classmethod
     def _metric_names_its_filter(cls, value: str) -> str:
         if "," not in value:
-            raise ValueError(f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {value!r}")
+            raise ValueError(
+                f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {value!r}"
+            )
         return value
 
 

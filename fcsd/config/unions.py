@@ -146,6 +146,8 @@ def drop_foreign_keys(annotation: Any, raw: Any, given: Collection[str], prefix:
         if key in kind.model_fields:
             drop_foreign_keys(kind.model_fields[key], raw[key], given, f"{dotted}.")
         elif choice is not None and not any(
-            f"{one}.".startswith(f"{other}.") for name in given for one, other in ((name, dotted), (dotted, name))
+            f"{one}.".startswith(f"{other}.")
+            for name in given
+            for one, other in ((name, dotted), (dotted, name))
         ):
             del raw[key]
