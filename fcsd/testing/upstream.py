@@ -3,7 +3,8 @@
     python -m fcsd.testing.upstream
 
 in the repository writes the snapshot that `tests/families/test_upstream.py` compares with, the tables of
-docs/families.md and the number of families in the README. Write it again only after the contract tests have passed with that transformers.
+docs/families.md and the number of families in the README. Write it again only after the contract tests have passed
+with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the connectivity.
 """
