@@ -14,7 +14,7 @@ from tqdm import tqdm
 from fcsd.config.model import AdapterConfig
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean
-from fcsd.config.training import ObjectiveConfig, TrainConfig
+from fcsd.config.training import CrossEntropyObjectiveConfig, ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.connectivity.aliases import INSTELLA_KEYS
 from fcsd.connectivity.modeling import base_model_class
@@ -242,7 +242,7 @@ def _pretraining(recipe: Recipe) -> _Run:
         config=_pretrain_config(recipe),
         where="pretrain.config",
         connectivity=plan.connectivity,
-        objective=ObjectiveConfig(name="ce"),
+        objective=CrossEntropyObjectiveConfig(name="ce"),
         train=plan.train,
         max_length=plan.data.max_length,
         teacher_dtype=torch.float32,

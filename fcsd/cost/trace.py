@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.distill.arguments import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
@@ -321,7 +321,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":
-        terms = ExtraTerms(ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+        terms = ExtraTerms(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

@@ -96,7 +96,7 @@ class DistillTrainer(GuardedTrainer):
             )
         self.objective: ObjectiveConfig = objective
         self.teacher = teacher
-        self.terms = ExtraTerms(objective, model, args.max_steps) if objective.has_extra_terms else None
+        self.terms = ExtraTerms(objective, model, args.max_steps) if objective.has_hidden_terms else None
         self.stopper = stopper
         self.settings = settings
         self.average: WeightAverage | None = None

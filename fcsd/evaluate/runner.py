@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import CodeTaskConfig, SuiteConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.batch import Batch, BatchSize, check_batch_size
@@ -248,15 +248,15 @@ def _result(
     }
 
 
-def _code_work(row: TaskConfig, problems: Sequence[Problem]) -> Work:
-    tokens = len(problems) * (row.num_samples or 1) * (row.max_new_tokens or 0)
+def _code_work(row: CodeTaskConfig, problems: Sequence[Problem]) -> Work:
+    tokens = len(problems) * row.num_samples * row.max_new_tokens
     return Work(len(problems), "tokens", tokens)
 
 
 def _run_code(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    row: TaskConfig,
+    row: CodeTaskConfig,
     problems: Sequence[Problem],
     scorer: CodeScorer | None,
     batch: Batch,

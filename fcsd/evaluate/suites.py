@@ -18,11 +18,11 @@ Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root)
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.suite import TaskConfig
+from fcsd.config.suite import TaskBase
 from fcsd.errors import UserError
 
 
-def dataset_location(row: TaskConfig, data_root: Path | None) -> str:
+def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     """Where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
 
     An absolute path is used as it is.
@@ -53,7 +53,7 @@ def hub_advice(data_root: Path | None) -> str:
     )
 
 
-def require_chat_template(tokenizer: Any, row: TaskConfig) -> None:
+def require_chat_template(tokenizer: Any, row: TaskBase) -> None:
     """Refuse a task that wants a chat template where the tokenizer has none."""
     if row.chat_template and not getattr(tokenizer, "chat_template", None):
         raise UserError(

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import CrossEntropyObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
@@ -46,7 +46,7 @@ def pretrain(run: Run) -> Stage:
         tokenizer=tokenizer,
         rows=rows,
         max_length=plan.data.max_length,
-        objective=ObjectiveConfig(name="ce"),
+        objective=CrossEntropyObjectiveConfig(name="ce"),
         train=plan.train,
         seed=recipe.seed,
         save_dtype=dtype_of(plan.train.dtype),

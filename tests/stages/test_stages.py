@@ -72,8 +72,11 @@ def pipeline(folder: Path) -> dict[str, Any]:
         },
         "train": TRAIN,
         "early_stopping": {
-            "dataset": "fcsd/tiny-code", "split": "validation", "every_steps": 2, "patience": 9, "max_problems": 2,
-            "max_new_tokens": 4,
+            "task": {
+                "kind": "code", "task": "tiny_code", "dataset": "fcsd/tiny-code", "split": "validation",
+                "chat_template": True, "stop": [], "max_new_tokens": 4,
+            },
+            "every_steps": 2, "patience": 9, "limit": 2,
         },
         "sweep": {
             "batch_size_tokens": [512, 1024], "learning_rate": [1e-3, 2e-3], "steps": 2, "warmup_steps": 0,
