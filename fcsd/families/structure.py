@@ -85,9 +85,9 @@ def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
 
 def output_head(model: nn.Module) -> nn.Linear:
     """The head of a causal language model, also inside DDP or a DeepSpeed engine."""
-    return head_and_body(_unwrapped(model))[0]
+    return head_and_body(unwrapped(model))[0]
 
 
-def _unwrapped(model: nn.Module) -> Any:
+def unwrapped(model: nn.Module) -> Any:
     """The model inside DDP or a DeepSpeed engine, both of which call it `module`."""
     return model.module if isinstance(getattr(model, "module", None), nn.Module) else model

@@ -1,19 +1,16 @@
 """The facts about one checkpoint, as plain data."""
 
-import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fcsd.connectivity.aliases import INSTELLA_KEYS, from_instella, has_instella_keys
+from fcsd.connectivity.aliases import from_instella, has_instella_keys
 from fcsd.connectivity.spec import Connectivity, resolve_layers
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of, moe_mask, text_config
-from fcsd.inspect.checkpoint import Source, find_source
+from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet
 from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes, distillation_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
@@ -90,7 +87,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     from fcsd.inspect.parameters import add_to, count_parameters
 
     cls = base_model_class(family)
-    config = _config_object(cls.config_class, raw, family.model_type, source)
+    config = config_object(cls.config_class, raw, family.model_type, source.where)
     mask = moe_mask(config, family)
     text = text_config(config, family)
     experts, per_token = _first(text, _EXPERTS), _first(text, _EXPERTS_PER_TOKEN)
@@ -143,7 +140,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
     except UserError as error:
         reason = _reason(error)
     known = model_type in CONFIG_MAPPING
-    config = _config_object(CONFIG_MAPPING[model_type], raw, model_type, source) if known else None
+    config = config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where) if known else None
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
     total = _total(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)
@@ -171,26 +168,11 @@ def _reason(error: UserError) -> str:
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
 
-def _config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, source: Source) -> Any:
-    left = ("farskip", "auto_map", *INSTELLA_KEYS)
-    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
-    try:
-        with _quiet():
-            return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
-    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
-        raise UserError(f"{source.where}: transformers refuses it: {' '.join(str(error).split())}") from None
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    """transformers writes an infinite number as {"__float__": "Infinity"}."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
-
-
 def _on_meta(build: Any, config: Any, source: Source) -> Any:
     import torch
 
     try:
-        with _quiet(), torch.device("meta"):
+        with quiet(), torch.device("meta"):
             return build(config)
     except Exception as error:
         raise UserError(
@@ -205,23 +187,11 @@ def _total(config: Any) -> int | None:
 
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
-            with _quiet(), torch.device("meta"):
+            with quiet(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
         except Exception:  # no such class for this config, or one that cannot be built: the next may do
             continue
     return None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Advice on a config is for those who run it."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _connectivity(

@@ -31,11 +31,11 @@ from fcsd.errors import UserError
 from fcsd.families.structure import (
     MASKS_IGNORE_POSITIONS,
     PACKING_LEAKS,
-    _unwrapped,
     head_and_body,
     head_scaling,
     output_head,
     unpadded_vocab_size,
+    unwrapped,
 )
 from fcsd.losses.fused import Divergence, TokenStatistics, fused_linear_cross_entropy, fused_linear_divergence
 
@@ -239,7 +239,7 @@ def final_hidden(
 
 def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
     """Raises UserError when rows (B, T) hold several examples, which this model would let see each other."""
-    model_type = _unwrapped(model).config.model_type.removeprefix("farskip_")
+    model_type = unwrapped(model).config.model_type.removeprefix("farskip_")
     if model_type not in PACKING_LEAKS:
         return
     begins = (position_ids[:, 1:] == 0).cumsum(1)  # padding, too, begins at 0

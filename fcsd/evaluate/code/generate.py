@@ -92,16 +92,7 @@ def generate_completions(
     import torch
 
     assert task.max_new_tokens is not None and task.stop is not None and task.num_samples is not None
-    texts = prompts(tokenizer, problems, task)
-    # A chat template writes its own special tokens.
-    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
-    longest = max(map(len, tokens), default=0)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest + task.max_new_tokens > positions:
-        raise UserError(
-            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
-            f" the model's {positions} positions; lower max_new_tokens"
-        )
+    tokens = _prompt_tokens(model, tokenizer, problems, task)
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     rows = [index for index in order for _ in range(task.num_samples)]
     if isinstance(batch_size, int):
@@ -146,6 +137,27 @@ def generate_completions(
         for row, text in zip(batch, texts, strict=True):
             completions[problems[rows[row]].task_id].append(text)
     return completions
+
+
+def _prompt_tokens(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    task: TaskConfig,
+) -> list[list[int]]:
+    """Tokenize the prompts, and refuse one that leaves no room for its completion."""
+    assert task.max_new_tokens is not None
+    texts = prompts(tokenizer, problems, task)
+    # A chat template writes its own special tokens.
+    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
+    longest = max(map(len, tokens), default=0)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + task.max_new_tokens > positions:
+        raise UserError(
+            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
+            f" the model's {positions} positions; lower max_new_tokens"
+        )
+    return tokens
 
 
 def _generate(
