@@ -9,29 +9,20 @@ from typing import Any
 from fcsd.connectivity.aliases import from_instella, has_instella_keys
 from fcsd.connectivity.spec import Connectivity, resolve_layers
 from fcsd.errors import UserError
-from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of, moe_mask, text_config
+from fcsd.families import (
+    FAMILIES,
+    PREFIX,
+    Family,
+    base_model_type,
+    expert_counts,
+    family_of,
+    moe_mask,
+    text_config,
+)
 from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet
 from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes, distillation_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
-
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "n_experts",
-)
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "moe_top_k",
-    "top_k_experts",
-    "experts_per_token",
-)
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -90,7 +81,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     config = config_object(cls.config_class, raw, family.model_type, source.where)
     mask = moe_mask(config, family)
     text = text_config(config, family)
-    experts, per_token = _first(text, _EXPERTS), _first(text, _EXPERTS_PER_TOKEN)
+    experts, per_token = expert_counts(text, family)
     parameters = count_parameters(_on_meta(cls._from_config, config, source), family, experts, per_token)
     reason = None
     try:
@@ -144,6 +135,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
     total = _total(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)
+    experts, per_token = expert_counts(text, None)
     return {
         "family": None,
         "can_be_converted": False,
@@ -152,8 +144,8 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "connectivity_keys": None,
         "layers": {"total": num_layers, "moe": None, "dense": None},
         "experts": {
-            "routed": _first(text, _EXPERTS),
-            "per_token": _first(text, _EXPERTS_PER_TOKEN),
+            "routed": experts,
+            "per_token": per_token,
             "shared": None,
         },
         "selections": {},
@@ -219,14 +211,6 @@ def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
         except UserError:  # a percentage that comes to no layer
             layers = []
         yield selection, {"layers": layers, "moe": sum(mask[index] for index in layers)}
-
-
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    for place in (config, getattr(config, "ffn_config", None)):
-        for name in names:
-            if isinstance(value := getattr(place, name, None), int):
-                return value
-    return None
 
 
 def _cache(text: Any) -> dict[str, Any] | None:

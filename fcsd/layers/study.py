@@ -38,7 +38,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.runner import judging
 from fcsd.evaluate.stage import judged_data
 from fcsd.families import moe_mask
-from fcsd.families.structure import PACKING_LEAKS
+from fcsd.families.structure import packing_of
 from fcsd.files import read_json, weights_fingerprint, write_json
 from fcsd.losses.kl import kl_by_row, read_original
 from fcsd.models.load import load_tokenizer, original_model, to_accelerator
@@ -315,7 +315,7 @@ def measuring(study: Study) -> Iterator[Measure]:
             tokenizer,
             num_examples=study.text_examples,
             max_length=study.max_length,
-            packing=study.packing and model.config.model_type not in PACKING_LEAKS,
+            packing=study.packing and packing_of(model.config) != "leaks",
             loss_on=study.loss_on,
         )
     with contextlib.ExitStack() as stack:
