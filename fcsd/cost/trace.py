@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
+import transformers.integrations.moe as moe
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,7 +19,7 @@ from fcsd.cost.tracker import Tracker
 from fcsd.distill.arguments import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
-from fcsd.losses import fused as losses
+from fcsd.losses.fused import Kernels
 from fcsd.losses.head import attach_loss_head, body_hidden, final_hidden
 from fcsd.losses.hidden_terms import ExtraTerms, Seen
 
@@ -118,10 +118,11 @@ def trace_step(
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(_calls(progress))
-    with FakeTensorMode(), tracker, _as_traced(tracker, setting):
+    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back():
         with tracker.making("student"):
             _give_fake_storage(student)
         head: Any = output_head(student)
+        head.kernels = _CountedKernels(tracker, on_gpu=setting.on_gpu)
         with tracker.making("teacher"):
             if teacher is not None:
                 _give_fake_storage(teacher)
@@ -286,29 +287,37 @@ def _report_loss_as_loss(student: Any, tracker: Tracker) -> None:
     head.register_forward_hook(leave)
 
 
-@contextlib.contextmanager
-def _as_traced(tracker: Tracker, setting: Setting) -> Iterator[None]:
-    """What fake tensors cannot do is done in its place: products whose sizes are in data, products of the GPU.
+class _CountedKernels(Kernels):
+    """Count the loss's matmuls instead of running them, with the chunks and dtypes of the device that is estimated.
 
-    transformers' grouped product of the experts has a shape function for every dtype only in its own fallback. The
-    loss's products write into given tensors and allocate nothing, whatever the dtype of their operands.
+    They write into given tensors and allocate nothing, whatever the dtype of their operands.
     """
-    chunk_tokens, widening = losses._chunk_tokens, losses._widening_product
-    kind = torch.device("cuda" if setting.on_gpu else "cpu")
 
-    def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-        tracker.add_flops(a.dtype, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+    def __init__(self, tracker: Tracker, *, on_gpu: bool):
+        self.tracker, self.device = tracker, torch.device("cuda" if on_gpu else "cpu")
 
-    def addmm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
-        mm(a, b, accumulator)
+    def chunk_tokens(
+        self, bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+    ) -> int:
+        return super().chunk_tokens(bytes_per_token, chunk_bytes, self.device, trains_head)
 
-    with (
-        mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False),
-        mock.patch.object(losses, "_mm", mm),
-        mock.patch.object(losses, "_addmm", addmm),
-        mock.patch.object(losses, "_widening_product", lambda _, dtype: widening(kind, dtype)),
-        mock.patch.object(
-            losses, "_chunk_tokens", lambda size, chunk, _, trains: chunk_tokens(size, chunk, kind, trains)
-        ),
-    ):
+    def widens(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return super().widens(self.device, dtype)
+
+    def mm(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        self.tracker.add_flops(a.dtype, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+    def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+        self.mm(a, b, accumulator)
+
+
+@contextlib.contextmanager
+def _grouped_matmuls_fall_back() -> Iterator[None]:
+    """Let transformers take its own fallback for the experts' grouped matmul, for which alone it registers a shape
+    function for every dtype (transformers 5.23)."""
+    before = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
         yield
+    finally:
+        moe._can_use_grouped_mm = before

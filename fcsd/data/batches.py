@@ -58,7 +58,7 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
     return keep, labels.roll(-1, dims=1)[keep]
 
 
-def without_tail(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch, cut behind the last position with loss in any of its rows: what follows is padding, mostly.
 
     No kept position sees what is cut off. The length stays a multiple of 64, or as it was, so that shapes recur; it

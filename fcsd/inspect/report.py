@@ -20,7 +20,7 @@ from fcsd.families import (
     text_config,
 )
 from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet
-from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes, distillation_bytes
+from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
 
@@ -251,25 +251,18 @@ def _files(source: Source) -> dict[str, Any] | None:
 def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
     parameters = facts["parameters"]
     if parameters is None:
-        return {"convert": None, "distill": None, "serve": None}
+        return {"convert": None, "serve": None}
     number = parameters["total"]
+    serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
+    if facts["family"] is None:
+        return {"convert": None, "serve": serve}
     inner = raw.get("text_config")
     text = inner if isinstance(inner, Mapping) else {}
     dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    teacher = dtype if dtype in BYTES else "bfloat16"
-    serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
-    if facts["family"] is None:
-        return {"convert": None, "distill": None, "serve": serve}
-    copies = None if facts["quantization"] else number * BYTES[teacher]
+    copies = None if facts["quantization"] else number * BYTES[dtype if dtype in BYTES else "bfloat16"]
     files = facts["files"]
-    return {
-        "convert": {
-            "at_most_bytes": files["largest_bytes"] if files else None,
-            "disk_without_links_bytes": files["total_bytes"] if files else copies,
-        },
-        "distill": {
-            "teacher_dtype": teacher,
-            **{dtype: distillation_bytes(number, teacher, dtype) for dtype in ("float32", "bfloat16")},
-        },
-        "serve": serve,
+    convert = {
+        "at_most_bytes": files["largest_bytes"] if files else None,
+        "disk_without_links_bytes": files["total_bytes"] if files else copies,
     }
+    return {"convert": convert, "serve": serve}

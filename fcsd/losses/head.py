@@ -37,7 +37,14 @@ from fcsd.families.structure import (
     unpadded_vocab_size,
     unwrapped,
 )
-from fcsd.losses.fused import Divergence, TokenStatistics, fused_linear_cross_entropy, fused_linear_divergence
+from fcsd.losses.fused import (
+    KERNELS,
+    Divergence,
+    Kernels,
+    TokenStatistics,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+)
 
 
 @dataclass
@@ -71,6 +78,7 @@ class LossHead(nn.Linear):
     logit_scale: float
     softcap: float | None
     vocab_size: int | None
+    kernels: Kernels = KERNELS
 
     def forward(self, hidden: Tensor, target: _Target | None = None) -> Any:
         """`hidden` without a target: (…, D) to logits (…, V), as before; with one: (N, D) to a scalar.
@@ -84,6 +92,7 @@ class LossHead(nn.Linear):
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
             "vocab_size": self.vocab_size,
+            "kernels": self.kernels,
         }
         if target.labels is not None:
             return fused_linear_cross_entropy(hidden, self.weight, target.labels, **own)
