@@ -13,7 +13,7 @@ from fcsd.data.batches import next_token_targets
 from fcsd.distill.early_stopping import Score
 from fcsd.distill.teachers.base import Batch, ModelTeacher, Teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher
-from fcsd.distributed.ranks import Ranks, input_device, ranks_of
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.losses.kl import read_rows, sums_by_row
 from fcsd.models.preserve import preserved
@@ -29,8 +29,8 @@ class HeldoutKL:
     runs whose own teacher cannot be run on other rows (a cache), or that have none (sft).
     """
 
-    def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel]):
-        self.rows, self.original = rows, original
+    def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
+        self.rows, self.original, self.launch = rows, original, launch
         self.teacher: Teacher | None = None
         self.batches: list[Batch] = []  # of this rank
         self.head: nn.Module | None = None
@@ -49,8 +49,8 @@ class HeldoutKL:
                 " teacher.backend: sharded, with an objective that has a teacher"
             )
 
-    def _prepare(self, student: PreTrainedModel, ranks: Ranks) -> None:
-        device = input_device(student)
+    def _prepare(self, student: PreTrainedModel) -> None:
+        device = self.launch.device
         # Another copy of the original does not stay in memory.
         teacher = self.teacher or ModelTeacher(nn.Module.to(self.original(), device))
         self.batches = read_rows(
@@ -58,7 +58,7 @@ class HeldoutKL:
             lambda batch: teacher.prepare([batch]),
             model=student,
             device=device,
-            ranks=ranks,
+            ranks=self.launch.ranks,
             trim=True,
         )
         self.head = teacher.head
@@ -70,17 +70,16 @@ class HeldoutKL:
         Raises:
             UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
         """
-        ranks = ranks_of(student)
         with preserved(student):
             student.eval()
             if self.head is None:
-                self._prepare(student, ranks)
+                self._prepare(student)
             sums, counts = sums_by_row(
                 self.batches,
                 len(self.rows),
                 lambda batch: self._sum(student, batch),
-                device=input_device(student),
-                ranks=ranks,
+                device=self.launch.device,
+                ranks=self.launch.ranks,
             )
         if not sum(counts):
             raise UserError(

@@ -367,6 +367,13 @@ def _compare(s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher) -> _Row
     return _Rows(gradient, value, entropy, agreement)
 
 
+def _num_tiles(target: _Teacher | Tensor) -> int:
+    """Count the (chunk, V) tiles that a chunk needs: the logits of both models, and one or two of work."""
+    if not isinstance(target, _Teacher):
+        return 2
+    return 4 if target.divergence.name == "jsd" else 3
+
+
 class _FusedLinearLoss(torch.autograd.Function):
     """The loss sum of N tokens; gradients are computed in the forward pass, scaled in the backward pass."""
 
@@ -387,9 +394,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         clip = target.divergence.clip if isinstance(target, _Teacher) else None
         num_tokens, num_vocab = hidden.shape[0], post.vocab_size
         dtype = torch.float64 if student.weight.dtype == torch.float64 else torch.float32
-        # Of a chunk: logits of both models and one or two of work; the softcap's slope comes on top.
-        num_work = 2 if isinstance(target, _Teacher) and target.divergence.name == "jsd" else 1
-        num_tiles = 1 + (teacher is not None) + num_work
+        num_tiles = _num_tiles(target)  # the softcap's slope comes on top
         row_bytes = num_vocab * dtype.itemsize * (num_tiles + (post.softcap is not None))
         chunk = min(kernels.chunk_tokens(row_bytes, chunk_bytes, hidden.device, wants_weight), num_tokens)
 

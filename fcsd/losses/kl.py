@@ -125,7 +125,7 @@ def read_original(
         batches = read_rows(
             rows, prepare, model=original, device=input_device(original), ranks=ranks, bar=bar
         )
-        return Original(batches, whole_head(original).cpu(), original.config)
+        return Original(batches, whole_head(original, input_device(original)).cpu(), original.config)
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def kl_by_row(
 ) -> tuple[list[float], list[int]]:
     """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
     device = input_device(model)
-    teacher_head, head = original.head.to(device), whole_head(model).to(device)
+    teacher_head, head = original.head.to(device), whole_head(model, device)
 
     def kl_sum(batch: Batch) -> Tensor:
         known = batch["teacher_hidden"]

@@ -394,7 +394,13 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     config_only(tmp_path, "qwen3_moe")
     assert main(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for part in ("qwen3_moe, ", "can be converted", "| last:75%  |       3 |", "| routed experts |", "AdamW"):
+    for part in (
+        "qwen3_moe, ",
+        "can be converted",
+        "| last:75%  |       3 |",
+        "| routed experts |",
+        "fcsd estimate",
+    ):
         assert part in text
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

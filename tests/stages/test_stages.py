@@ -15,12 +15,15 @@ from fcsd.config.load import load_recipe
 from fcsd.connectivity import Connectivity, farskip_layers, load_model
 from fcsd.errors import UserError
 from fcsd.evaluate import stage as evaluate_stage
+from fcsd.files import weights_fingerprint
 from fcsd.layers import study as layers
+from fcsd.stages import convert as convert_stage
+from fcsd.stages import distill as distill_stages
+from fcsd.stages import pretrain as pretrain_stage
 from fcsd.stages import rows as training_data
-from fcsd.stages import run as stages
 from fcsd.tiny.models import tiny_tokenizer
 from fcsd.tiny.tasks import write_tiny_data
-from tests.support import Bench, start
+from tests.support import Bench, run_of, start
 
 CONFIG = {
     "model_type": "qwen2_moe",
@@ -216,7 +219,8 @@ def test_a_second_run_trains_and_evaluates_nothing(
         pytest.fail("was run again")
 
     for module, name in (
-        (stages, "train"), (stages, "convert_checkpoint"), (evaluate_stage, "judging"), (evaluate_stage, "mean_kl"),
+        (distill_stages, "train"), (convert_stage, "convert_checkpoint"),
+        (evaluate_stage, "prepare_evaluation"), (evaluate_stage, "mean_kl"),
         (layers, "measuring"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, never)
@@ -317,14 +321,13 @@ def test_stages_that_read_the_same_data_tokenize_it_once(
     monkeypatch.setattr(
         training_data, "build_dataset", lambda *args, **kwargs: made.append(1) or build(*args, **kwargs)
     )
-    monkeypatch.setattr(training_data, "_held_rows", {})
-    recipe = load_recipe(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
+    run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
     for variant, count in ((None, 1), ("sft", 1), ("seed", 2)):
-        stages.distill(recipe, variant)
+        distill_stages.distill(run, variant)
         assert len(made) == count
     bench.rows.write_text(bench.rows.read_text() * 2)
-    other = recipe.model_copy(update={"output_dir": str(bench.folder / "other")})
-    stages.distill(other)
+    other = run.recipe.model_copy(update={"output_dir": str(bench.folder / "other")})
+    distill_stages.distill(run_of(other))
     assert len(made) == 3
 
 
@@ -373,18 +376,61 @@ def test_a_configuration_that_makes_no_model_is_refused(
 
 
 def test_a_larger_vocabulary_than_the_tokenizers_is_kept() -> None:
-    assert stages._token_ids(tiny_tokenizer(300), {"vocab_size": 320})["vocab_size"] == 320
+    assert pretrain_stage._token_ids(tiny_tokenizer(300), {"vocab_size": 320})["vocab_size"] == 320
 
 
 def test_a_new_model_has_the_weights_of_its_seed() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
-        models.append(stages.new_model(CONFIG | {"vocab_size": 99}, Connectivity("none")))
+        models.append(pretrain_stage.new_model(CONFIG | {"vocab_size": 99}, Connectivity("none")))
     one, two = (model.state_dict() for model in models)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
     with pytest.raises(UserError, match="has no variant 'x'; allowed: none"):
-        stages.distill(load_recipe(bench.recipe("r")), "x")
+        distill_stages.distill(run_of(bench.recipe("r")), "x")
+
+
+@pytest.mark.slow
+def test_a_run_looks_the_original_up_once_and_hashes_it_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hub id every look-up is a request, and every fingerprint reads all of a large checkpoint."""
+    asked, hashed = [], []
+
+    def snapshot_download(repository: str, **options: Any) -> str:
+        asked.append((repository, options["revision"]))
+        return str(bench.base)
+
+    def fingerprint(folder: Path) -> str:
+        hashed.append(folder)
+        return weights_fingerprint(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("fcsd.models.load.weights_fingerprint", fingerprint)
+    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    task = {
+        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["dataset"],
+        "lm_eval_include": "tiny", "chat_template": True,
+    }  # fmt: skip
+    suite = bench.folder / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
+    recipe = bench.recipe(
+        "r",
+        model={"path": "owner/name", "revision": "a" * 40},
+        data=data | {"max_length": 32},
+        variants={"sft": {"objective.name": "sft"}},
+        sweep={
+            "batch_size_tokens": [64],
+            "learning_rate": [1e-3],
+            "steps": 2,
+            "warmup_steps": 0,
+            "last_steps": 1,
+        },
+        evaluation={"suite": str(suite), "batch_size": 4, "limit": 1},
+    )
+    assert main(["run", str(recipe), "--set", "evaluation.layer_study=true"]) == 0
+    assert asked == [("owner/name", "a" * 40)]
+    assert hashed.count(bench.base) == 1
