@@ -1,4 +1,4 @@
-"""KL to the teacher on held-out text, as a score for early stopping: the same rows and tokens every time."""
+"""Score a student in training by its KL to the teacher on held-out text: the same rows and tokens every time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import Collator, next_token_targets, without_tail
+from fcsd.data.batches import next_token_targets
 from fcsd.distill.early_stopping import Score
 from fcsd.distill.teachers.base import Batch, ModelTeacher, Teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher
 from fcsd.distributed.launch import Launch
-from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
-from fcsd.losses.head import refuse_packing
+from fcsd.losses.kl import read_rows, sums_by_row
 from fcsd.models.preserve import preserved
 
 
@@ -27,20 +26,20 @@ class HeldoutKL:
     In a launch of several processes each has its share of the rows, and all of them call it.
 
     Args: rows of `fcsd.data.dataset.build_dataset`; `original` loads the model that the student is compared with, for
-    runs whose own teacher cannot be asked about other rows (a cache), or that have none (sft).
+    runs whose own teacher cannot be run on other rows (a cache), or that have none (sft).
     """
 
     def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
         self.rows, self.original, self.launch = rows, original, launch
         self.teacher: Teacher | None = None
-        self.batches: list[Batch] = []  # of this rank's rows, and of those it goes through to keep step
+        self.batches: list[Batch] = []  # of this rank
         self.head: nn.Module | None = None
 
-    def ask(self, teacher: Teacher | None, *, sharded: bool) -> None:
+    def set_teacher(self, teacher: Teacher | None, *, sharded: bool) -> None:
         """Use the teacher of the run, where it can be run.
 
         Raises:
-            UserError: it cannot, and the weights of another copy would have to be spread over the ranks.
+            UserError: it cannot, and the weights of another copy would have to be sharded over the ranks.
         """
         if isinstance(teacher, ModelTeacher | AdapterOffTeacher):
             self.teacher = teacher
@@ -50,43 +49,38 @@ class HeldoutKL:
                 " teacher.backend: sharded, with an objective that has a teacher"
             )
 
-    def _prepare(self, student: nn.Module, ranks: Ranks) -> None:
+    def _prepare(self, student: PreTrainedModel) -> None:
         device = self.launch.device
-        teacher = self.teacher
-        if teacher is None:  # it does not stay
-            teacher = ModelTeacher(nn.Module.to(self.original(), device))
-        own = ranks.deal(range(len(self.rows)))
-        batches = []
-        for number in [*own, *[0] * ranks.idle_passes(len(self.rows))]:
-            row = self.rows[number]
-            batch = without_tail({name: value.to(device) for name, value in Collator()([row]).items()})
-            refuse_packing(student, batch["labels"], batch["position_ids"])
-            teacher.prepare([batch])
-            batches.append({name: value.cpu() for name, value in batch.items()})
-        self.head, self.batches = teacher.head, batches
+        # Another copy of the original does not stay in memory.
+        teacher = self.teacher or ModelTeacher(nn.Module.to(self.original(), device))
+        self.batches = read_rows(
+            self.rows,
+            lambda batch: teacher.prepare([batch]),
+            model=student,
+            device=device,
+            ranks=self.launch.ranks,
+            trim=True,
+        )
+        self.head = teacher.head
 
     @torch.no_grad()
     def __call__(self, student: PreTrainedModel) -> Score:
-        """The KL of `student` as it is now, row by row; its training mode and the random state stay what they were.
+        """Compute the KL of `student` as it is now, and leave its training mode and the random state as they were.
 
         Raises:
             UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
         """
-        ranks = self.launch.ranks
-
-        def own_share() -> list[tuple[float, int]]:
-            if self.head is None:
-                self._prepare(student, ranks)
-            sums = [self._sum(student, batch) for batch in self.batches]
-            counts = [len(batch["teacher_hidden"]) for batch in self.batches]
-            own = len(ranks.deal(range(len(self.rows))))
-            return list(zip(torch.stack(sums).tolist() if sums else [], counts, strict=True))[:own]
-
         with preserved(student):
             student.eval()
-            by_rank = ranks.share(own_share)
-        found = [by_rank[number % ranks.size][number // ranks.size] for number in range(len(self.rows))]
-        sums, counts = [total for total, _ in found], [count for _, count in found]
+            if self.head is None:
+                self._prepare(student)
+            sums, counts = sums_by_row(
+                self.batches,
+                len(self.rows),
+                lambda batch: self._sum(student, batch),
+                device=self.launch.device,
+                ranks=self.launch.ranks,
+            )
         if not sum(counts):
             raise UserError(
                 "data.heldout: no row has a token to predict; use other text or a larger max_length"
@@ -94,13 +88,13 @@ class HeldoutKL:
         return Score(sums, counts, higher_is_better=False)
 
     def _sum(self, student: Any, batch: Batch) -> Tensor:
-        given = {name: value.to(self.launch.device) for name, value in batch.items()}
-        keep, _ = next_token_targets(given["labels"], given["position_ids"])
+        """Compute the summed KL inside the student's forward pass, where the head is whole under every engine."""
+        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         return student(
-            input_ids=given["input_ids"],
-            position_ids=given["position_ids"],
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
             keep=keep,
             objective="kl",
-            teacher_hidden=given["teacher_hidden"],
+            teacher_hidden=batch["teacher_hidden"],
             teacher_head=self.head,
         )["loss"]

@@ -89,7 +89,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     teacher = _teacher(run, engine)
     check_vocabulary(run, teacher)
     if isinstance(run.score, HeldoutKL):
-        run.score.ask(teacher, sharded=engine.shards)
+        run.score.set_teacher(teacher, sharded=engine.shards)
     if run.objective.freeze_embeddings_and_head:
         freeze_embeddings_and_head(student)
     if run.objective.freeze_routers:

@@ -36,7 +36,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.families import moe_mask
-from fcsd.families.structure import PACKING_LEAKS
+from fcsd.families.structure import packing_of
 from fcsd.files import read_json, write_json
 from fcsd.losses.kl import kl_by_row, read_original
 from fcsd.models.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
@@ -318,7 +318,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             tokenizer,
             num_examples=study.text_examples,
             max_length=study.max_length,
-            packing=study.packing and model.config.model_type not in PACKING_LEAKS,
+            packing=study.packing and packing_of(model.config) != "leaks",
             loss_on=study.loss_on,
         )
     with contextlib.ExitStack() as stack:

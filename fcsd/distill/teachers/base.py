@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import next_token_targets, without_tail
+from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
 from fcsd.losses.head import LossHead, final_hidden
@@ -72,7 +72,7 @@ class ModelTeacher(Teacher):
     def prepare(self, batches: list[Batch]) -> None:
         """One forward a micro-batch."""
         for batch in batches:
-            cut = without_tail(batch)
+            cut = trim_padding(batch)
             keep, _ = next_token_targets(cut["labels"], cut["position_ids"])
             batch["teacher_hidden"] = final_hidden(self.model, cut["input_ids"], cut["position_ids"], keep)
 

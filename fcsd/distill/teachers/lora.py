@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config.model import AdapterConfig
 from fcsd.connectivity.rewire import regular
-from fcsd.data.batches import next_token_targets, without_tail
+from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.teachers.base import Batch, Teacher
 from fcsd.errors import UserError
 from fcsd.families.structure import output_head
@@ -126,7 +126,7 @@ class AdapterOffTeacher(Teacher):
         return hidden, seen
 
     def _hidden(self, batch: Batch) -> Tensor:
-        batch = without_tail(batch)
+        batch = trim_padding(batch)
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         # Not through the model's own forward: the Trainer has put its autocast around that one.
         return body_hidden(self.student, batch["input_ids"], batch["position_ids"], None, keep)
