@@ -80,7 +80,6 @@ class Trace:
     num_trainable: int
     num_parameters: int
     largest_layer: int
-    outside_layers: int
     embeddings_and_head: int
     head: int
     num_layers: int
@@ -198,7 +197,6 @@ def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
         num_trainable=sum(p.numel() for p in student.parameters() if p.requires_grad),
         num_parameters=total,
         largest_layer=max(sizes),
-        outside_layers=total - sum(sizes),
         embeddings_and_head=sum(ends.values()),
         head=head.numel(),
         num_layers=len(sizes),

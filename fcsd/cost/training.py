@@ -18,7 +18,7 @@ from fcsd.connectivity.rewire import decoder_layers
 from fcsd.cost.memory import Layout
 from fcsd.cost.trace import Setting, Trace, trace_step
 from fcsd.distributed.engine import checkpoints_activations
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families import Family, family_of
 from fcsd.inspect import inspect_model
 from fcsd.inspect.checkpoint import config_object, find_source
@@ -165,7 +165,7 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
             except UserError:
                 raise
             except Exception as error:  # any part of a family's code may need data
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error)[:200]
                 raise UserError(
                     f"{training.where}: the training step of {family.model_type} cannot be followed without data:"
                     f" {type(error).__name__}: {reason}; `fcsd inspect` tells what its weights need"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
-
 
 NO_LOSS = -100
 

@@ -1,18 +1,7 @@
-"""Suites: which tasks are run, with which shots, metric, data set and revision, as data in
-`eval/suites/*.yaml`.
+"""Find the data set of a suite's row, and what its task needs of the tokenizer.
 
-    name: tiny
-    tasks:
-      - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
-        kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
-        metric: acc,none               # lm-eval's key: metric,filter
-        num_fewshot: 0
-        dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
-        split: test
-        lm_eval_include: tiny          # folder with the task's YAML, see `SuiteTask.lm_eval_include`
-        chat_template: true
-
-Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root).
+Not covered: the rows themselves (`fcsd.config.suite`); downloading the data sets (`fcsd.evaluate.fetch` fills a data
+root).
 """
 
 from pathlib import Path

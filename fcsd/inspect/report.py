@@ -8,7 +8,7 @@ from typing import Any
 
 from fcsd.connectivity.aliases import from_instella, has_instella_keys
 from fcsd.connectivity.spec import Connectivity, resolve_layers
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families import (
     FAMILIES,
     PREFIX,
@@ -167,9 +167,7 @@ def _on_meta(build: Any, config: Any, source: Source) -> Any:
         with quiet(), torch.device("meta"):
             return build(config)
     except Exception as error:
-        raise UserError(
-            f"{source.where}: transformers cannot build it: {' '.join(str(error).split())}"
-        ) from None
+        raise UserError(f"{source.where}: transformers cannot build it: {one_line(error)}") from None
 
 
 def _total(config: Any) -> int | None:

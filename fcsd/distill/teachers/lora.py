@@ -22,7 +22,7 @@ from fcsd.config.model import AdapterConfig
 from fcsd.connectivity.rewire import regular
 from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.teachers.base import Batch, Teacher
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families.structure import output_head
 from fcsd.losses.head import body_hidden
 from fcsd.losses.hidden_terms import ExtraTerms, Seen
@@ -56,7 +56,7 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
             adapted: Any = peft.get_peft_model(model, config)
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"lora: peft cannot adapt {type(model).__name__}: {' '.join(str(error).split())};"
+            f"lora: peft cannot adapt {type(model).__name__}: {one_line(error)};"
             " check lora.target_modules and lora.target_parameters"
         ) from error
     for module, what in (
