@@ -25,10 +25,10 @@ def tokenize_example(
 
     columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
     "labels": … (optional), "attention_mask": … (optional)}, names of columns. Messages, and prompt (with `input` in a
-    paragraph of its own) and response, go through the chat template, and loss is on what the assistant says, its end of turn included, or on all tokens for
-    loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT). Text gets an end-of-sequence
-    token, and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out;
-    loss is on those whose label is not -100.
+    paragraph of its own) and response, go through the chat template, and loss is on what the assistant says, its end of
+    turn included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
+    Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are, without those that the
+    attention mask leaves out; loss is on those whose label is not -100.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, when the template refuses the
     example, when a column does not hold what it should.
@@ -70,7 +70,7 @@ def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[s
     ):
         raise UserError(
             f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
-            f" or {NO_LOSS} where there is no loss (they are shifted later), found {_short(labels)} beside {_short(ids)}"
+            f" or {NO_LOSS} where there is no loss (they are shifted later), found {_short(labels)} for {_short(ids)}"
         )
     kept = [(token, label != NO_LOSS) for token, label, here in zip(ids, labels, seen, strict=True) if here]
     return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
