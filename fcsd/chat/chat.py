@@ -110,7 +110,8 @@ def load_speaker(
     """
     from fcsd.connectivity import load_model
     from fcsd.connectivity.checkpoint import find_folder
-    from fcsd.models.load import load_tokenizer, to_accelerator
+    from fcsd.distributed.launch import join_launch
+    from fcsd.models.load import load_tokenizer, to_device
 
     folder = find_folder(path, revision)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -127,7 +128,7 @@ def load_speaker(
             raise
         raise UserError(f"--device-map {device_map}: {' '.join(str(error).split())}") from None
     if device_map is None:
-        model = to_accelerator(model, path)
+        model = to_device(model, path, join_launch().device)
     return Speaker(path, model, tokenizer, thinking=thinking)
 
 

@@ -20,17 +20,18 @@ from fcsd.errors import UserError
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from fcsd.config.model import ModelConfig
     from fcsd.config.suite import load_suite
-    from fcsd.distributed.ranks import launched_ranks
+    from fcsd.distributed.launch import join_launch
     from fcsd.evaluate.fetch import fetch_suite
 
+    launch = join_launch(expert_parallel=arguments.expert_parallel)
     if arguments.fetch is not None:
         if arguments.data_root is not None:
             raise UserError("--fetch and --data-root are both given; leave one out")
         suite = load_suite(arguments.suite)
-        ranks = launched_ranks(in_step=False)
-        fetched = ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
-        if ranks.first:
+        fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
+        if launch.first:
             found = ", ".join(fetched) if fetched else "everything was there"
             print(f"{arguments.fetch}: {found}", file=sys.stderr)
         if arguments.model is None:
@@ -38,26 +39,27 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
-    from fcsd.distributed.engine import expert_parallel
     from fcsd.evaluate.stage import evaluate_checkpoint
     from fcsd.report.table import result_table
 
     quiet_transformers()
-    with expert_parallel(arguments.expert_parallel):
-        evaluate_checkpoint(
-            arguments.model,
-            suite=arguments.suite,
-            data_root=arguments.fetch or arguments.data_root,
-            output=arguments.output,
-            batch_size=_batch_size(arguments.batch_size),
-            cache=arguments.cache,
-            limit=arguments.limit,
-            allow_weak_sandbox=arguments.allow_weak_sandbox,
+    evaluate_checkpoint(
+        ModelConfig(
+            path=arguments.model,
             revision=arguments.revision,
             trust_remote_code=arguments.trust_remote_code,
-            device_map=arguments.device_map,
-        )
-    if not launched_ranks(in_step=False).first:
+        ),
+        launch,
+        suite=arguments.suite,
+        data_root=arguments.fetch or arguments.data_root,
+        output=arguments.output,
+        batch_size=_batch_size(arguments.batch_size),
+        cache=arguments.cache,
+        limit=arguments.limit,
+        allow_weak_sandbox=arguments.allow_weak_sandbox,
+        device_map=arguments.device_map,
+    )
+    if not launch.first:
         return
     if arguments.json:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
@@ -92,26 +94,29 @@ def _batch_size(text: str) -> "int | Literal['auto']":
 
 
 def _layers(arguments: argparse.Namespace) -> None:
+    from fcsd.distributed.launch import join_launch
     from fcsd.layers.proposal import study_table
     from fcsd.layers.study import read_study, study_from_options, study_layers
+    from fcsd.models.load import find_model
     from fcsd.report.plots import plot_layers
 
     quiet_transformers()
-    study_layers(study_from_options(vars(arguments)), arguments.output, plot_layers)
-    study = read_study(arguments.output)
-    print(json.dumps(study, indent=2) if arguments.json else study_table(study))
+    study = study_from_options(vars(arguments))
+    launch = join_launch()
+    study_layers(study, find_model(study.model), arguments.output, launch, plot_layers)
+    if launch.first:
+        found = read_study(arguments.output)
+        print(json.dumps(found, indent=2) if arguments.json else study_table(found))
 
 
 def _plan_layers(arguments: argparse.Namespace) -> None:
+    from fcsd.distributed.launch import join_launch
     from fcsd.layers.proposal import plan_layers, plan_text
 
     quiet_transformers()
+    launch = join_launch() if arguments.verify else None
     plan = plan_layers(
-        arguments.study,
-        arguments.budget,
-        metric=arguments.metric,
-        verify=arguments.verify,
-        model=arguments.model,
+        arguments.study, arguments.budget, metric=arguments.metric, model=arguments.model, verify=launch
     )
     if os.environ.get("RANK", "0") == "0":
         print(plan_text(plan, as_json=arguments.json))

@@ -16,19 +16,21 @@ from fcsd.errors import UserError
 
 if TYPE_CHECKING:
     from fcsd.config.recipe import Recipe
+    from fcsd.stages.context import Run
 from fcsd.cli.options import quiet_transformers
 
 
 def _load_recipe(arguments: argparse.Namespace) -> "Recipe":
-    """The recipe that a command names, or its rehearsal."""
+    """Load the recipe that a command names, or its rehearsal."""
     from fcsd.config.load import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.rehearse is None:
         return recipe
+    from fcsd.distributed.launch import join_launch
     from fcsd.tiny.rehearse import rehearse
 
-    return rehearse(recipe, arguments.rehearse)
+    return rehearse(recipe, arguments.rehearse, join_launch())
 
 
 def _estimate(arguments: argparse.Namespace) -> None:
@@ -57,28 +59,29 @@ def _stage(name: str) -> Callable[[argparse.Namespace], None]:
             quiet_transformers()  # which is loaded only when the recipe is a good one
         recipe = _load_recipe(arguments)
         quiet_transformers()
-        from fcsd.distributed.engine import expert_parallel
+        from fcsd.distributed.launch import join_launch
+        from fcsd.stages.context import Run
 
-        with expert_parallel(arguments.expert_parallel if name in _EXPERT_PARALLEL else 1):
-            _run_stage(name, recipe, arguments)
+        size = arguments.expert_parallel if name in _EXPERT_PARALLEL else 1
+        _run_stage(name, Run(recipe, join_launch(expert_parallel=size)), arguments)
 
     return run
 
 
-def _run_stage(name: str, recipe: "Recipe", arguments: argparse.Namespace) -> None:
+def _run_stage(name: str, run: "Run", arguments: argparse.Namespace) -> None:
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
-    from fcsd.stages.run import run
+    from fcsd.stages.run import run_all
 
     if name == "distill":
-        distill(recipe, arguments.variant)
+        distill(run, arguments.variant)
     elif name == "cache-teacher":
-        print(cache_teacher(recipe, arguments.variant, arguments.output, verify=arguments.verify))
+        print(cache_teacher(run, arguments.variant, arguments.output, verify=arguments.verify))
     elif name in ("report", "run"):
-        {"report": report, "run": run}[name](recipe, as_json=arguments.json)
+        {"report": report, "run": run_all}[name](run, as_json=arguments.json)
     else:
-        {"pretrain": pretrain, "sweep": sweep}[name](recipe)
+        {"pretrain": pretrain, "sweep": sweep}[name](run)
 
 
 _EXPERT_PARALLEL = ("sweep", "distill", "run")

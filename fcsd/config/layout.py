@@ -1,26 +1,73 @@
-"""Name the folders of a run: where each stage of a recipe leaves its model."""
+"""Name the folders of a run: where each stage of a recipe leaves what it makes.
 
+pretrain/            model from scratch (only with a `pretrain` section)
+convert/             the original, rewired, untrained
+sweep/               batch size and learning rate
+distill/             the main distillation
+variants/NAME/       further distillations
+teacher-cache/       hidden states of the teacher (`fcsd cache-teacher`)
+evaluate/NAME/       results of every model, on the same items
+layers/              untrained KL against the rewired layers
+report/              report.md, report.json, figures
+publish/             the folder that goes to the Hub
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from fcsd.config.recipe import Recipe
-from fcsd.connectivity import Connectivity
-from fcsd.connectivity.checkpoint import find_folder
 
 MAIN = "fcsd"  # name of the main distillation in results and report
+_TRAINED_IN = {"original": "pretrain", "converted": "convert", MAIN: "distill"}
 
 
-def models(recipe: Recipe) -> dict[str, Path]:
-    """Every model of the run that exists, by its name in the report: original, converted, main, variants."""
-    folder = recipe.folder
-    found = {
-        "original": find_folder(recipe.model_path, recipe.model.revision),
-        "converted": folder / "convert" / "model",
-        MAIN: folder / "distill" / "model",
-        **{name: folder / "variants" / name / "model" for name in recipe.variants},
-    }
-    return {name: path for name, path in found.items() if path.is_dir()}
+@dataclass(frozen=True)
+class RunLayout:
+    """The folders below `root`, the `output_dir` of a recipe."""
 
+    root: Path
 
-def _connectivity(section: Any) -> Connectivity:
-    return Connectivity(section.layers, section.attention, section.mlp)
+    @property
+    def pretrain(self) -> Path:
+        """Folder of the pre-training."""
+        return self.root / "pretrain"
+
+    @property
+    def convert(self) -> Path:
+        """Folder of the conversion."""
+        return self.root / "convert"
+
+    @property
+    def sweep(self) -> Path:
+        """Folder of the sweep."""
+        return self.root / "sweep"
+
+    @property
+    def teacher_cache(self) -> Path:
+        """Folder of a teacher cache that the recipe gives no place of its own."""
+        return self.root / "teacher-cache"
+
+    @property
+    def layers(self) -> Path:
+        """Folder of the layer study."""
+        return self.root / "layers"
+
+    @property
+    def report(self) -> Path:
+        """Folder of the report."""
+        return self.root / "report"
+
+    @property
+    def publish(self) -> Path:
+        """Folder that goes to the Hub."""
+        return self.root / "publish"
+
+    def stage(self, name: str) -> Path:
+        """Return the folder of the stage that leaves the model `name`: original, converted, fcsd, or a variant."""
+        return self.root / _TRAINED_IN.get(name, f"variants/{name}")
+
+    def model(self, name: str) -> Path:
+        """Return the checkpoint of the model `name`."""
+        return self.stage(name) / "model"
+
+    def evaluation(self, name: str) -> Path:
+        """Return the folder of the results of the model `name`."""
+        return self.root / "evaluate" / name

@@ -1,11 +1,14 @@
 """Schema of what is trained and compared: model, connectivity, teacher, adapters."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.errors import UserError
+
+if TYPE_CHECKING:
+    from fcsd.connectivity import Connectivity
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -39,6 +42,13 @@ class ConnectivityConfig(Strict):
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
+
+    def spec(self) -> "Connectivity":
+        """Return the connectivity that this section describes."""
+        from fcsd.connectivity import Connectivity
+
+        layers: Any = self.layers
+        return Connectivity(layers, self.attention, self.mlp)
 
 
 class TeacherConfig(Strict):

@@ -21,7 +21,7 @@ from fcsd.distributed.engine import (
     Engine,
     checkpoints_activations,
 )
-from fcsd.distributed.launch import processes
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 
 Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
@@ -36,6 +36,7 @@ class TrainingRun:
     student.
     """
 
+    launch: Launch
     folder: Path
     description: str
     student: PreTrainedModel
@@ -70,10 +71,10 @@ def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> 
     return train.batch_size_tokens // micro_tokens
 
 
-def training_arguments(run: TrainingRun, world_size: int, engine: Engine) -> TrainingArguments:
+def training_arguments(run: TrainingRun) -> TrainingArguments:
     """The recipe's training section in the words of `transformers`; inside `engine_environment`."""
-    train = run.train
-    on_cpu = processes().device.type == "cpu"
+    train, engine = run.train, run.launch.engine
+    on_cpu = run.launch.device.type == "cpu"
     checkpointing = checkpoints_activations(train, run.student)
     schedule = {"min_lr_rate": train.min_lr_rate} if train.min_lr_rate is not None else {}
     return TrainingArguments(
@@ -81,7 +82,7 @@ def training_arguments(run: TrainingRun, world_size: int, engine: Engine) -> Tra
         run_name=run.description,
         max_steps=train.max_steps,
         per_device_train_batch_size=train.per_device_train_batch_size,
-        gradient_accumulation_steps=accumulation_steps(train, run.max_length, world_size),
+        gradient_accumulation_steps=accumulation_steps(train, run.max_length, run.launch.ranks.size),
         learning_rate=train.learning_rate,
         lr_scheduler_type=train.lr_scheduler_type,
         lr_scheduler_kwargs=schedule,

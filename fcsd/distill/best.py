@@ -11,10 +11,7 @@ from fcsd.distill.callbacks import STOPPER_FILE, ScoreFailure
 from fcsd.distill.checkpoints import checkpoints
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.trainer import DistillTrainer
-from fcsd.distributed.engine import (
-    Engine,
-)
-from fcsd.distributed.ranks import known_to_all, launched_ranks
+from fcsd.distributed.ranks import known_to_all
 from fcsd.distributed.state import check_state, write_state
 from fcsd.errors import UserError
 from fcsd.files import read_json, replace_folder, writing
@@ -35,7 +32,7 @@ def keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
         shutil.rmtree(beside, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     with writing(best), _scored_weights(trainer):
-        write_state(beside, trainer.plain_model, trainer.optimizer, weights_only=True)
+        write_state(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks, weights_only=True)
     trainer.accelerator.wait_for_everyone()
     if first:
         check_state(beside)
@@ -58,9 +55,7 @@ def drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def scored(
-    stopper: EarlyStopper, score: Scorer, trainer: DistillTrainer, engine: Engine
-) -> Callable[[int], Score]:
+def scored(stopper: EarlyStopper, score: Scorer, trainer: DistillTrainer) -> Callable[[int], Score]:
     """Scores the weights of a step with all ranks; they learn the same score, or the same failure.
 
     Raises:
@@ -75,10 +70,10 @@ def scored(
             if not math.isfinite(own.value):
                 raise UserError(f"the score is {own.value}: the model gives figures that are not finite")
         except Exception as error:
-            if engine.shards and not known_to_all(error):
+            if trainer.launch.engine.shards and not known_to_all(error):
                 raise
             raise ScoreFailure(str(error)) from error
-        found: Score = launched_ranks(in_step=engine.shards).from_first(lambda: own)
+        found: Score = trainer.launch.ranks.from_first(lambda: own)
         trainer.listen()
         due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
         name = stopper.name

@@ -13,8 +13,8 @@ from fcsd.data.batches import Collator, next_token_targets, without_tail
 from fcsd.distill.early_stopping import Score
 from fcsd.distill.teachers.base import Batch, ModelTeacher, Teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher
-from fcsd.distributed.launch import processes
-from fcsd.distributed.ranks import Ranks, ranks_of
+from fcsd.distributed.launch import Launch
+from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
 from fcsd.losses.head import refuse_packing
 from fcsd.models.preserve import preserved
@@ -30,8 +30,8 @@ class HeldoutKL:
     runs whose own teacher cannot be asked about other rows (a cache), or that have none (sft).
     """
 
-    def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel]):
-        self.rows, self.original = rows, original
+    def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
+        self.rows, self.original, self.launch = rows, original, launch
         self.teacher: Teacher | None = None
         self.batches: list[Batch] = []  # of this rank's rows, and of those it goes through to keep step
         self.head: nn.Module | None = None
@@ -51,7 +51,7 @@ class HeldoutKL:
             )
 
     def _prepare(self, student: nn.Module, ranks: Ranks) -> None:
-        device = processes().device
+        device = self.launch.device
         teacher = self.teacher
         if teacher is None:  # it does not stay
             teacher = ModelTeacher(nn.Module.to(self.original(), device))
@@ -72,7 +72,7 @@ class HeldoutKL:
         Raises:
             UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
         """
-        ranks = ranks_of(student)
+        ranks = self.launch.ranks
 
         def own_share() -> list[tuple[float, int]]:
             if self.head is None:
@@ -94,7 +94,7 @@ class HeldoutKL:
         return Score(sums, counts, higher_is_better=False)
 
     def _sum(self, student: Any, batch: Batch) -> Tensor:
-        given = {name: value.to(processes().device) for name, value in batch.items()}
+        given = {name: value.to(self.launch.device) for name, value in batch.items()}
         keep, _ = next_token_targets(given["labels"], given["position_ids"])
         return student(
             input_ids=given["input_ids"],

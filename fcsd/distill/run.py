@@ -53,11 +53,8 @@ from fcsd.distributed.engine import (
     check_precision,
     engine_environment,
     finish_zero_settings,
-    launched_engine,
 )
-from fcsd.distributed.launch import processes
-from fcsd.distributed.ranks import launched_ranks
-from fcsd.distributed.shard import spread_student, spread_teacher, whole_model
+from fcsd.distributed.shard import shard_student, shard_teacher, whole_model
 from fcsd.distributed.state import read_state
 from fcsd.errors import Interrupted, ScorerError, UserError
 from fcsd.files import new_folder, write_json, write_text
@@ -77,11 +74,11 @@ def train(run: TrainingRun) -> dict[str, Any]:
             little memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
-    engine = launched_engine()
+    engine = run.launch.engine
     check_precision(run.train, engine)
     if engine.shards:
         refuse_what_cannot_be_spread(run, engine)
-    with engine_environment(engine):
+    with engine_environment(engine, run.launch.device):
         return _train(run, engine)
 
 
@@ -98,13 +95,13 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     if run.objective.freeze_routers:
         freeze_routers(student)
     check_reporters(run.train)
-    arguments = training_arguments(run, processes().num_processes, engine)
+    arguments = training_arguments(run)
     if teacher is not None and teacher.ahead is not None:  # a process of its own looks one step ahead
         arguments.dataloader_num_workers = 1
         arguments.dataloader_prefetch_factor = max(2, arguments.gradient_accumulation_steps)
     attach_loss_head(student, run.objective.vocab_size)
     if engine.shards:
-        spread_student(student, engine, run.train)
+        shard_student(student, run.launch, run.train)
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
     bar, stops = None, None
@@ -115,7 +112,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             arguments,
             objective=run.objective,
             teacher=teacher,
-            engine=engine,
+            launch=run.launch,
             settings=run.train,
             stopper=run.stopper,
             guard=Guard(run.safety),
@@ -129,19 +126,16 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             trainer.add_callback(
                 stops := StopWhenScoreStalls(
                     run.stopper,
-                    scored(run.stopper, run.score, trainer, engine),
+                    scored(run.stopper, run.score, trainer),
                     keep_best=lambda step: keep_best(trainer, run, step),
                     drop_others=lambda step: drop_others(trainer, run, step),
                     say=trainer.say,
                     ending=lambda: trainer.ending,
                 )
             )
-        done = launched_ranks(in_step=engine.shards).from_first(
-            lambda: newest_usable(run.folder / "checkpoints")
-        )
+        done = run.launch.ranks.from_first(lambda: newest_usable(run.folder / "checkpoints"))
         if done is None or not trainer.restore_if_complete(done):
-            device = processes().device
-            with signals, explained(student, teacher, run.train, run.max_length, device):
+            with signals, explained(student, teacher, run.train, run.max_length, run.launch.device):
                 trainer.train(resume_from_checkpoint=str(done) if done else None)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
@@ -178,8 +172,8 @@ def _teacher(run: TrainingRun, engine: Engine) -> Teacher | None:
     if run.teacher is None or isinstance(run.teacher, Teacher):
         return run.teacher
     if engine.shards:
-        return ModelTeacher(run.teacher, spread_teacher(run.teacher, engine))
-    return ModelTeacher(torch.nn.Module.to(run.teacher, processes().device))
+        return ModelTeacher(run.teacher, shard_teacher(run.teacher, run.launch))
+    return ModelTeacher(torch.nn.Module.to(run.teacher, run.launch.device))
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
@@ -239,9 +233,9 @@ def _leave_model(trainer: DistillTrainer, run: TrainingRun, engine: Engine) -> N
         trainer.average.apply()
     if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
         best = best_folder(run, run.stopper.best_step)
-        read_state(best, run.student, trainer.optimizer, weights_only=True)
+        read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
     if engine.shards:
-        student = whole_model(run.student, run.save_dtype)
+        student = whole_model(run.student, run.save_dtype, run.launch)
     if not first or student is None:
         return
     student.config.use_cache = True

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.overrides import to_yaml
-from fcsd.config.recipe import Recipe
-from fcsd.config.strict import validate
 from fcsd.config.training import SweepConfig, TrainConfig
 from fcsd.distill.history import mean_of_last, read_history
 from fcsd.errors import UserError
@@ -67,24 +64,25 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_sweep(
-    recipe: Recipe, folder: Path, run_candidate: Callable[[Candidate, TrainConfig, Path], None]
+    sweep: SweepConfig,
+    base: TrainConfig,
+    folder: Path,
+    run_candidate: Callable[[Candidate, TrainConfig, Path], None],
 ) -> dict[str, Any]:
-    """Run what is missing of both stages and leave `sweep.json`, `sweep.md`, `sweep.png` and `recipe.yaml` in `folder`.
+    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
 
     run_candidate(candidate, train, folder) trains and leaves `history.jsonl`.
 
     Returns:
         `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
-    sweep = recipe.sweep
-    assert sweep is not None
     if sweep.last_steps > sweep.steps:
         raise UserError(f"sweep.last_steps ({sweep.last_steps}) is more than sweep.steps ({sweep.steps})")
 
     def measure(candidates: list[Candidate]) -> list[dict[str, Any]]:
-        return [_measured(candidate, recipe, folder, run_candidate) for candidate in candidates]
+        return [_measured(candidate, base, sweep, folder, run_candidate) for candidate in candidates]
 
-    first = measure(batch_size_candidates(recipe.train, sweep))
+    first = measure(batch_size_candidates(base, sweep))
     batch_size_tokens = best(first)["batch_size_tokens"]
     second = measure(learning_rate_candidates(batch_size_tokens, sweep))
     choice = best(second)
@@ -98,24 +96,20 @@ def run_sweep(
     }
     write_json(folder / "sweep.json", result)
     write_text(folder / "sweep.md", sweep_table(result))
-    ready = with_choice(recipe, result).dump() | {"sweep": None}
-    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
-    write_text(folder / "recipe.yaml", head + to_yaml(ready))
     return result
 
 
 def _measured(
     candidate: Candidate,
-    recipe: Recipe,
+    base: TrainConfig,
+    sweep: SweepConfig,
     folder: Path,
     run_candidate: Callable[[Candidate, TrainConfig, Path], None],
 ) -> dict[str, Any]:
-    sweep = recipe.sweep
-    assert sweep is not None
     place = folder / candidate.folder
     if not (place / "result.json").is_file():
         try:
-            run_candidate(candidate, candidate.train(recipe.train, sweep), place)
+            run_candidate(candidate, candidate.train(base, sweep), place)
             points = read_history(place)
             # A step that was skipped has no point; one that ends so is diverging.
             losses = [point["loss"] for point in points if points[-1]["step"] == sweep.steps]
@@ -134,16 +128,6 @@ def _measured(
         "loss": found["loss"],  # null: diverged
         "folder": candidate.folder,
     }
-
-
-def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
-    """`recipe` with the batch size and learning rate that its sweep chose, and steps for `sweep.train_tokens`."""
-    raw = recipe.dump()
-    batch = result["batch_size_tokens"]
-    raw["train"] |= {"batch_size_tokens": batch, "learning_rate": result["learning_rate"]}
-    if recipe.sweep is not None and recipe.sweep.train_tokens is not None:
-        raw["train"]["max_steps"] = math.ceil(recipe.sweep.train_tokens / batch)
-    return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
 
 
 def sweep_table(result: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.guarded import GuardedTrainer
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
 from fcsd.distill.teachers.base import Teacher
-from fcsd.distributed.engine import Engine
+from fcsd.distributed.launch import Launch
 from fcsd.distributed.state import (
     PART_OF,
     check_state,
@@ -77,19 +77,19 @@ class DistillTrainer(GuardedTrainer):
         *,
         objective: ObjectiveConfig,
         teacher: Teacher | None,
-        engine: Engine,
+        launch: Launch,
         settings: TrainConfig,
         stopper: EarlyStopper | None = None,
         **kwargs: Any,
     ):
-        self.engine = engine
+        self.launch, self.engine = launch, launch.engine
         args.save_only_model = (
-            engine.name == "ep"
+            self.engine.name == "ep"
         )  # else the Trainer refuses to write checkpoints; ours are not its
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
-        self.is_distributed_loading_by_transformers = engine.name in ("fsdp2", "ep")
+        self.is_distributed_loading_by_transformers = self.engine.name in ("fsdp2", "ep")
         if objective.has_teacher != (teacher is not None):
             raise ValueError(
                 f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
@@ -326,7 +326,7 @@ class DistillTrainer(GuardedTrainer):
 
     def restore(self, checkpoint: Path) -> None:
         """Weights, optimiser and schedule as they were, whatever engine and number of ranks wrote the checkpoint."""
-        read_state(checkpoint, self.plain_model, self.optimizer)
+        read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
         schedule = torch.load(checkpoint / _SCHEDULE, map_location="cpu", weights_only=True)
         load_schedule(self.lr_scheduler, self.optimizer, schedule)
         if self.average is not None:
@@ -373,7 +373,7 @@ class DistillTrainer(GuardedTrainer):
         """Nothing: weights and optimiser are written together."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write_state(Path(output_dir), self.plain_model, self.optimizer)
+        write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks)
         if self.args.should_save:
             torch.save(schedule_state(self.lr_scheduler, self.optimizer), Path(output_dir) / _SCHEDULE)
             if self.average is not None:
@@ -402,7 +402,7 @@ class DistillTrainer(GuardedTrainer):
             done = (done or self.stopper.should_stop) and not is_due
         if not done:
             return False
-        read_state(checkpoint, self.plain_model, None)
+        read_state(checkpoint, self.plain_model, None, self.launch.ranks)
         if self.average is not None:
             self.average.load(checkpoint)
         self.state = state

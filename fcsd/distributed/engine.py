@@ -14,21 +14,18 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from fcsd.config.training import TrainConfig
-from fcsd.distributed.launch import processes
 from fcsd.errors import UserError
 
 # From this size on activation checkpointing is on unless the recipe says otherwise.
 CHECKPOINTING_FROM = 1_000_000_000
-
-_EXPERT_PARALLEL: ContextVar[int] = ContextVar("expert_parallel", default=1)
 
 
 @dataclass(frozen=True)
@@ -55,24 +52,15 @@ class Engine:
         return self.name in ("fsdp2", "zero3", "ep")
 
 
-@contextlib.contextmanager
-def expert_parallel(size: int) -> Iterator[None]:
-    """Inside, `launched_engine` spreads the experts over groups of `size` ranks; 1: it does not."""
-    token = _EXPERT_PARALLEL.set(size)
-    try:
-        yield
-    finally:
-        _EXPERT_PARALLEL.reset(token)
+def requested_engine(world: int, device: torch.device, expert_parallel: int = 1) -> Engine:
+    """Return the engine that accelerate's configuration and `--expert-parallel` ask for.
 
-
-def launched_engine() -> Engine:
-    """The engine that accelerate's configuration asks for.
+    world: number of processes. device: of this one.
 
     Raises:
         UserError: a configuration that is not supported, or that would spread nothing.
     """
-    world = processes().num_processes
-    _check_expert_parallel(world)
+    _check_expert_parallel(expert_parallel, world)
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         raise UserError("accelerate's configuration: Megatron-LM is not supported; use FSDP2 or DeepSpeed")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
@@ -81,19 +69,18 @@ def launched_engine() -> Engine:
             " set mixed_precision: 'no' there and train.bf16: true in the recipe"
         )
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        return _zero3()
+        return _zero3(device)
     replicas = _replicas(world)
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return _fsdp2(replicas)
-    if (size := _EXPERT_PARALLEL.get()) != 1:
-        return Engine("ep", expert_parallel=size)
+    if expert_parallel != 1:
+        return Engine("ep", expert_parallel=expert_parallel)
     if replicas > 1:
         raise UserError("accelerate's configuration: parallelism_config needs distributed_type: FSDP")
     return Engine("ddp" if world > 1 else "one")
 
 
-def _check_expert_parallel(world: int) -> None:
-    size = _EXPERT_PARALLEL.get()
+def _check_expert_parallel(size: int, world: int) -> None:
     if size == 1:
         return
     if size < 1 or world % size:
@@ -154,10 +141,10 @@ def _fsdp2(replicas: int) -> Engine:
     )
 
 
-def _zero3() -> Engine:
+def _zero3(device: torch.device) -> Engine:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
-    if processes().device.type == "cpu":
+    if device.type == "cpu":
         _without_shared_memory_op()
     from accelerate.utils import DeepSpeedPlugin
 
@@ -193,7 +180,7 @@ def check_precision(train: TrainConfig, engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def engine_environment(engine: Engine) -> Iterator[None]:
+def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
     """accelerate's variables while a Trainer lives, such that it leaves the sharding to us.
 
     FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it starts DeepSpeed on a model that is
@@ -204,7 +191,7 @@ def engine_environment(engine: Engine) -> Iterator[None]:
         changes = {"ACCELERATE_USE_FSDP": None, "ACCELERATE_USE_PARALLELISM_CONFIG": None}
     if engine.shards:
         changes["ACCELERATE_MIXED_PRECISION"] = "no"
-    if engine.name == "zero3" and processes().device.type == "cpu":
+    if engine.name == "zero3" and device.type == "cpu":
         changes["ACCELERATE_USE_CPU"] = None
     before = {name: os.environ.get(name) for name in changes}
     _set_environment(changes)
@@ -238,12 +225,7 @@ def finish_zero_settings(arguments: Any, train: TrainConfig) -> None:
     config["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
-def holds_weights(engine: Engine) -> bool:
-    """Whether this rank loads weights; with FSDP2 and ZeRO-3 the first rank does, and sends the others their parts."""
-    return engine.name in ("one", "ddp", "ep") or processes().is_main_process
-
-
-def distributed_config(engine: Engine, *, bf16: bool = False) -> Any:
+def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
     """What transformers is to spread while it loads a model; None: nothing, `fcsd.distributed.shard` does it.
 
     bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
@@ -253,7 +235,7 @@ def distributed_config(engine: Engine, *, bf16: bool = False) -> Any:
     from transformers.distributed import DistributedConfig
 
     return DistributedConfig(
-        fsdp_size=processes().num_processes,
+        fsdp_size=world,
         ep_size=engine.expert_parallel,
         ep_implementation="all_to_all",
         fsdp_mixed_precision=bf16,

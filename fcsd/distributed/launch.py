@@ -1,19 +1,26 @@
-"""The processes of a launch (`accelerate launch`, torchrun, or just this one), and how a stage begins and ends in all.
+"""Where a command runs: this process, or its place in a launch (`accelerate launch`, torchrun).
 
-Not covered: starting them; that is the launcher's work, see `configs/`.
+    launch = join_launch()                   # once, at the door; everything below gets it as an argument
+    launch.device, launch.engine, launch.ranks
+
+Not covered: starting processes; that is the launcher's work, see `configs/`.
 """
 
 import os
 import sys
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 
 from fcsd.artifact import Stage
+from fcsd.distributed.engine import Engine, requested_engine
 from fcsd.distributed.failure import watch_ranks
+from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 from fcsd.files import weights_fingerprint
 
@@ -22,14 +29,87 @@ _PATIENCE = timedelta(hours=12)
 _SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
-def processes() -> PartialState:
-    """Accelerate's state of this process; the first call joins the group, with gloo where there is no accelerator.
+@dataclass(frozen=True)
+class Launch:
+    """Where a command runs.
+
+    device: of this rank. engine: what shards the weights, if anything. ranks: this rank's place among all, in lockstep
+    where the engine shards.
+    """
+
+    device: torch.device
+    engine: Engine
+    ranks: Ranks = ALONE
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank prints, writes and runs programs."""
+        return self.ranks.first
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether this rank reads weights; with FSDP2 and ZeRO-3 the first does, and sends the others their shards."""
+        return self.engine.name in ("one", "ddp", "ep") or self.first
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        if self.ranks.size > 1:
+            PartialState().wait_for_everyone()
+
+    def for_evaluation(self) -> "Launch":
+        """Return this launch with FSDP2 in the place of ZeRO-3: the scores are the same, and generation works."""
+        return (
+            self._with(replace(self.engine, name="fsdp2", reshard=True))
+            if self.engine.name == "zero3"
+            else self
+        )
+
+    def with_copies(self) -> "Launch":
+        """Return this launch with a whole model on every rank in the place of expert parallelism."""
+        return (
+            self._with(Engine("ddp" if self.ranks.size > 1 else "one")) if self.engine.name == "ep" else self
+        )
+
+    def _with(self, engine: Engine) -> "Launch":
+        return replace(self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards))
+
+    def begin(self, stage: Stage) -> str:
+        """Note the start of a stage on the first rank; return on every rank whether it is finished already."""
+        state = stage.state()
+        self.wait()  # nobody may see what the first rank writes below
+        if self.first:
+            if state == "finished":
+                print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
+            else:
+                stage.start()
+        self.wait()
+        return state
+
+    def finish(self, stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
+        """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
+        if self.first:
+            stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
+        self.wait()
+
+
+def join_launch(*, expert_parallel: int = 1) -> Launch:
+    """Join the other processes of the launch, with gloo where there is no accelerator.
+
+    expert_parallel: ranks that hold the experts of an MoE layer among them; 1: every rank holds all.
 
     Raises:
-        UserError: accelerate was asked for several processes and started one.
+        UserError: accelerate was asked for several processes and started one; more processes than devices; a
+            configuration that is not supported, or that would shard nothing.
     """
-    import torch
+    state = _process_state()
+    engine = requested_engine(state.num_processes, state.device, expert_parallel)
+    ranks = ALONE
+    if state.num_processes > 1:
+        ranks = Ranks(state.process_index, state.num_processes, lockstep=engine.shards)
+    return Launch(state.device, engine, ranks)
 
+
+def _process_state() -> PartialState:
     if not PartialState._shared_state:
         # What `accelerate launch --num_processes 2` does on a machine without GPUs (accelerate 1.15).
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
@@ -53,23 +133,3 @@ def processes() -> PartialState:
     if state.num_processes > 1:
         watch_ranks()
     return state
-
-
-def begin(stage: Stage) -> str:
-    """Note the start of a stage on the first rank; tells on every rank whether it is finished already."""
-    state = stage.state()
-    processes().wait_for_everyone()  # nobody may see what the first rank writes below
-    if processes().is_main_process:
-        if state == "finished":
-            print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
-        else:
-            stage.start()
-    processes().wait_for_everyone()
-    return state
-
-
-def finish(stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
-    """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
-    if processes().is_main_process:
-        stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
-    processes().wait_for_everyone()

@@ -1,8 +1,8 @@
 """The ranks that evaluate one model together: each takes a share of the batches, all of them know all answers.
 
-    ranks = ranks_of(model)                              # all ranks of the launch; one process: that one
-    result, samples = evaluate(model, tokenizer, suite, data_root=root, batch_size=16, ranks=ranks)
-    texts = generate_completions(model, tokenizer, problems, task=row, batch_size=16, ranks=ranks)
+    launch = join_launch()                               # all ranks of the launch; one process: that one
+    result, samples = evaluate(model, tokenizer, suite, data_root=root, batch_size=16, ranks=launch.ranks)
+    texts = generate_completions(model, tokenizer, problems, task=row, batch_size=16, ranks=launch.ranks)
 
 All ranks make these calls, with the same arguments, and all of them get the same back; the first one alone prints,
 writes and runs programs. It works on a model in training as well, under every engine (`fcsd.distributed.engine`):
@@ -39,11 +39,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place. in_step: a forward pass needs all ranks at the same time."""
+    """This rank's place. lockstep: a forward pass needs all ranks at the same time."""
 
     rank: int = 0
     size: int = 1
-    in_step: bool = False
+    lockstep: bool = False
 
     @property
     def first(self) -> bool:
@@ -57,7 +57,7 @@ class Ranks:
     def idle_passes(self, num_batches: int) -> int:
         """How many batches this rank has less than the first; in step it passes something else through the model."""
         own = len(range(self.rank, num_batches, self.size))
-        return math.ceil(num_batches / self.size) - own if self.in_step else 0
+        return math.ceil(num_batches / self.size) - own if self.lockstep else 0
 
     def share(self, call: Callable[[], Result]) -> list[Result]:
         """call() of every rank, by rank, on all ranks. Plain data only.
@@ -72,7 +72,7 @@ class Ranks:
         try:
             found = call()
         except Exception as raised:
-            if self.in_step:  # the others are in a pass, and cannot be told
+            if self.lockstep:  # the others are in a pass, and cannot be told
                 raise
             error = raised
         outcomes: list[Any] = [None] * self.size
@@ -127,32 +127,19 @@ def known_to_all(error: BaseException) -> bool:
     return getattr(error, "of_all_ranks", False)
 
 
-def ranks_of(model: "nn.Module") -> Ranks:
-    """The ranks of the launch, all of which hold `model`, whole or a part of it."""
-    return launched_ranks(in_step=is_spread(model))
-
-
-def launched_ranks(*, in_step: bool) -> Ranks:
-    """The ranks of the launch, before there is a model."""
-    from fcsd.distributed.launch import processes
-
-    state = processes()
-    return Ranks(state.process_index, state.num_processes, in_step) if state.num_processes > 1 else ALONE
-
-
 def is_spread(model: "nn.Module") -> bool:
     """Whether this rank holds a part of the weights only: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
     return any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in model.parameters())
 
 
 def input_device(model: Any) -> "torch.device":
-    """Where token ids go: not where the embedding's weights lie, if those are brought to a device for each pass."""
+    """Return where token ids go: not where the embedding's weights lie, if they are gathered on a device for a pass."""
     import torch
 
     embedding = model.get_input_embeddings()
     if is_spread(embedding):
-        from fcsd.distributed.launch import processes
+        from accelerate import PartialState
 
-        return processes().device
+        return PartialState().device  # weights that are offloaded lie elsewhere
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return torch.device(device) if device is not None else next(embedding.parameters()).device

@@ -28,13 +28,13 @@ from transformers import PreTrainedModel
 from fcsd.config.training import TrainConfig
 from fcsd.connectivity.rewire import decoder_layers, is_one_of
 from fcsd.distributed.engine import Engine
-from fcsd.distributed.launch import processes
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.families.structure import head_and_body
 
 
-def spread_student(model: PreTrainedModel, engine: Engine, train: TrainConfig) -> None:
+def shard_student(model: PreTrainedModel, launch: Launch, train: TrainConfig) -> None:
     """Leave on every rank its part of a model that is to be trained. It carries its loss head already.
 
     FSDP2: parameters in train.dtype; with train.bf16 they are gathered as bfloat16 and gradients are reduced in
@@ -42,13 +42,14 @@ def spread_student(model: PreTrainedModel, engine: Engine, train: TrainConfig) -
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    engine = launch.engine
     if engine.name == "ep":
         return  # it was loaded so
     layers = _decoder_layers(model, engine)
     embedding, head = model.get_input_embeddings(), head_and_body(model)[0]
     tied = embedding.weight is head.weight
     units = [*([layer] for layer in layers), *([[embedding, head]] if tied else [[embedding], [head]])]
-    sender = _Sender(model)
+    sender = _Sender(model, launch)
     if engine.name == "zero3":
         moe_leaves(model)
         _partition(model, units, sender, torch.bfloat16 if train.bf16 else torch.float32)
@@ -57,10 +58,10 @@ def spread_student(model: PreTrainedModel, engine: Engine, train: TrainConfig) -
     if train.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
-    _fully_shard(model, units, sender, engine, dtype, policy, trained=True)
+    _fully_shard(model, units, sender, launch, dtype, policy, trained=True)
 
 
-def spread_teacher(model: PreTrainedModel, engine: Engine) -> nn.Module:
+def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     """Leave on every rank its part of a frozen model's body, in the dtype that it was loaded in.
 
     Returns:
@@ -71,15 +72,16 @@ def spread_teacher(model: PreTrainedModel, engine: Engine) -> nn.Module:
 
     model.eval().requires_grad_(False)
     head, body = head_and_body(model)
-    if "_spread" in model.__dict__:  # the runs of a sweep share it
+    if "_sharded" in model.__dict__:  # the runs of a sweep share it
         return model.__dict__.get("_whole_head", head)
-    model.__dict__["_spread"] = True
+    model.__dict__["_sharded"] = True
+    engine = launch.engine
     if engine.name == "ep":
-        model.__dict__["_whole_head"] = _without_root(model)
+        model.__dict__["_whole_head"] = _without_root(model, launch.device)
         return model.__dict__["_whole_head"]
     layers = _decoder_layers(model, engine)
     embedding: Any = model.get_input_embeddings()
-    sender = _Sender(model)
+    sender = _Sender(model, launch)
     if embedding.weight is head.weight:
         sender.send(embedding, None)
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
@@ -90,42 +92,42 @@ def spread_teacher(model: PreTrainedModel, engine: Engine) -> nn.Module:
         _partition(body, units, sender, None)
         _serve(body)
     else:
-        _fully_shard(body, units, sender, engine, None, MixedPrecisionPolicy(), trained=False)
+        _fully_shard(body, units, sender, launch, None, MixedPrecisionPolicy(), trained=False)
     return head
 
 
-def _without_root(model: PreTrainedModel) -> nn.Module:
+def _without_root(model: PreTrainedModel, device: torch.device) -> nn.Module:
     """Let the body of a model that was loaded in parts run alone; a head whole on every rank."""
     from torch.distributed.fsdp import fully_shard
 
     head, body = head_and_body(model)
     mesh: Any = head.weight
     fully_shard(body, mesh=mesh.device_mesh)
-    return whole_head(model)
+    return whole_head(model, device)
 
 
-def whole_head(model: PreTrainedModel) -> nn.Linear:
+def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
     """A copy of the head of a model that is spread by FSDP2 or expert parallelism, or is not spread, whole on every
     rank; all ranks call this."""
     head, _ = head_and_body(model)
     whole = nn.Linear(1, 1, bias=False, device="meta")
     for name, parameter in head.named_parameters():
-        with _gathered(parameter) as tensor:
+        with _gathered(parameter, device) as tensor:
             whole.register_parameter(name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
     whole.out_features, whole.in_features = whole.weight.shape
     return whole
 
 
-def whole_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:
+def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> PreTrainedModel | None:
     """On the first rank a model of its own on the CPU with the weights of one that is spread; None on the others.
 
     All ranks call this; one parameter at a time is whole on their devices.
     """
     reshard(model)
-    first = processes().is_main_process
+    first = launch.first
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        with _gathered(parameter) as tensor:
+        with _gathered(parameter, launch.device) as tensor:
             if first:
                 tensors[name] = tensor.detach().to(dtype).to("cpu", copy=True)
     if not first:
@@ -181,8 +183,9 @@ def _plain_class(model: PreTrainedModel) -> Any:
 class _gathered:
     """A parameter's whole value inside the context; all ranks enter it."""
 
-    def __init__(self, parameter: nn.Parameter):
+    def __init__(self, parameter: nn.Parameter, device: torch.device):
         self.parameter: Any = parameter
+        self.device = device
         self.zero: Any = None
 
     def __enter__(self) -> Tensor:
@@ -193,7 +196,7 @@ class _gathered:
             self.zero.__enter__()
             return self.parameter.data
         if hasattr(self.parameter, "full_tensor"):
-            return self.parameter.detach().to(processes().device).full_tensor()
+            return self.parameter.detach().to(self.device).full_tensor()
         return self.parameter.data
 
     def __exit__(self, *error: Any) -> None:
@@ -204,9 +207,8 @@ class _gathered:
 class _Sender:
     """Sends parameters and buffers of the first rank to the devices of all, module by module."""
 
-    def __init__(self, model: nn.Module):
-        self.device = processes().device
-        self.first = processes().is_main_process
+    def __init__(self, model: nn.Module, launch: Launch):
+        self.device, self.first = launch.device, launch.first
         # A tied parameter has several places. The old parameters are kept, emptied: their ids are the keys.
         self.places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for module in model.modules():
@@ -270,7 +272,7 @@ def _fully_shard(
     root: nn.Module,
     units: list[list[nn.Module]],
     sender: _Sender,
-    engine: Engine,
+    launch: Launch,
     dtype: torch.dtype | None,
     policy: Any,
     *,
@@ -280,7 +282,7 @@ def _fully_shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    world, kind = processes().num_processes, processes().device.type
+    engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
     if engine.replicas > 1:
         shape, names = (engine.replicas, world // engine.replicas), ("replicate", "shard")
         mesh = init_device_mesh(kind, shape, mesh_dim_names=names)

@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fcsd.distributed.launch import processes
+from fcsd.distributed.ranks import Ranks
 from fcsd.distributed.shard import reshard
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json
@@ -67,7 +67,9 @@ class _Part:
         return local.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
-def write_state(folder: Path, model: nn.Module, optimizer: Any, *, weights_only: bool = False) -> None:
+def write_state(
+    folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, weights_only: bool = False
+) -> None:
     """Write this rank's part below `folder`. All ranks call this; `check_state` tells whether all have.
 
     model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer: accelerate's, of that model.
@@ -75,8 +77,8 @@ def write_state(folder: Path, model: nn.Module, optimizer: Any, *, weights_only:
     """
     reshard(model)
     folder.mkdir(parents=True, exist_ok=True)
-    writers, index = _writers(model)
-    parts = list(_parts(model, optimizer))
+    writers, index = _writers(model, ranks)
+    parts = list(_parts(model, optimizer, ranks))
     states = {} if weights_only else _inner(optimizer).state
     if index is not None:
         path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
@@ -90,7 +92,7 @@ def write_state(folder: Path, model: nn.Module, optimizer: Any, *, weights_only:
             }
             save_file(tensors, _numbered(path, number), metadata=metadata)
             _check_written(_numbered(path, number), tensors)
-    if processes().is_main_process and not weights_only:
+    if ranks.first and not weights_only:
         counted = {
             part.name: {
                 key: float(value) for key, value in states.get(part.slot, {}).items() if _is_number(value)
@@ -149,7 +151,9 @@ def _numbered(path: Path, number: int) -> Path:
     return path.with_suffix(f".{number}{path.suffix}") if number else path
 
 
-def read_state(folder: Path, model: nn.Module, optimizer: Any | None, *, weights_only: bool = False) -> None:
+def read_state(
+    folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks, *, weights_only: bool = False
+) -> None:
     """Continue from `write_state`'s files, whatever engine and number of ranks wrote them. All ranks call this.
 
     optimizer: None where none was made yet; then weights only.
@@ -158,7 +162,7 @@ def read_state(folder: Path, model: nn.Module, optimizer: Any | None, *, weights
         UserError: a file is missing or damaged, or the checkpoint is of other trainable parameters.
     """
     reshard(model)
-    parts = list(_parts(model, optimizer))
+    parts = list(_parts(model, optimizer, ranks))
     with ExitStack() as stack, torch.no_grad():
         stored = _Stored(folder, stack)
         for part in parts:
@@ -275,9 +279,9 @@ def _zero(optimizer: Any) -> Any:
     return optimizer
 
 
-def _writers(model: nn.Module) -> tuple[int, int | None]:
+def _writers(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
     """How many ranks write, and which of them this one is; None: it writes nothing."""
-    rank, world = processes().process_index, processes().num_processes
+    rank, world = ranks.rank, ranks.size
     first: Any = next(model.parameters())
     if hasattr(first, "ds_id"):
         return world, rank
@@ -288,7 +292,7 @@ def _writers(model: nn.Module) -> tuple[int, int | None]:
     return 1, 0 if rank == 0 else None
 
 
-def _parts(model: nn.Module, optimizer: Any | None) -> Iterator[_Part]:
+def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_Part]:
     """This rank's part of every trained parameter, in the model's order."""
     for name, parameter in model.named_parameters():
         p: Any = parameter
@@ -296,7 +300,7 @@ def _parts(model: nn.Module, optimizer: Any | None) -> Iterator[_Part]:
             continue
         if hasattr(p, "ds_id"):
             length = p.ds_tensor.ds_numel
-            start = min(processes().process_index * length, p.ds_numel)
+            start = min(ranks.rank * length, p.ds_numel)
             stop = min(start + length, p.ds_numel)
             slot, offset = p.ds_tensor, 0
             if optimizer is not None:

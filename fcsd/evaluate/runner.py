@@ -3,7 +3,7 @@
     result, samples = evaluate(model, tokenizer, load_suite("tiny"), data_root=Path("data"), batch_size=16)
     write_result(result, samples, folder)      # results.json, samples_<task>.jsonl
 
-With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=ranks_of(model)`) all of them
+With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=launch.ranks`) all of them
 make these calls and return the same; the first one alone prints, keeps and writes.
 
 Not covered: a model that some of the ranks do not hold.
@@ -87,13 +87,13 @@ def evaluate(
         "store": store,
         "ranks": ranks,
     }
-    with preserved(model, tokenizer), judging(tokenizer, suite, **options) as judge:
+    with preserved(model, tokenizer), prepare_evaluation(tokenizer, suite, **options) as judge:
         result, samples = judge(model, name)
     return result | {"wall_s": ranks.from_first(lambda: time.monotonic() - start)}, samples
 
 
 @contextlib.contextmanager
-def judging(
+def prepare_evaluation(
     tokenizer: "PreTrainedTokenizerBase",
     suite: SuiteConfig,
     *,

@@ -17,20 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.config.strict import did_you_mean
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json
 from fcsd.layers.study import KL, Study, difference, layers_stage, measuring, read_study
+from fcsd.models.load import find_model
 from fcsd.text import markdown
 
 
 def plan_layers(
-    folder: Path, budget: str, *, metric: str | None = None, verify: bool = False, model: str | None = None
+    folder: Path,
+    budget: str,
+    *,
+    metric: str | None = None,
+    model: str | None = None,
+    verify: Launch | None = None,
 ) -> dict[str, Any]:
     """The proposal for `budget` (`90%` or a number of layers) from the study in `folder`; all of it JSON-able.
 
     Args:
         metric: of the study; None: the KL, or else the first task.
-        verify: measure the proposal and the last N layers on the study's own model and data, paired.
+        verify: measure the proposal and the last N layers on the study's own model and data, paired, in this launch.
         model: where the study's model lies now.
 
     Raises:
@@ -79,7 +86,9 @@ def plan_layers(
                 "measured": _in_study(study, layers, chosen),
             }
         )
-    result["difference"] = _verify(folder, study, result, chosen, model) if verify else None
+    result["difference"] = (
+        _verify(folder, study, result, chosen, model, verify) if verify is not None else None
+    )
     return result
 
 
@@ -148,7 +157,12 @@ def _in_study(study: dict[str, Any], layers: Sequence[int], metric: str) -> dict
 
 
 def _verify(
-    folder: Path, study: dict[str, Any], result: dict[str, Any], metric: str, model: str | None
+    folder: Path,
+    study: dict[str, Any],
+    result: dict[str, Any],
+    metric: str,
+    model: str | None,
+    launch: Launch,
 ) -> dict[str, Any]:
     """Measure both selections, on the study's settings; proposal - last N, paired."""
     plan = Study.model_validate(study["study"])
@@ -156,7 +170,8 @@ def _verify(
         plan = plan.model_copy(
             update={"model": plan.model.model_copy(update={"path": model, "revision": None})}
         )
-    made_from, now = read_json(folder / "manifest.json")["inputs"], layers_stage(plan, folder).inputs
+    source = find_model(plan.model)
+    made_from, now = read_json(folder / "manifest.json")["inputs"], layers_stage(plan, source, folder).inputs
     if made_from["original"] != now["original"]:
         raise UserError(
             f"{plan.model.path}: is not the model of the study in {folder} (its weights differ); give the original with"
@@ -166,7 +181,7 @@ def _verify(
         raise UserError(
             f"{folder}: {', '.join(changed)}: is not what the study was measured on; run `fcsd layers` again"
         )
-    with measuring(plan) as measure:
+    with measuring(plan, source, launch) as measure:
         measured = [measure(row["layers"]) for row in result["selections"]]
     for row, each in zip(result["selections"], measured, strict=True):
         value = each.values[metric]

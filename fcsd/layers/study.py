@@ -28,20 +28,18 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, did_you_mean, parse_yaml, validate
 from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
-from fcsd.connectivity.checkpoint import find_folder, read_checkpoint
+from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
 from fcsd.data.dataset import heldout_rows
-from fcsd.distributed.engine import launched_engine
-from fcsd.distributed.launch import begin, finish
-from fcsd.distributed.ranks import launched_ranks
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import judging
-from fcsd.evaluate.stage import judged_data
+from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.families import moe_mask
 from fcsd.families.structure import PACKING_LEAKS
-from fcsd.files import read_json, weights_fingerprint, write_json
+from fcsd.files import read_json, write_json
 from fcsd.losses.kl import kl_by_row, read_original
-from fcsd.models.load import load_tokenizer, original_model, to_accelerator
+from fcsd.models.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
 from fcsd.stats import ratio, standard_error
 
 SCHEMA_VERSION = 1
@@ -162,25 +160,32 @@ class Measured:
 Measure = Callable[[Sequence[int]], Measured]
 
 
-def study_layers(study: Study, folder: Path, draw: Callable[[dict[str, Any], Path], None]) -> Stage:
+def study_layers(
+    study: Study,
+    model: ModelFolder,
+    folder: Path,
+    launch: Launch,
+    draw: Callable[[dict[str, Any], Path], None],
+) -> Stage:
     """Measure every point of `study`; a killed study continues where it was.
 
+    model: the original checkpoint that `study.model` names.
     draw: makes the figure of the result (`fcsd.report.plots.plot_layers`).
 
     Raises:
         UserError: a launch that spreads the weights; unknown task; no text; a count that the model does not have; a
             converted checkpoint; a folder whose study had other settings or another model.
     """
-    check_copies()
-    ranks = launched_ranks(in_step=False)
-    mask = layer_mask(study.model)
+    check_copies(launch)
+    ranks = launch.ranks
+    mask = layer_mask(model)
     plan = selections(study, len(mask))
-    stage = layers_stage(study, folder)
-    if begin(stage) == "finished":
+    stage = layers_stage(study, model, folder)
+    if launch.begin(stage) == "finished":
         return stage
     found = folder / "layers.json"
     done = ranks.from_first(lambda: _read(found)["points"] if found.is_file() else [])
-    with measuring(study) as measure:
+    with measuring(study, model, launch) as measure:
         known = {tuple(point["layers"]): point["values"] for point in done}
         result: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -210,22 +215,21 @@ def study_layers(study: Study, folder: Path, draw: Callable[[dict[str, Any], Pat
                     write_json(folder / "layers.json", result)
     if ranks.first:
         draw(result, folder / "layers.png")
-    finish(stage, {})
+    launch.finish(stage, {})
     return stage
 
 
-def check_copies() -> None:
-    """Raises UserError in a launch that spreads the weights."""
-    if launched_engine().shards:
+def check_copies(launch: Launch) -> None:
+    """Raise UserError in a launch that shards the weights."""
+    if launch.engine.shards:
         raise UserError(
             "the layer study rewires whole copies of the model, and this launch spreads the weights; launch copies"
             " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
         )
 
 
-def layers_stage(study: Study, folder: Path) -> Stage:
-    """The folder of a study, with everything that its points depend on."""
-    source = find_folder(study.model.path, study.model.revision)
+def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
+    """Return the folder of a study, with everything that its points depend on."""
     suite = suite_of(study)
     settings = study.model_dump(mode="json", exclude={"model", "suite", "data_root", "allow_weak_sandbox"})
     settings |= {
@@ -234,19 +238,18 @@ def layers_stage(study: Study, folder: Path) -> Stage:
     }
     data_root = Path(study.data_root) if study.data_root is not None else None
     inputs = {
-        "original": weights_fingerprint(source),
-        **judged_data(suite.tasks if suite is not None else [], data_root, study.text),
+        "original": model.weights,
+        **test_set_fingerprints(suite.tasks if suite is not None else [], data_root, study.text),
     }
     return Stage(folder, "layers", settings, inputs)
 
 
-def layer_mask(model: ModelConfig) -> list[bool]:
-    """One entry a decoder layer of an original checkpoint, True for an MoE layer; weights are not read."""
-    source = find_folder(model.path, model.revision)
-    checkpoint = read_checkpoint(source)
+def layer_mask(model: ModelFolder) -> list[bool]:
+    """Return one entry a decoder layer of an original checkpoint, True for an MoE layer; weights are not read."""
+    checkpoint = read_checkpoint(model.folder)
     if checkpoint.connectivity is not None:
         raise UserError(
-            f"{source}: this checkpoint is already converted; the study needs the original that it was made from"
+            f"{model.folder}: this checkpoint is already converted; the study needs the original that it was made from"
         )
     assert checkpoint.family is not None
     return list(moe_mask(load_config(checkpoint), checkpoint.family))
@@ -297,12 +300,12 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
 
 
 @contextlib.contextmanager
-def measuring(study: Study) -> Iterator[Measure]:
+def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Measure]:
     """Load the model and the data; gives the function that rewires the model in place and measures it."""
-    ranks = launched_ranks(in_step=False)
+    ranks = launch.ranks
     suite = suite_of(study)
-    tokenizer = load_tokenizer(study.model.path, study.model)
-    model = to_accelerator(original_model(study.model, study.model.path), study.model.path)
+    tokenizer = load_tokenizer(source.folder, trust_remote_code=source.config.trust_remote_code)
+    model = to_device(load_checkpoint(source), study.model.path, launch.device)
     if study.text is not None and not hasattr(model, "lm_head"):
         raise UserError(
             f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
@@ -319,10 +322,10 @@ def measuring(study: Study) -> Iterator[Measure]:
             loss_on=study.loss_on,
         )
     with contextlib.ExitStack() as stack:
-        judge = None
+        evaluate = None
         if suite is not None:
-            judge = stack.enter_context(
-                judging(
+            evaluate = stack.enter_context(
+                prepare_evaluation(
                     tokenizer,
                     suite,
                     data_root=Path(study.data_root) if study.data_root is not None else None,
@@ -346,8 +349,8 @@ def measuring(study: Study) -> Iterator[Measure]:
                 sums, counts = kl_by_row(known, model, rows, ranks=ranks)
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = kl_value(items[KL], study.model.path, layers)
-            if judge is not None:
-                result, samples = judge(model, study.model.path)
+            if evaluate is not None:
+                result, samples = evaluate(model, study.model.path)
                 for task, row in result["tasks"].items():
                     values[task] = Value(row["value"], row["stderr"], row["num_items"])
                     items[task] = [sample["score"] for sample in samples[task]]

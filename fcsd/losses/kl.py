@@ -46,7 +46,7 @@ def read_original(
             for row in _share(rows, ranks, "the original's hidden states", progress)
         ]
         _idle(original, rows, ranks)
-        return Original(hidden, whole_head(original).cpu(), original.config)
+        return Original(hidden, whole_head(original, input_device(original)).cpu(), original.config)
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def kl_by_row(
 ) -> tuple[list[float], list[int]]:
     """For each row the sum of KL(original || model) in nats, and the number of kept tokens; the same on all ranks."""
     device = input_device(model)
-    teacher_head, head = original.head.to(device), whole_head(model).to(device)
+    teacher_head, head = original.head.to(device), whole_head(model, device)
 
     def own_share() -> list[tuple[float, int]]:
         found = []

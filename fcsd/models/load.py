@@ -1,14 +1,16 @@
 """The original model, tokenizers, dtypes and the identity of data: what the stages load."""
 
 import gc
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_json
-from fcsd.distributed.launch import processes
 from fcsd.errors import UserError
+from fcsd.files import weights_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,37 +35,61 @@ def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
     model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def original_model(
-    model: "ModelConfig",
-    path: str | Path,
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checkpoint that has been found: its folder, and how a model is loaded from it.
+
+    config: `path` is what errors and records call it.
+    """
+
+    config: "ModelConfig"
+    folder: Path
+
+    @cached_property
+    def weights(self) -> str:
+        """The fingerprint of its weights, never of its path."""
+        return weights_fingerprint(self.folder)
+
+
+def find_model(config: "ModelConfig") -> ModelFolder:
+    """Find the checkpoint that a `model` section names; of a hub id what is missing is fetched.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    return ModelFolder(config, find_folder(config.path, config.revision))
+
+
+def load_checkpoint(
+    model: ModelFolder,
     connectivity: "Connectivity | None" = None,
     *,
     weights: bool = True,
     distributed_config: Any = None,
     device_map: Any = None,
 ) -> "PreTrainedModel":
-    """The original checkpoint at `path` as a recipe's `model` section says, regular or with the connectivity given.
+    """Load a checkpoint as its `model` section says, as it is or with the connectivity given.
 
-    weights: False gives the same model without storage, for a rank that will be sent its part.
-    distributed_config: transformers' `DistributedConfig`, for weights that are spread over ranks while they are loaded.
+    weights: False gives the same model without storage, for a rank that will be sent its shard.
+    distributed_config: transformers' `DistributedConfig`, for weights sharded over ranks while they are loaded.
     device_map: transformers' own, for a model that this process spreads over several devices.
 
     Raises:
-        UserError: what `load_model` refuses; a model that cannot be spread as the configuration says.
+        UserError: what `load_model` refuses; a model that cannot be sharded as the configuration says.
     """
     from fcsd.connectivity import load_model
 
+    config = model.config
     given = {"distributed_config": distributed_config, "device_map": device_map}
     options = {name: value for name, value in given.items() if value is not None}
     try:
         loaded: PreTrainedModel = load_model(
-            path,
+            model.folder,
             connectivity=connectivity,
-            dtype=model.dtype,
-            attn_implementation=model.attn_implementation,
-            experts_implementation=model.experts_implementation,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
+            dtype=config.dtype,
+            attn_implementation=config.attn_implementation,
+            experts_implementation=config.experts_implementation,
+            trust_remote_code=config.trust_remote_code,
             weights=weights,
             **options,
         )
@@ -71,19 +97,18 @@ def original_model(
         if distributed_config is None:
             raise
         raise UserError(
-            f"{path}: cannot be spread with --expert-parallel {distributed_config.ep_size}:"
+            f"{config.path}: cannot be spread with --expert-parallel {distributed_config.ep_size}:"
             f" {' '.join(str(error).split())} Launch FSDP2 instead (configs/fsdp2_8.yaml)"
         ) from None
     return loaded
 
 
-def to_accelerator(model: "PreTrainedModel", name: str | Path) -> "PreTrainedModel":
-    """Move a model to the accelerator of this process, if there is one; `from_pretrained` leaves it in main memory.
+def to_device(model: "PreTrainedModel", name: str | Path, device: torch.device) -> "PreTrainedModel":
+    """Move a model to the device of this rank; `from_pretrained` leaves it in main memory.
 
     Raises:
         UserError: it does not fit.
     """
-    device = processes().device
     try:
         return torch.nn.Module.to(model, device)
     except torch.OutOfMemoryError:
@@ -105,13 +130,11 @@ def free_memory() -> None:
         torch.accelerator.memory.empty_cache()
 
 
-def load_tokenizer(
-    path: str | Path, model: "ModelConfig | None" = None, *, trust_remote_code: bool = False
-) -> "PreTrainedTokenizerBase":
-    """The tokenizer that lies beside a checkpoint; revision and trust in its code are those of `model`, if given."""
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that lies beside a checkpoint."""
     from transformers import AutoTokenizer
 
-    folder = find_folder(path, model.revision if model is not None else None)
+    folder = find_folder(path)
     if not any(
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     ):
@@ -121,8 +144,6 @@ def load_tokenizer(
     if (folder / CONFIG).is_file():
         read_json(folder / CONFIG)  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code or (model is not None and model.trust_remote_code)
-        )
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from None

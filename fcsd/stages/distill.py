@@ -1,114 +1,166 @@
 """Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fcsd.artifact import Stage
-from fcsd.config.layout import MAIN, _connectivity
+from fcsd.config.layout import MAIN
+from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
+from fcsd.config.strict import validate
 from fcsd.config.training import TrainConfig
-from fcsd.connectivity.checkpoint import find_folder
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
-from fcsd.distill.sweep import Candidate, run_sweep, with_choice
+from fcsd.distill.sweep import Candidate, run_sweep
 from fcsd.distill.teachers.base import Teacher
-from fcsd.distill.teachers.load import fill_teacher_cache, load_teacher
+from fcsd.distill.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
-from fcsd.distributed.engine import distributed_config, holds_weights, launched_engine
-from fcsd.distributed.launch import begin, finish, processes
+from fcsd.distributed.engine import distributed_config
 from fcsd.errors import UserError
-from fcsd.files import read_json, weights_fingerprint
-from fcsd.models.load import dtype_of, load_tokenizer, original_model, to_dtype
+from fcsd.files import read_json, write_text
+from fcsd.models.load import dtype_of, load_checkpoint, to_dtype
+from fcsd.report.plots import plot_sweep
+from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 from fcsd.stages.scoring import early_stopping, score_settings, scored_data
 
 
-def sweep(recipe: Recipe, *, fill_cache: bool = False) -> Stage:
+def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     """Choose batch size, then learning rate; fill_cache as in `distill`."""
-    from fcsd.report.plots import plot_sweep
-
+    recipe, launch, folder = run.recipe, run.launch, run.layout.sweep
     if recipe.sweep is None:
         raise UserError(f"recipe {recipe.name}: has no `sweep` section; add one (see docs/recipes.md)")
-    folder = recipe.folder / "sweep"
     settings = _training_settings(recipe) | {"sweep": recipe.sweep.model_dump(mode="json")}
-    stage = Stage(folder, "sweep", settings, _training_inputs(recipe))
-    if begin(stage) == "finished":
+    stage = Stage(folder, "sweep", settings, _training_inputs(run))
+    if launch.begin(stage) == "finished":
         return stage
-    tokenizer = load_tokenizer(recipe.model_path, recipe.model)
-    rows, record = training_rows(recipe.data, tokenizer, recipe)
-    _check_launch(recipe)
-    teacher = load_teacher(recipe, rows, tokenizer, _teacher_weights(recipe), fill=fill_cache)
+    rows, record = training_rows(recipe.data, run.tokenizer, run)
+    _check_launch(run)
+    teacher = _teacher(run, rows, fill=fill_cache)
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
         description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
-        plan = _training_run(recipe, place, description, teacher, tokenizer, rows)
+        plan = _training_run(run, place, description, teacher, rows)
         train(replace(plan, train=settings, save_model=False))
 
-    result = run_sweep(recipe, folder, candidate_run)
-    if processes().is_main_process:
+    result = run_sweep(recipe.sweep, recipe.train, folder, candidate_run)
+    ready = _with_choice(recipe, result).dump() | {"sweep": None}
+    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
+    write_text(folder / "recipe.yaml", head + to_yaml(ready))
+    if launch.first:
         plot_sweep(result, folder)
-    finish(stage, result | left_out(record, folder))
+    launch.finish(stage, result | left_out(record, folder, launch))
     return stage
 
 
-def distill(recipe: Recipe, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
+def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
     """Distil the main model of a recipe, or one of its variants; uses the choice of the sweep when there is one.
 
     fill_cache: compute what a teacher cache lacks, where the recipe has one.
     """
-    _variant(recipe, variant)
-    plan = _variant(_with_sweep(recipe), variant)
-    folder = recipe.folder / "variants" / variant if variant else recipe.folder / "distill"
-    stage = Stage(folder, "distill", _training_settings(plan), _training_inputs(plan))
-    if begin(stage) == "finished":
+    run.variant(variant)  # a wrong name is found before a sweep that is missing
+    run = _with_sweep(run).variant(variant)
+    plan, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
+    stage = Stage(folder, "distill", _training_settings(plan), _training_inputs(run))
+    if launch.begin(stage) == "finished":
         return stage
-    tokenizer = load_tokenizer(plan.model_path, plan.model)
-    rows, record = training_rows(plan.data, tokenizer, plan)
-    _check_launch(plan)
-    teacher = load_teacher(plan, rows, tokenizer, _teacher_weights(plan), fill=fill_cache)
-    run_ = _training_run(plan, folder, f"distil {variant or MAIN}", teacher, tokenizer, rows)
-    with early_stopping(plan, tokenizer) as (stopper, score):
-        results = train(replace(run_, stopper=stopper, score=score))
-    finish(stage, results | left_out(record, folder), model=folder / "model")
+    rows, record = training_rows(plan.data, run.tokenizer, run)
+    _check_launch(run)
+    teacher = _teacher(run, rows, fill=fill_cache)
+    training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows)
+    with early_stopping(run, run.tokenizer) as (stopper, score):
+        results = train(replace(training, stopper=stopper, score=score))
+    launch.finish(stage, results | left_out(record, folder, launch), folder / "model")
     return stage
 
 
-def _with_sweep(recipe: Recipe) -> Recipe:
-    if recipe.sweep is None:
-        return recipe
-    manifest = recipe.folder / "sweep" / "manifest.json"
+def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify: bool = False) -> Path:
+    """Fill the teacher cache of a recipe's sweep and main distillation, or of one of its variants; return its folder.
+
+    verify: then read all of it and compare it with its checksums.
+    """
+    run = run.variant(variant)
+    plan = run.recipe
+    if plan.teacher is None:
+        raise UserError(
+            f"objective {plan.objective.name!r} compares with no teacher; there is nothing to cache"
+        )
+    folder = output or Path(plan.teacher.cache or run.layout.teacher_cache)
+    rows, _ = training_rows(plan.data, run.tokenizer, run)
+    fill_teacher_cache(_teacher_source(run, rows), folder, verify=verify)
+    return folder
+
+
+def _with_sweep(run: Run) -> Run:
+    if run.recipe.sweep is None:
+        return run
+    manifest = run.layout.sweep / "manifest.json"
     if not manifest.is_file():
         raise UserError(
             f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
-    return with_choice(recipe, read_json(manifest)["results"])
+    return run.with_recipe(_with_choice(run.recipe, read_json(manifest)["results"]))
+
+
+def _with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
+    """Return the recipe with the batch size and learning rate that its sweep chose, and the steps that follow."""
+    raw = recipe.dump()
+    batch = result["batch_size_tokens"]
+    raw["train"] |= {"batch_size_tokens": batch, "learning_rate": result["learning_rate"]}
+    if recipe.sweep is not None and recipe.sweep.train_tokens is not None:
+        raw["train"]["max_steps"] = math.ceil(recipe.sweep.train_tokens / batch)
+    return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
+
+
+# ---- what a training is made from
+
+
+def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | None:
+    return load_teacher(_teacher_source(run, rows), fill=fill) if run.recipe.teacher is not None else None
+
+
+def _teacher_source(run: Run, rows: Any) -> TeacherSource:
+    recipe = run.recipe
+    assert recipe.teacher is not None
+    # Of a stream as much as the longest training reads; the sweep's choice then trains the whole number of steps.
+    tokens, steps = [recipe.train.batch_size_tokens], recipe.train.max_steps
+    if recipe.sweep is not None:
+        tokens, steps = recipe.sweep.batch_size_tokens, max(steps, recipe.sweep.steps)
+    return TeacherSource(
+        settings=recipe.teacher,
+        model=run.teacher,
+        tokenizer=run.tokenizer,
+        rows=rows,
+        num_stream_rows=steps * max(tokens) // recipe.data.max_length,
+        batch_size=recipe.train.per_device_train_batch_size,
+        seed=recipe.seed,
+        launch=run.launch,
+    )
 
 
 def _training_run(
-    recipe: Recipe,
-    folder: Path,
-    description: str,
-    teacher: PreTrainedModel | Teacher | None,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Any,
+    run: Run, folder: Path, description: str, teacher: PreTrainedModel | Teacher | None, rows: Any
 ) -> TrainingRun:
-    """A run with a fresh student; `teacher` as `fcsd.distill.teachers.load.load_teacher` gives it."""
-    student, save_dtype = _student(recipe)
+    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it."""
+    recipe = run.recipe
+    student, save_dtype = _student(run)
     adapters = None
     if recipe.lora is not None:
         adapters = add_adapters(student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype))
         if recipe.teacher is not None and recipe.teacher.backend == "adapter_off":
             teacher = AdapterOffTeacher(student)
     return TrainingRun(
+        launch=run.launch,
         folder=folder,
         description=description,
         student=student,
         teacher=teacher,
-        tokenizer=tokenizer,
+        tokenizer=run.tokenizer,
         rows=rows,
         max_length=recipe.data.max_length,
         objective=recipe.objective,
@@ -120,62 +172,34 @@ def _training_run(
     )
 
 
-def _check_launch(recipe: Recipe) -> None:
-    if recipe.lora is not None and launched_engine().shards:
+def _check_launch(run: Run) -> None:
+    if run.recipe.lora is not None and run.launch.engine.shards:
         raise UserError(
             "lora: adapters on weights that are spread over ranks are not supported; launch data parallel copies"
         )
 
 
-def _student(recipe: Recipe) -> tuple[PreTrainedModel, torch.dtype]:
-    """The rewired model, and the dtype of the checkpoint it came from.
+def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:
+    """Load the rewired model; return it with the dtype of the checkpoint it came from.
 
     In the training dtype; in its own under adapters, for then it is not trained and may be the teacher, too, and with
-    FSDP2 and ZeRO-3, where it gets the training dtype when it is spread.
+    FSDP2 and ZeRO-3, where it gets the training dtype when it is sharded.
     """
-    engine = launched_engine()
-    student = original_model(
-        recipe.model,
-        recipe.model_path,
-        _connectivity(recipe.connectivity),
-        weights=holds_weights(engine),
-        distributed_config=distributed_config(engine, bf16=recipe.train.bf16),
+    recipe, launch = run.recipe, run.launch
+    student = load_checkpoint(
+        run.original,
+        recipe.connectivity.spec(),
+        weights=launch.loads_weights,
+        distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=recipe.train.bf16),
     )
     save_dtype = student.dtype
-    if recipe.lora is None and engine.name not in ("fsdp2", "zero3"):
+    if recipe.lora is None and launch.engine.name not in ("fsdp2", "zero3"):
         to_dtype(student, dtype_of(recipe.train.dtype))
     return student, save_dtype
 
 
-def cache_teacher(recipe: Recipe, variant: str | None, output: Path | None, *, verify: bool = False) -> Path:
-    """Fill the teacher cache of a recipe's sweep and main distillation, or of one of its variants; where it lies.
-
-    verify: then read all of it and compare it with its checksums.
-    """
-    plan = _variant(recipe, variant)
-    if plan.teacher is None:
-        raise UserError(
-            f"objective {plan.objective.name!r} compares with no teacher; there is nothing to cache"
-        )
-    folder = output or Path(plan.teacher.cache or recipe.folder / "teacher-cache")
-    tokenizer = load_tokenizer(plan.model_path, plan.model)
-    rows, _ = training_rows(plan.data, tokenizer, plan)
-    fill_teacher_cache(plan, rows, tokenizer, _teacher_weights(plan), folder, verify=verify)
-    return folder
-
-
-def _variant(recipe: Recipe, variant: str | None) -> Recipe:
-    if variant is None:
-        return recipe
-    if variant not in recipe.variants:
-        raise UserError(
-            f"recipe {recipe.name}: has no variant '{variant}'; allowed: {', '.join(recipe.variants) or 'none'}"
-        )
-    return recipe.variant(variant)
-
-
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
-    """The part of the recipe that the result of a training depends on."""
+    """Return the part of the recipe that the result of a training depends on."""
     keep = recipe.dump()
     data = {key: value for key, value in keep["data"].items() if key not in ("heldout", "heldout_examples")}
     # How often something is logged or saved changes nothing in the result.
@@ -192,14 +216,9 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _training_inputs(recipe: Recipe) -> dict[str, str]:
-    source = find_folder(recipe.model_path, recipe.model.revision)
-    inputs = {"original": weights_fingerprint(source), **data_inputs(recipe.data, recipe)}
+def _training_inputs(run: Run) -> dict[str, str]:
+    recipe = run.recipe
+    inputs = {"original": run.original.weights, **data_inputs(recipe.data, run)}
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        inputs["teacher"] = _teacher_weights(recipe)
-    return inputs | scored_data(recipe)
-
-
-def _teacher_weights(recipe: Recipe) -> str:
-    path, model = recipe.teacher_model
-    return weights_fingerprint(find_folder(path, model.revision))
+        inputs["teacher"] = run.teacher.weights
+    return inputs | scored_data(run)

@@ -7,40 +7,38 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage
-from fcsd.config.layout import _connectivity
-from fcsd.config.recipe import Recipe
 from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
-from fcsd.distributed.engine import holds_weights, launched_engine
-from fcsd.distributed.launch import begin, finish
 from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
+from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 
 
-def pretrain(recipe: Recipe) -> Stage:
+def pretrain(run: Run) -> Stage:
     """Train `recipe.pretrain.config` from scratch with cross-entropy."""
-    plan = recipe.pretrain
+    recipe, launch, plan = run.recipe, run.launch, run.recipe.pretrain
     if plan is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
-    folder = recipe.folder / "pretrain"
+    folder = run.layout.pretrain
     settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
         "seed": recipe.seed
     }
-    stage = Stage(folder, "pretrain", settings, data_inputs(plan.data, recipe))
-    if begin(stage) == "finished":
+    stage = Stage(folder, "pretrain", settings, data_inputs(plan.data, run))
+    if launch.begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
     set_seed(recipe.seed)
-    # The first rank of a sharded run makes the weights, and sends the others their parts.
-    with contextlib.nullcontext() if holds_weights(launched_engine()) else torch.device("meta"):
-        model = new_model(plan.config | _token_ids(tokenizer, plan.config), _connectivity(plan.connectivity))
+    # The first rank of a sharded run makes the weights, and sends the others their shards.
+    with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
+        model = new_model(plan.config | _token_ids(tokenizer, plan.config), plan.connectivity.spec())
     to_dtype(model, dtype_of(plan.train.dtype))
-    rows, record = training_rows(plan.data, tokenizer, recipe)
-    run_ = TrainingRun(
+    rows, record = training_rows(plan.data, tokenizer, run)
+    training = TrainingRun(
+        launch=launch,
         folder=folder,
         description="pretrain",
         student=model,
@@ -54,8 +52,8 @@ def pretrain(recipe: Recipe) -> Stage:
         save_dtype=dtype_of(plan.train.dtype),
         safety=recipe.safety,
     )
-    results = train(run_) | left_out(record, folder)
-    finish(stage, results, model=folder / "model")
+    results = train(training) | left_out(record, folder, launch)
+    launch.finish(stage, results, folder / "model")
     return stage
 
 

@@ -7,48 +7,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.config.data import DataConfig, DecontaminateConfig
-from fcsd.config.recipe import Recipe
 from fcsd.config.suite import load_suite
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
-from fcsd.distributed.launch import processes
+from fcsd.distributed.launch import Launch
 from fcsd.evaluate.items import dataset_items, judged_location, suite_items
-from fcsd.evaluate.stage import judged_data
+from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.files import write_json
+from fcsd.stages.context import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_held_rows: dict[str, tuple[Any, Decontaminator | None]] = {}
-
 
 def training_rows(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", run: Run
 ) -> tuple[Any, Decontaminator | None]:
-    """Packed rows of a `data` section of `recipe`, and the record of what was left out of them.
+    """Return packed rows of a `data` section of the recipe, and the record of what was left out of them.
 
-    The last ones made stay in memory, for the next stage of a run that reads the same data.
+    They stay in memory, for the next stage of the run that reads the same data.
     """
     plan = data.model_dump(exclude={"heldout", "heldout_examples"})
     # What the rows depend on; two stages of one run may find the same tokenizer in different folders.
-    inputs = list(data_inputs(data, recipe).values())
-    parts = [plan, inputs, recipe.seed, tokenizer.chat_template, tokenizer.get_vocab()]
+    inputs = list(data_inputs(data, run).values())
+    parts = [plan, inputs, run.recipe.seed, tokenizer.chat_template, tokenizer.get_vocab()]
     key = json.dumps(parts, sort_keys=True)  # a vocabulary comes in another order every time it is loaded
-    if key not in _held_rows:
-        _held_rows.clear()
-        record = _decontaminator(data.decontaminate, tokenizer, _data_root(recipe))
+
+    def make() -> tuple[Any, Decontaminator | None]:
+        record = _decontaminator(data.decontaminate, tokenizer, run.data_root)
         rows = build_dataset(
             data.train,
             tokenizer,
             max_length=data.max_length,
             packing=data.packing,
             loss_on=data.loss_on,
-            seed=recipe.seed,
+            seed=run.recipe.seed,
             decontaminator=record,
         )
-        _held_rows[key] = rows, record
-    return _held_rows[key]
+        return rows, record
+
+    held: dict[str, tuple[Any, Decontaminator | None]] = run.once("rows", dict)
+    if key not in held:
+        held.clear()  # two data sets are not kept in memory
+        held[key] = make()
+    return held[key]
 
 
 def _decontaminator(
@@ -62,12 +65,12 @@ def _decontaminator(
     return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))
 
 
-def left_out(record: Decontaminator | None, folder: Path) -> dict[str, Any]:
+def left_out(record: Decontaminator | None, folder: Path, launch: Launch) -> dict[str, Any]:
     """For a manifest: how many examples overlapped with test items; which ones goes to a file in `folder`."""
     if record is None:
         return {}
     summary = record.summary()
-    if processes().is_main_process:
+    if launch.first:
         file = folder / "decontamination.json"
         write_json(file, summary | {"left_out": record.overlaps()})
         number = summary["num_left_out"]
@@ -77,22 +80,18 @@ def left_out(record: Decontaminator | None, folder: Path) -> dict[str, Any]:
     return {"decontamination": summary}
 
 
-def data_inputs(data: DataConfig, recipe: Recipe) -> dict[str, str]:
+def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
     """What identifies the bytes of the training sources, and of the test items that are kept out of them."""
     inputs = {
         f"data.train.{index}": data_fingerprint(source.path, source.revision)
         for index, source in enumerate(data.train)
     }
-    plan, data_root = data.decontaminate, _data_root(recipe)
+    plan, data_root = data.decontaminate, run.data_root
     if plan is not None:
         for index, judged in enumerate(plan.against):
             location = judged_location(judged.path, data_root)
             inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, judged.revision)
         if plan.suite is not None:
-            found = judged_data(load_suite(plan.suite).tasks, data_root)
+            found = test_set_fingerprints(load_suite(plan.suite).tasks, data_root)
             inputs |= {f"data.decontaminate {name}": value for name, value in found.items()}
     return inputs
-
-
-def _data_root(recipe: Recipe) -> Path | None:
-    return Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None

@@ -1,71 +1,71 @@
-"""The stages of a recipe: each reads folders and leaves a folder with a manifest.
+"""All stages of a recipe in a row: each reads folders and leaves a folder with a manifest (`fcsd.config.layout`).
 
-    output_dir/pretrain/            model from scratch (only with a `pretrain` section)
-    output_dir/convert/             the original, rewired, untrained
-    output_dir/sweep/               batch size and learning rate
-    output_dir/distill/             the main distillation
-    output_dir/variants/NAME/       further distillations
-    output_dir/evaluate/NAME/       results of every model, on the same items
-    output_dir/layers/              untrained KL against the rewired layers
-    output_dir/report/              report.md, report.json, figures
-    output_dir/publish/             the folder that goes to the Hub
-
-Not covered: uploading it; that is `fcsd.publish.push`.
+Not covered: uploading what they leave; that is `fcsd.publish.push`.
 """
 
+from dataclasses import replace
+
 from fcsd.artifact import Stage
-from fcsd.config.layout import models
-from fcsd.config.recipe import Recipe
-from fcsd.distributed.engine import expert_parallel, launched_engine
-from fcsd.distributed.ranks import launched_ranks
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.stage import evaluate_stage
 from fcsd.layers.study import Study, study_layers
-from fcsd.models.place import judging_engine
+from fcsd.models.load import ModelFolder
+from fcsd.report.plots import plot_layers
+from fcsd.stages.context import Run
 from fcsd.stages.convert import convert
 from fcsd.stages.distill import distill, sweep
 from fcsd.stages.pretrain import pretrain
 from fcsd.stages.publish import publish
 
 
-def run(recipe: Recipe, *, as_json: bool = False) -> None:
-    """All stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
+def run_all(run: Run, *, as_json: bool = False) -> None:
+    """Run all stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
 
     Raises:
-        UserError: a layer study, or an automatic batch size, in a launch that spreads the weights.
+        UserError: a layer study, or an automatic batch size, in a launch that shards the weights.
     """
-    ranks = launched_ranks(in_step=judging_engine().shards)
-    check_batch_size(recipe.evaluation.batch_size, ranks)
-    if recipe.evaluation.layer_study and launched_engine().shards:
+    recipe, launch = run.recipe, run.launch
+    check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
+    if recipe.evaluation.layer_study and launch.engine.shards:
         raise UserError(
             "evaluation.layer_study: the study rewires whole copies of the model, and this launch spreads the weights;"
             " add --set evaluation.layer_study=false, and afterwards run the same recipe without it in one process or"
             " on copies: it does what is left"
         )
     if recipe.pretrain is not None:
-        with expert_parallel(1):  # which reads its model from a checkpoint, and here is none yet
-            pretrain(recipe)
-    convert(recipe)
+        # Expert parallelism reads its model from a checkpoint, and here is none yet.
+        pretrain(replace(run, launch=launch.with_copies()))
+    convert(run)
     if recipe.sweep is not None:
-        sweep(recipe, fill_cache=True)
-    distill(recipe, fill_cache=True)
+        sweep(run, fill_cache=True)
+    distill(run, fill_cache=True)
     for name in recipe.variants:
-        distill(recipe, name, fill_cache=True)
-    for name, path in models(recipe).items():
-        evaluate_stage(recipe, name, path)
+        distill(run, name, fill_cache=True)
+    original = run.original
+    for name, path in run.models().items():
+        evaluate_stage(
+            name,
+            original if name == "original" else ModelFolder(original.config, path),
+            original,
+            folder=run.layout.evaluation(name),
+            evaluation=recipe.evaluation,
+            data=recipe.data,
+            launch=launch,
+        )
     if recipe.evaluation.layer_study:
-        layers(recipe)
-    ranks.from_first(lambda: publish(recipe, as_json=as_json))
+        layers(run)
+    launch.ranks.from_first(lambda: publish(run, as_json=as_json))
 
 
-def layers(recipe: Recipe) -> Stage:
-    """The layer study on the recipe's held-out text: untrained KL against the rewired layers (paper Fig. 3)."""
+def layers(run: Run) -> Stage:
+    """Run the layer study on the recipe's held-out text: untrained KL against the rewired layers (paper Fig. 3)."""
+    recipe, original = run.recipe, run.original
     data, sides = recipe.data, recipe.connectivity
     if data.heldout is None:
         raise UserError("evaluation.layer_study: needs data.heldout, the text on which KL is measured")
     study = Study(
-        model=recipe.model.model_copy(update={"path": recipe.model_path}),
+        model=original.config,
         attention=sides.attention,
         mlp=sides.mlp,
         sides=["first", "last"] if sides.mlp == "full" else ["first", "last", "single"],
@@ -75,6 +75,4 @@ def layers(recipe: Recipe) -> Stage:
         packing=data.packing,
         loss_on=data.loss_on,
     )
-    from fcsd.report.plots import plot_layers
-
-    return study_layers(study, recipe.folder / "layers", plot_layers)
+    return study_layers(study, original, run.layout.layers, run.launch, plot_layers)

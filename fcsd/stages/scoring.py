@@ -1,37 +1,34 @@
 """What early stopping scores: a recipe's section becomes a stopper, and a function that scores a model in training.
 
-A task is judged by what `fcsd evaluate` judges it with (`fcsd.evaluate.runner.judging`), generated code in the same
-sandbox, whose servers are processes of their own, started once and ended with the block. What the model and the random
-generators were before a score they are afterwards.
+A task is scored as `fcsd evaluate` scores it (`fcsd.evaluate.runner.prepare_evaluation`), generated code in the same
+sandbox, whose servers are processes of their own, started once and ended with the block. Model and random generators
+are afterwards what they were before a score.
 
 Not covered: when a score is made, and what follows from it; that is `fcsd.distill`.
 """
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config.data import DataConfig
-from fcsd.config.recipe import Recipe
 from fcsd.config.stopping import EarlyStoppingConfig
 from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.distill.arguments import Scorer
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.heldout import HeldoutKL
-from fcsd.distributed.engine import launched_engine
-from fcsd.distributed.ranks import launched_ranks
-from fcsd.evaluate.runner import judging
-from fcsd.evaluate.stage import judged_data
-from fcsd.models.load import original_model
+from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.evaluate.stage import test_set_fingerprints
+from fcsd.models.load import load_checkpoint
+from fcsd.stages.context import Run
 
 
 @contextlib.contextmanager
 def early_stopping(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+    run: Run, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
     """The stopper and the score function of a recipe; None, None where it has no such section.
 
@@ -41,7 +38,7 @@ def early_stopping(
     Raises:
         UserError, ScorerError: as `fcsd.evaluate.runner.evaluate`.
     """
-    plan = recipe.early_stopping
+    recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:
         yield None, None
         return
@@ -49,35 +46,30 @@ def early_stopping(
         every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
     )
     if plan.metric == "heldout_kl":
-
-        def original() -> PreTrainedModel:
-            path, model = recipe.teacher_model
-            return original_model(model, path)
-
         with stopper.time.scoring():
             rows = _rows(recipe.data, tokenizer)
-        yield stopper, HeldoutKL(rows, original)
+        yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     assert plan.batch_size is not None
     row = plan.row
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
-            judge = stack.enter_context(
-                judging(
+            evaluate = stack.enter_context(
+                prepare_evaluation(
                     tokenizer,
                     _suite(row),
-                    data_root=_data_root(recipe),
+                    data_root=run.data_root,
                     batch_size=plan.batch_size,
                     limit=plan.limit,
                     allow_weak_sandbox=recipe.evaluation.allow_weak_sandbox,
                     progress=False,  # a bar of its own would cut the training's to pieces
-                    ranks=launched_ranks(in_step=launched_engine().shards),
+                    ranks=run.launch.ranks,
                     any_direction=True,
                 )
             )
 
         def score(model: PreTrainedModel) -> Score:
-            result, samples = judge(model, "early stopping")
+            result, samples = evaluate(model, "early stopping")
             task = result["tasks"][row.task]
             return Score(
                 [sample["score"] for sample in samples[row.task]],
@@ -88,15 +80,15 @@ def early_stopping(
         yield stopper, score
 
 
-def scored_data(recipe: Recipe) -> dict[str, str]:
+def scored_data(run: Run) -> dict[str, str]:
     """What identifies the items that early stopping scores, as inputs of a stage."""
-    plan = recipe.early_stopping
+    recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:
         return {}
     if plan.metric == "heldout_kl":
         assert recipe.data.heldout is not None  # the recipe has checked it
-        return judged_data([], None, recipe.data.heldout)
-    return judged_data([plan.row], _data_root(recipe))
+        return test_set_fingerprints([], None, recipe.data.heldout)
+    return test_set_fingerprints([plan.row], run.data_root)
 
 
 def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
@@ -107,10 +99,6 @@ def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
 def _suite(row: TaskConfig) -> SuiteConfig:
     # Paths of tasks' definitions are relative to where the command runs, as all paths in a recipe.
     return SuiteConfig(name="early_stopping", tasks=[row], folder=".")
-
-
-def _data_root(recipe: Recipe) -> Path | None:
-    return Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None
 
 
 def _rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -29,6 +29,7 @@ from fcsd.config.recipe import Recipe
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
 from fcsd.config.training import TrainConfig
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import new_folder
 from fcsd.tiny.rows import BENCHMARKS, training_row
@@ -62,15 +63,13 @@ _NUM_ITEMS = 8  # of every split that models are judged on
 _LAYERS = 4
 
 
-def rehearse(recipe: Recipe, folder: Path) -> Recipe:
+def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
     """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
 
     Raises:
         UserError: the folder holds something else, or the rehearsal of other settings; the family of the model
             cannot be found out.
     """
-    from fcsd.distributed.launch import processes
-
     small = _small(recipe, folder)
     text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
     ready = folder / "recipe.yaml"
@@ -80,12 +79,12 @@ def rehearse(recipe: Recipe, folder: Path) -> Recipe:
         raise UserError(
             f"--rehearse {folder}: holds the rehearsal of other settings; choose another folder or remove it"
         )
-    if not ready.is_file() and processes().is_main_process:
+    if not ready.is_file() and launch.first:
         with new_folder(folder) as place:
             _write_models(recipe, place)
             _write_data(recipe, place)
             (place / "recipe.yaml").write_text(text, encoding="utf-8")
-    processes().wait_for_everyone()
+    launch.wait()
     return small
 
 

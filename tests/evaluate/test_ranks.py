@@ -80,7 +80,7 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
     os.environ.update(variables)
     AcceleratorState._reset_state(reset_partial_state=True)
     with expert_parallel(experts):
-        ranks = launched_ranks(in_step=judging_engine().shards)
+        ranks = launched_ranks(lockstep=judging_engine().shards)
         rows = None if experts > 1 else text_rows()
         known = (
             read_original(load_judged(ModelConfig(), place / "other"), rows, ranks=ranks) if rows else None
@@ -155,7 +155,7 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
 @pytest.mark.parametrize("batches", range(6))
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_are_dealt_once_and_idle_passes_make_the_ranks_even(batches: int, size: int) -> None:
-    ranks = [Ranks(rank, size, in_step=True) for rank in range(size)]
+    ranks = [Ranks(rank, size, lockstep=True) for rank in range(size)]
     shares = [each.deal(range(batches)) for each in ranks]
     assert sorted(number for share in shares for number in share) == list(range(batches))
     assert (
@@ -234,7 +234,7 @@ def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(pl
         pytest.raises(UserError, match=r"'auto' needs .* spreads the weights over 2; give a number"),
         judging(
             tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=None, batch_size="auto",
-            ranks=Ranks(0, 2, in_step=True),
+            ranks=Ranks(0, 2, lockstep=True),
         ),
     ):  # fmt: skip
         pass

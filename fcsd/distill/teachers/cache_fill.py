@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from fcsd.distill.teachers.cache import (
     write_manifest,
     write_shard,
 )
-from fcsd.distributed.launch import processes
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import write_json
 
@@ -72,25 +72,24 @@ def fill_cache(
     folder: Path,
     identity: dict[str, Any],
     rows: Iterable[Row],
+    launch: Launch,
     *,
     batch_size: int,
-    load_teacher: Any,
-    in_step: bool = False,
+    load_teacher: Callable[[], Teacher],
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Put what is missing of `rows` into the cache in `folder`, and return its manifest.
 
-    load_teacher(): the `Teacher`, called only when something is missing; batch_size: rows in one forward; in_step: the
-    teacher is spread over the ranks, which all have to call it equally often.
+    load_teacher(): the `Teacher`, called only when something is missing; batch_size: rows in one forward.
 
     Raises:
         UserError: the folder holds another teacher's cache, or something else; the disk has not the room, or is full
             while it is written; nodes that do not share the folder.
     """
-    process = processes()
-    _begin(folder, identity)
-    done = finished_places(folder, identity) if process.is_main_process else {}
-    process.wait_for_everyone()
+    ranks = launch.ranks
+    _begin(folder, identity, launch)
+    done = finished_places(folder, identity) if launch.first else {}
+    launch.wait()
     done = done or finished_places(folder, identity)
     wanted: set[bytes] = set()
     own: list[tuple[bytes, Row]] = []
@@ -99,24 +98,24 @@ def fill_cache(
         if key not in wanted:
             spare = spare or [(key, row)]
             wanted.add(key)
-            if (
-                key not in done
-                and int.from_bytes(key[:4], "big") % process.num_processes == process.process_index
-            ):
+            if key not in done and int.from_bytes(key[:4], "big") % ranks.size == ranks.rank:
                 own.append((key, row))
-    tokens, missing = _over_ranks(sum(_num_kept(row) for _, row in own)), _over_ranks(len(own))
+    tokens, missing = (
+        _over_ranks(sum(_num_kept(row) for _, row in own), launch),
+        _over_ranks(len(own), launch),
+    )
     if missing:
         size = tokens * identity["hidden_size"] * getattr(torch, identity["dtype"]).itemsize
-        if process.is_main_process:
+        if launch.first:
             _check_room(folder, size, missing, tokens, quiet)
-        process.wait_for_everyone()
+        launch.wait()
         batches = [own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)]
-        if in_step:  # what a spare batch gives is thrown away
-            rounds = _over_ranks(len(batches), dist.ReduceOp.MAX)
+        if ranks.lockstep:  # what a spare batch gives is thrown away
+            rounds = _over_ranks(len(batches), launch, dist.ReduceOp.MAX)
             batches += [spare] * (rounds - len(batches))
-        _compute(folder, identity, batches, len(own), load_teacher(), process.is_main_process and not quiet)
-        process.wait_for_everyone()
-    if process.is_main_process:
+        _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first and not quiet)
+        launch.wait()
+    if launch.first:
         places = finished_places(folder, identity)
         if absent := len(wanted - places.keys()):
             raise UserError(
@@ -125,31 +124,30 @@ def fill_cache(
             )
         if missing or not (folder / MANIFEST).is_file():
             write_manifest(folder, places.values())
-    process.wait_for_everyone()
+    launch.wait()
     return HiddenCache(folder, identity).manifest
 
 
-def _begin(folder: Path, identity: dict[str, Any]) -> None:
-    process = processes()
+def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
     if (folder / TEACHER).is_file():
         check_teacher(folder, identity)
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is not empty and holds no teacher cache; choose another folder")
-    process.wait_for_everyone()
-    if process.is_main_process:
+    launch.wait()
+    if launch.first:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".hidden-*.tmp"):  # of a process that was killed
             stale.unlink(missing_ok=True)
         if not (folder / TEACHER).is_file():
             write_json(folder / TEACHER, identity)
-    process.wait_for_everyone()
+    launch.wait()
 
 
-def _over_ranks(number: int, operation: Any = dist.ReduceOp.SUM) -> int:
+def _over_ranks(number: int, launch: Launch, operation: Any = dist.ReduceOp.SUM) -> int:
     """The sum (or what `operation` says) over all processes."""
-    if processes().num_processes == 1:
+    if launch.ranks.size == 1:
         return number
-    total = torch.tensor([number], dtype=torch.int64, device=processes().device)
+    total = torch.tensor([number], dtype=torch.int64, device=launch.device)
     dist.all_reduce(total, operation)
     return int(total)
 
@@ -180,10 +178,12 @@ def _compute(
     batches: Sequence[Sequence[tuple[bytes, Row]]],
     num_rows: int,
     teacher: Teacher,
+    launch: Launch,
+    *,
     show: bool,
 ) -> None:
     """Run the teacher on all batches; the first `num_rows` rows are kept."""
-    device, collate = processes().device, Collator()
+    device, collate = launch.device, Collator()
     held: list[tuple[bytes, Tensor]] = []
     size, num_done = 0, 0
     with tqdm(total=num_rows, desc="Teacher", unit="row", disable=not show) as bar:
@@ -225,12 +225,12 @@ def verify_cache(cache: HiddenCache, *, quiet: bool = False) -> None:
             ) from None
 
 
-def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row]) -> None:
+def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device) -> None:
     """Compare some rows of a cache with what the teacher gives now.
 
     Raises: UserError when a row is further away than other kernels could bring it.
     """
-    device, collate = processes().device, Collator()
+    collate = Collator()
     for row in rows:
         batch = {name: value.to(device) for name, value in collate([row]).items()}
         live = _hidden_of_rows(teacher, batch)[0].double()

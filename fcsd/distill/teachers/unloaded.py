@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from safetensors import safe_open
 from torch import nn
 
 from fcsd.config.model import ModelConfig
-from fcsd.connectivity.checkpoint import Checkpoint, find_folder, read_checkpoint
+from fcsd.connectivity.checkpoint import Checkpoint, read_checkpoint
 from fcsd.connectivity.load import config_and_class
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
-from fcsd.models.load import dtype_of
+from fcsd.models.load import ModelFolder, dtype_of
 
 # Fields of a configuration that change no hidden state.
 _NOT_COMPUTED = {
@@ -42,13 +41,13 @@ class Unloaded:
     dtype: torch.dtype
 
 
-def unloaded(path: str | Path, model: ModelConfig) -> Unloaded:
+def unloaded(source: ModelFolder) -> Unloaded:
     """The model of a checkpoint as a recipe's `model` section would load it, on the meta device.
 
     Raises: UserError as `fcsd.connectivity.load_model` before it reads weights.
     """
-    folder = find_folder(path, model.revision)
-    checkpoint = read_checkpoint(folder)
+    model = source.config
+    checkpoint = read_checkpoint(source.folder)
     config, cls = config_and_class(checkpoint, None, False)
     dtype = _dtype(checkpoint, config, model)
     options: dict[str, Any] = {"dtype": dtype}

@@ -189,7 +189,7 @@ def _generate(
         attention_mask=mask.to(device),
         generation_config=config,
         stopping_criteria=criteria,
-        synced_gpus=True if ranks.in_step else None,
+        synced_gpus=True if ranks.lockstep else None,
     )
     texts = tokenizer.batch_decode(
         made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -138,5 +138,5 @@ class InMemory(HFLM):
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         return super()._model_generate(
-            *args, **kwargs, **({"synced_gpus": True} if self.ranks.in_step else {})
+            *args, **kwargs, **({"synced_gpus": True} if self.ranks.lockstep else {})
         )

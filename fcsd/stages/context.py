@@ -1,0 +1,101 @@
+"""What the stages of one run share: recipe, launch, and everything that is looked up once for all of them.
+
+    run = Run(recipe, join_launch())
+    run.original.folder, run.original.weights, run.tokenizer, run.layout.report
+
+Not covered: what a stage does with it; below the stages each function takes the sections that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fcsd.config.layout import MAIN, RunLayout
+from fcsd.config.model import ModelConfig
+from fcsd.config.recipe import Recipe
+from fcsd.distributed.launch import Launch
+from fcsd.errors import UserError
+from fcsd.models.load import ModelFolder, find_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe in a launch. What was looked up stays, for variants of the recipe too (`with_recipe`)."""
+
+    recipe: Recipe
+    launch: Launch
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
+        """Return what `look_up` gave the first time that it was called for `key`."""
+        if key not in self._known:
+            self._known[key] = look_up()
+        found: Found = self._known[key]
+        return found
+
+    def with_recipe(self, recipe: Recipe) -> Run:
+        """Return the run of a recipe that differs in how the same model is trained."""
+        return replace(self, recipe=recipe)
+
+    def variant(self, name: str | None) -> Run:
+        """Return the run of one of the recipe's variants; None: this run.
+
+        Raises:
+            UserError: the recipe has no such variant.
+        """
+        recipe = self.recipe
+        if name is None:
+            return self
+        if name not in recipe.variants:
+            raise UserError(
+                f"recipe {recipe.name}: has no variant '{name}'; allowed: {', '.join(recipe.variants) or 'none'}"
+            )
+        return self.with_recipe(recipe.variant(name))
+
+    @property
+    def layout(self) -> RunLayout:
+        """The folders of the run."""
+        return RunLayout(self.recipe.folder)
+
+    @property
+    def data_root(self) -> Path | None:
+        """The folder in hub layout that test sets are read from; None: the Hub."""
+        root = self.recipe.evaluation.data_root
+        return Path(root) if root is not None else None
+
+    @property
+    def original(self) -> ModelFolder:
+        """The original checkpoint: `model.path`, or what the pre-training left."""
+        return self._model(self.recipe.model_path, self.recipe.model)
+
+    @property
+    def teacher(self) -> ModelFolder:
+        """The checkpoint that the student is compared with: the original, or `teacher.path`."""
+        return self._model(*self.recipe.teacher_model)
+
+    def _model(self, path: str, config: ModelConfig) -> ModelFolder:
+        plan = config.model_copy(update={"path": path})
+        return self.once(("model", path, config.revision), lambda: find_model(plan))
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the original."""
+        original = self.original
+        return self.once(
+            "tokenizer",
+            lambda: load_tokenizer(original.folder, trust_remote_code=original.config.trust_remote_code),
+        )
+
+    def models(self) -> dict[str, Path]:
+        """Return every model of the run that exists, by its name in the report."""
+        names = ("converted", MAIN, *self.recipe.variants)
+        found = {"original": self.original.folder, **{name: self.layout.model(name) for name in names}}
+        return {name: path for name, path in found.items() if path.is_dir()}
