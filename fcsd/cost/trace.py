@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fcsd.config.training import ObjectiveConfig
-from fcsd.distill.arguments import freeze_embeddings_and_head
+from fcsd.distill.prepare import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
 from fcsd.losses import fused as losses
