@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Two workers on two cores: one thread each. Multi-rank tests fork further.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench docs clean
 
 setup: $(STAMP)
 
@@ -46,5 +46,18 @@ bench: $(STAMP)  ## ratios against peers, measured in one run; DATA_ROOT=… add
 	$(BIN)/python benchmarks/forward.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sandbox.py $(if $(DATA_ROOT),--data-root $(DATA_ROOT))
 
+DOCS_BIN := .venv-docs/bin
+DOCS_STAMP := .venv-docs/.installed
+
+docs: $(DOCS_STAMP)  ## the site with the Python API, in site/; needs neither torch nor transformers
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+
+# Only what the extra "docs" names: the pages are made from the source, which is not imported.
+$(DOCS_STAMP): pyproject.toml
+	test -x $(DOCS_BIN)/python || $(PYTHON) -m venv .venv-docs
+	$(DOCS_BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/requirements.txt
+	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
+	touch $(DOCS_STAMP)
+
 clean:
-	rm -rf runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs site .pytest_cache .mypy_cache .ruff_cache

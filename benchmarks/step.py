@@ -165,7 +165,10 @@ def train_with_fcsd(
             super().__init__(model, args, **others)
             self.add_callback(watcher)
 
+    from fcsd.distributed.launch import join_launch
+
     run = product.TrainingRun(
+        launch=join_launch(),
         folder=Path(folder),
         description=variant,
         student=student,
@@ -200,10 +203,13 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
 
     from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
     from fcsd.distill.teachers.cache_fill import fill_cache
+    from fcsd.distributed.launch import join_launch
 
     weight = teacher.head.weight
     identity = {"hidden_size": weight.shape[1], "dtype": str(weight.dtype).removeprefix("torch.")}
-    fill_cache(folder, identity, rows, batch_size=len(rows), load_teacher=lambda: teacher, quiet=True)
+    fill_cache(
+        folder, identity, rows, join_launch(), batch_size=len(rows), load_teacher=lambda: teacher, quiet=True
+    )
     return CachedTeacher(HiddenCache(folder, identity), copy.deepcopy(teacher.head))
 
 

@@ -25,6 +25,7 @@ from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
+from fcsd.distributed.launch import join_launch
 from fcsd.tiny.models import tiny_tokenizer
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT
@@ -97,6 +98,7 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
     rows = setting.num_rows * micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
     train(
         TrainingRun(
+            launch=join_launch(),
             folder=folder,
             description="measured",
             student=student,

@@ -204,3 +204,13 @@ def documented_keys(chapter: str) -> set[str]:
     """The keys that a chapter of docs/results.md names."""
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     return set(re.findall(r"`([a-z0-9_]+)`", text.split(f"\n## {chapter}\n")[1].split("\n## ")[0]))
+
+
+def run_of(recipe: Any) -> Any:
+    """The `Run` of a recipe, given as a path or as it is, in this process."""
+    from fcsd.config.load import load_recipe
+    from fcsd.config.recipe import Recipe
+    from fcsd.distributed.launch import join_launch
+    from fcsd.stages.context import Run
+
+    return Run(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), join_launch())

@@ -83,7 +83,10 @@ def measure(
     out: Path, model: str, seed: int, method: str, replacements: dict[str, Any], overrides: list[str]
 ) -> None:
     """One run, unless its result is there."""
-    from fcsd.stages import run as stages
+    from fcsd.distributed.launch import join_launch
+    from fcsd.stages.context import Run
+    from fcsd.stages.distill import distill
+    from fcsd.stages.pretrain import pretrain
 
     result = result_path(out, model, seed, method)
     asked = {
@@ -108,7 +111,8 @@ def measure(
     }
     recipe = validate(Recipe, teacher.dump() | student, f"method '{method}'")
     print(f"{model}, seed {seed}: {method}", flush=True)
-    stages.pretrain(teacher)
+    launch = join_launch()
+    pretrain(Run(teacher, launch))
     started = time.perf_counter()
     folder = recipe.folder / "variants" / "method"
     running = out / "running" / f"{model}-{seed}.json"  # what the folder of an interrupted run belongs to
@@ -116,7 +120,7 @@ def measure(
         shutil.rmtree(folder, ignore_errors=True)
     running.parent.mkdir(parents=True, exist_ok=True)
     write_json(running, asked)
-    stages.distill(recipe, "method")
+    distill(Run(recipe, launch), "method")
     train = recipe.variant("method").train
     curve = [
         [point["step"] * train.batch_size_tokens, point["score"]]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.artifact import versions
+from fcsd.config.layout import RunLayout
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.stopping import EarlyStoppingConfig
@@ -32,16 +33,17 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     Raises:
         UserError: results that were not measured on the same items, or on weights that are no longer there.
     """
+    layout = RunLayout(recipe.folder)
     evaluated = {
-        name: _evaluated(recipe, name)
+        name: _evaluated(layout, name)
         for name in sorted(names, key=lambda name: name != "original")
-        if _manifest(recipe, f"evaluate/{name}") is not None
+        if _manifest(layout.evaluation(name)) is not None
     }
-    training = {name: path for name in names if (path := _training_folder(recipe, name)) is not None}
+    training = {name: path for name in names if (path := _training_folder(layout, name)) is not None}
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
     models = {
         name: {
-            "layers": _layers(recipe, name),
+            "layers": _layers(layout, name),
             "training": _training(training.get(name)),
             "result": each["result"],
         }
@@ -57,8 +59,8 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "models": models,
         "comparisons": comparisons,
         "training": {name: _manifest_at(path) for name, path in training.items()},
-        "sweep": _results(recipe, "sweep"),
-        "layers": _layer_study(recipe),
+        "sweep": (_manifest(layout.sweep) or {}).get("results"),
+        "layers": _layer_study(layout.layers),
         "versions": versions(),
     }
     with new_folder(folder) as new:
@@ -69,24 +71,22 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     return "\n\n".join([table, *(["\n".join(said)] if said else [])])
 
 
-def _evaluated(recipe: Recipe, name: str) -> dict[str, Any]:
+def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
     """Result and samples of one model; a result of weights that the run no longer has is refused."""
-    place = {"fcsd": "distill", "original": "pretrain"}.get(name, f"variants/{name}")
-    left, judged = _manifest(recipe, place), _manifest(recipe, f"evaluate/{name}")
-    now = (left or {}).get("outputs", {}).get("model")
-    measured = (judged or {}).get("inputs", {}).get("model")
+    left, scores = layout.stage(name), layout.evaluation(name)
+    now = (_manifest(left) or {}).get("outputs", {}).get("model")
+    measured = (_manifest(scores) or {}).get("inputs", {}).get("model")
     if now is not None and measured is not None and now != measured:
         raise UserError(
-            f"{recipe.folder / 'evaluate' / name}: was measured on other weights than those in {recipe.folder / place};"
+            f"{scores}: was measured on other weights than those in {left};"
             " remove it, and `fcsd run` evaluates again"
         )
-    result, samples = read_result(recipe.folder / "evaluate" / name)
+    result, samples = read_result(scores)
     return {"result": result, "samples": samples}
 
 
-def _training_folder(recipe: Recipe, name: str) -> Path | None:
-    places = {"original": "pretrain", "fcsd": "distill", "converted": "convert"}
-    path = recipe.folder / places.get(name, f"variants/{name}")
+def _training_folder(layout: RunLayout, name: str) -> Path | None:
+    path = layout.stage(name)
     return path if (path / "history.jsonl").is_file() else None
 
 
@@ -94,27 +94,20 @@ def _manifest_at(path: Path) -> dict[str, Any]:
     return read_json(path / "manifest.json")
 
 
-def _manifest(recipe: Recipe, stage: str) -> dict[str, Any] | None:
-    path = recipe.folder / stage / "manifest.json"
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / "manifest.json"
     return read_json(path) if path.is_file() else None
 
 
-def _results(recipe: Recipe, stage: str) -> dict[str, Any] | None:
-    found = _manifest(recipe, stage)
-    return found["results"] if found is not None else None
-
-
-def _layer_study(recipe: Recipe) -> dict[str, Any] | None:
-    folder = recipe.folder / "layers"
+def _layer_study(folder: Path) -> dict[str, Any] | None:
     return read_study(folder) if (folder / "manifest.json").is_file() else None
 
 
-def _layers(recipe: Recipe, name: str) -> str:
+def _layers(layout: RunLayout, name: str) -> str:
     """How many layers are rewired, read from the checkpoint that was evaluated."""
     if name == "original":
         return "0"
-    places = {"fcsd": "distill", "converted": "convert"}
-    config = read_json(recipe.folder / places.get(name, f"variants/{name}") / "model" / "config.json")
+    config = read_json(layout.model(name) / "config.json")
     farskip = config.get("farskip") or {"layers": []}
     sides = [
         word for word, side in (("attention", "partial"), ("mlp", "outdated")) if farskip.get(word) == side

@@ -147,7 +147,7 @@ def score_table(result: Mapping[str, Any]) -> str:
 def families_table(*, as_json: bool = False) -> str:
     """`fcsd families`: what can be converted, how it was verified, and what is refused why.
 
-    Text is Markdown, and the README's; JSON is {"families": [...], "refused": {model type: reason}}.
+    Text is Markdown, and that of docs/families.md; JSON is {"families": [...], "refused": {model type: reason}}.
     """
     from fcsd.families import FAMILIES
     from fcsd.families.family import MOE_LAYERS

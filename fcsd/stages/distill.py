@@ -49,9 +49,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         train(replace(plan, train=settings, save_model=False))
 
     result = run_sweep(recipe.sweep, recipe.train, folder, candidate_run)
-    ready = _with_choice(recipe, result).dump() | {"sweep": None}
-    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
-    write_text(folder / "recipe.yaml", head + to_yaml(ready))
+    write_ready_recipe(recipe, result, folder)
     if launch.first:
         plot_sweep(result, folder)
     launch.finish(stage, result | left_out(record, folder, launch))
@@ -104,10 +102,17 @@ def _with_sweep(run: Run) -> Run:
         raise UserError(
             f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
-    return run.with_recipe(_with_choice(run.recipe, read_json(manifest)["results"]))
+    return run.with_recipe(with_choice(run.recipe, read_json(manifest)["results"]))
 
 
-def _with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
+def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
+    """Write the recipe with the choice of its sweep to `folder/recipe.yaml`."""
+    ready = with_choice(recipe, result).dump() | {"sweep": None}
+    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
+    write_text(folder / "recipe.yaml", head + to_yaml(ready))
+
+
+def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
     """Return the recipe with the batch size and learning rate that its sweep chose, and the steps that follow."""
     raw = recipe.dump()
     batch = result["batch_size_tokens"]

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fcsd.distill.history import read_history
 from fcsd.distill.run import train
 from fcsd.distill.teachers.base import ModelTeacher
 from fcsd.distributed.engine import Engine
+from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, weights_fingerprint
 from fcsd.losses.head import attach_loss_head
@@ -107,7 +109,7 @@ def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(teacher: An
     wanted = reference(copy.deepcopy(student).eval().double(), copy.deepcopy(teacher).double(), rows.rows)
     attach_loss_head(student.train())
     for own in (None, ModelTeacher(copy.deepcopy(teacher))):
-        score = HeldoutKL(rows, lambda: copy.deepcopy(teacher))
+        score = HeldoutKL(rows, lambda: copy.deepcopy(teacher), join_launch())
         score.ask(own, sharded=False)
         assert score(student) == score(student)
         assert score(student).value == pytest.approx(float(wanted["kl"]), rel=1e-4)
@@ -122,7 +124,7 @@ def test_held_out_text_without_a_token_to_predict_is_refused(teacher: Any) -> No
     student = copy.deepcopy(teacher)
     attach_loss_head(student)
     with pytest.raises(UserError, match=r"data\.heldout: no row has a token to predict"):
-        HeldoutKL(rows, lambda: copy.deepcopy(teacher))(student)
+        HeldoutKL(rows, lambda: copy.deepcopy(teacher), join_launch())(student)
 
 
 def settings(bench: Bench) -> dict[str, Any]:
@@ -215,11 +217,10 @@ def test_what_needs_whole_weights_is_refused_where_they_are_spread(
     engine: Any,
     changed: dict[str, Any],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stopper = EarlyStopper(every_steps=1, patience=1, min_delta=0.0, metric="heldout_kl")
     run = make(tmp_path, teacher, OBJECTIVE, stopper=stopper, **changed)
-    monkeypatch.setattr(run_module, "launched_engine", lambda: Engine(engine))
+    run = replace(run, launch=replace(run.launch, engine=Engine(engine)))
     with pytest.raises(UserError, match=message):
         train(run)
 
@@ -228,4 +229,4 @@ def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(teacher: 
     with pytest.raises(
         UserError, match=r"heldout_kl needs a teacher that is run: .* teacher\.backend: sharded"
     ):
-        HeldoutKL(Rows(1), lambda: teacher).ask(None, sharded=True)
+        HeldoutKL(Rows(1), lambda: teacher, join_launch()).ask(None, sharded=True)

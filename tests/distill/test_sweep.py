@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fcsd.config.load import load_recipe
 from fcsd.config.recipe import Recipe
 from fcsd.config.training import TrainConfig
-from fcsd.distill.sweep import Candidate, run_sweep, with_choice
+from fcsd.distill.sweep import Candidate, run_sweep
 from fcsd.errors import UserError
+from fcsd.stages.distill import with_choice, write_ready_recipe
 
 # loss[batch size][learning rate]: the last step alone would choose another learning rate than the mean of the last two
 LOSSES = {
@@ -40,6 +42,14 @@ def recipe(**sweep: object) -> Recipe:
     )
 
 
+def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
+    """The sweep of a recipe, as its stage runs it."""
+    assert plan.sweep is not None
+    result = run_sweep(plan.sweep, plan.train, folder, runner)
+    write_ready_recipe(plan, result, folder)
+    return result
+
+
 class Runner:
     """Stands for a training: writes the history it is told to."""
 
@@ -67,7 +77,7 @@ class Runner:
 
 def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(tmp_path: Path) -> None:
     runner = Runner()
-    result = run_sweep(recipe(), tmp_path, runner)
+    result = swept(recipe(), tmp_path, runner)
     assert (result["batch_size_tokens"], result["learning_rate"]) == (128, 2e-3)
     assert result["loss"] == pytest.approx(1.75)
     assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]  # (128, 1e-3) serves both stages
@@ -75,7 +85,7 @@ def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(
 
 
 def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
-    run_sweep(recipe(), tmp_path, Runner())
+    swept(recipe(), tmp_path, Runner())
     ready = load_recipe(tmp_path / "recipe.yaml")
     assert (ready.train.batch_size_tokens, ready.train.learning_rate, ready.sweep) == (128, 2e-3, None)
     assert ready.train.max_steps == 10
@@ -83,16 +93,16 @@ def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
 
 def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(recipe(), tmp_path, Runner(die_at=2))
+        swept(recipe(), tmp_path, Runner(die_at=2))
     second = Runner()
-    result = run_sweep(recipe(), tmp_path, second)
+    result = swept(recipe(), tmp_path, second)
     assert second.ran == [(128, 2e-3), (128, 4e-3)]
-    assert result == run_sweep(recipe(), tmp_path / "whole", Runner())
+    assert result == swept(recipe(), tmp_path / "whole", Runner())
 
 
 @pytest.mark.parametrize("losses", [None, [2.0, 1.0]], ids=["stopped", "last step skipped"])
 def test_a_candidate_that_diverges_has_lost(tmp_path: Path, losses: list[float] | None) -> None:
-    result = run_sweep(recipe(), tmp_path, Runner(LOSSES | {(128, 2e-3): losses}))
+    result = swept(recipe(), tmp_path, Runner(LOSSES | {(128, 2e-3): losses}))
     assert result["learning_rate"] == 1e-3
     assert "| diverged |" in (tmp_path / "sweep.md").read_text()
     json.loads(
@@ -102,17 +112,17 @@ def test_a_candidate_that_diverges_has_lost(tmp_path: Path, losses: list[float] 
 
 def test_no_finite_candidate_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no candidate ended with a finite loss"):
-        run_sweep(recipe(), tmp_path, Runner(dict.fromkeys(LOSSES)))
+        swept(recipe(), tmp_path, Runner(dict.fromkeys(LOSSES)))
 
 
 def test_more_last_steps_than_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"sweep\.last_steps \(4\) is more than sweep\.steps \(3\)"):
-        run_sweep(recipe(last_steps=4), tmp_path, Runner())
+        swept(recipe(last_steps=4), tmp_path, Runner())
 
 
 def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path: Path) -> None:
     plan = recipe(train_tokens=10_000)
-    result = run_sweep(plan, tmp_path, Runner())
+    result = swept(plan, tmp_path, Runner())
     ready = load_recipe(tmp_path / "recipe.yaml")
     assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)  # 10,000 / 128, rounded up
     assert with_choice(recipe(), result).train.max_steps == 10  # without the key as the recipe has it

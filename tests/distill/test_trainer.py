@@ -23,6 +23,7 @@ from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.history import read_history, read_scores
 from fcsd.distill.run import train
+from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 
@@ -80,6 +81,7 @@ def make(
     convert_model(student, Connectivity("all"))
     chosen = ObjectiveConfig.model_validate(objective or {"name": "kl"})
     return TrainingRun(
+        launch=join_launch(),
         folder=folder,
         description="test",
         student=student,

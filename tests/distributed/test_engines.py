@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,17 +27,15 @@ from fcsd.distributed.engine import (
     check_precision,
     checkpoints_activations,
     distributed_config,
-    expert_parallel,
-    holds_weights,
-    launched_engine,
+    requested_engine,
 )
-from fcsd.distributed.launch import processes
-from fcsd.distributed.shard import parts, spread_student, spread_teacher, zero_settings
+from fcsd.distributed.launch import Launch, join_launch
+from fcsd.distributed.shard import parts, shard_student, shard_teacher, zero_settings
 from fcsd.distributed.state import _first_row
 from fcsd.errors import UserError
 from fcsd.files import read_json, weights_fingerprint
 from fcsd.losses.head import attach_loss_head, final_hidden
-from fcsd.models.load import original_model
+from fcsd.models.load import ModelFolder, load_checkpoint
 from fcsd.tiny.models import tiny_config, tiny_model
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT, Bench, start
@@ -244,7 +241,7 @@ def test_a_spread_teacher_fills_a_cache_that_one_process_and_two_train_on_alike(
 def test_adapters_on_spread_weights_are_refused_before_anything_is_loaded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fcsd.models.load.original_model", None)
+    monkeypatch.setattr("fcsd.stages.distill.load_checkpoint", None)
     command = ["distill", str(bench.recipe("r", lora={"r": 4}))]
     ((first, one),), ((second, other),) = outcomes("cpu_2_fsdp2", command)
     assert first == second == 2 and "lora: adapters on weights that are spread over ranks" in one + other
@@ -259,10 +256,8 @@ def test_accelerate_reads_every_configuration_and_it_asks_for_what_its_name_says
     found = environment(config)
     for name, value in {**found, "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)
-    state = SimpleNamespace(num_processes=16 if "2x8" in config.stem else 8, device=torch.device("cpu"))
-    monkeypatch.setattr("fcsd.distributed.launch.processes", lambda: state)
     names = {"gpu_1": "ddp", "cpu_2": "ddp", "ep_8": "ddp", "cpu_2_ep": "ddp"}
-    engine = launched_engine()
+    engine = requested_engine(16 if "2x8" in config.stem else 8, torch.device("cpu"))
     assert engine.name == names.get(config.stem, "zero3" if "zero3" in config.stem else "fsdp2")
     assert engine.replicas == (2 if "2x8" in config.stem else 1)
     check_precision(TrainConfig(bf16=True), engine)
@@ -319,10 +314,8 @@ def test_a_launch_that_cannot_work_is_refused_in_one_line(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    state = SimpleNamespace(num_processes=8, device=torch.device("cpu"))
-    monkeypatch.setattr("fcsd.distributed.launch.processes", lambda: state)
     with pytest.raises(UserError, match=message) as error:
-        launched_engine()
+        requested_engine(8, torch.device("cpu"))
     assert "\n" not in str(error.value)
 
 
@@ -344,7 +337,7 @@ def test_a_layer_class_of_another_model_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"cls_to_wrap LlamaDecoderLayer: .* are Qwen2MoeDecoderLayer; leave the key"
     ):
-        spread_student(model_of("untied"), engine, TrainConfig())
+        shard_student(model_of("untied"), Launch(torch.device("cpu"), engine), TrainConfig())
 
 
 def test_more_processes_than_a_machine_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +350,7 @@ def test_more_processes_than_a_machine_has_devices_are_refused(monkeypatch: pyte
     with pytest.raises(
         UserError, match="8 processes were started on this machine, which has 2 devices; set num_proc"
     ):
-        processes()
+        join_launch()
 
 
 def test_activation_checkpointing_is_on_from_a_size_on_unless_the_recipe_says(
@@ -383,15 +376,15 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def on_rank(engine: str, build: Any) -> tuple[Any, Engine]:
-    """A model as this rank of a sharded run begins with it, and its engine."""
+def on_rank(engine: str, build: Any) -> tuple[Any, Launch]:
+    """A model as this rank of a sharded run begins with it, and its launch."""
     from accelerate.state import AcceleratorState
 
     warnings.simplefilter("ignore")  # DeepSpeed's; a fork of its own
     os.environ.update(environment(ROOT / "configs" / f"cpu_2_{engine}.yaml") | {"DS_ACCELERATOR": "cpu"})
     AcceleratorState._reset_state(reset_partial_state=True)
-    found = launched_engine()
-    if holds_weights(found):
+    found = join_launch()
+    if found.loads_weights:
         return build(), found
     with torch.device("meta"):
         empty = build()
@@ -401,8 +394,8 @@ def on_rank(engine: str, build: Any) -> tuple[Any, Engine]:
 
 def teacher_on_rank(rank: int, engine: str, kind: str, rows: torch.Tensor) -> tuple[Any, ...]:
     model, found = on_rank(engine, lambda: model_of(kind))
-    head = spread_teacher(model, found)
-    assert spread_teacher(model, found) is head
+    head = shard_teacher(model, found)
+    assert shard_teacher(model, found) is head
     batch = {"input_ids": rows[rank : rank + 1], "labels": rows[rank : rank + 1]}
     batch["position_ids"] = torch.arange(rows.shape[1])[None]
     batches = [
@@ -456,7 +449,7 @@ def student_on_rank(
     """(loss of this rank, gradients, bytes of each parameter, modules that are gathered as one)."""
     model, found = on_rank(engine, lambda: student_of(kind))
     teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
-    spread_student(model, found, TrainConfig())
+    shard_student(model, found, TrainConfig())
     sizes, mine = dict(parts(model)), (rows[rank : rank + 1], keep[rank : rank + 1], teacher)
     if engine == "fsdp2":
         from torch.distributed.fsdp import FSDPModule
@@ -610,14 +603,14 @@ def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
 
     os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))
     AcceleratorState._reset_state(reset_partial_state=True)
-    with expert_parallel(size):
-        engine = launched_engine()
-        model = original_model(
-            ModelConfig(path=str(folder)), folder, distributed_config=distributed_config(engine)
-        )
+    launch = join_launch(expert_parallel=size)
+    model = load_checkpoint(
+        ModelFolder(ModelConfig(path=str(folder)), folder),
+        distributed_config=distributed_config(launch.engine, launch.ranks.size),
+    )
     whole = load_model(folder)
     for _ in range(2):  # the runs of a sweep share it
-        assert torch.equal(spread_teacher(model, engine).weight, whole.lm_head.weight)
+        assert torch.equal(shard_teacher(model, launch).weight, whole.lm_head.weight)
     found = {}
     for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         local, start = parameter.to_local(), _first_row(parameter)
@@ -666,9 +659,11 @@ def refusal(rank: int, folder: Path) -> str:
 
     os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))
     AcceleratorState._reset_state(reset_partial_state=True)
-    with expert_parallel(2), pytest.raises(UserError) as error:
-        original_model(
-            ModelConfig(path=str(folder)), folder, distributed_config=distributed_config(launched_engine())
+    launch = join_launch(expert_parallel=2)
+    with pytest.raises(UserError) as error:
+        load_checkpoint(
+            ModelFolder(ModelConfig(path=str(folder)), folder),
+            distributed_config=distributed_config(launch.engine, launch.ranks.size),
         )
     return str(error.value)
 
@@ -676,20 +671,12 @@ def refusal(rank: int, folder: Path) -> str:
 def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state = SimpleNamespace(num_processes=8, device=torch.device("cpu"))
-    monkeypatch.setattr("fcsd.distributed.launch.processes", lambda: state)
-    with expert_parallel(4):
-        assert launched_engine() == Engine("ep", expert_parallel=4)
-    assert launched_engine().name == "ddp"
+    cpu = torch.device("cpu")
+    assert requested_engine(8, cpu, 4) == Engine("ep", expert_parallel=4)
+    assert requested_engine(8, cpu).name == "ddp"
     for size in (3, 0, -2, 16):
-        with (
-            expert_parallel(size),
-            pytest.raises(UserError, match=r"does not divide the number of proc.*, 8;"),
-        ):
-            launched_engine()
+        with pytest.raises(UserError, match=r"does not divide the number of proc.*, 8;"):
+            requested_engine(8, cpu, size)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with (
-        expert_parallel(4),
-        pytest.raises(UserError, match=r"launch with distributed_type: MULTI_GPU .*ep_8"),
-    ):
-        launched_engine()
+    with pytest.raises(UserError, match=r"launch with distributed_type: MULTI_GPU .*ep_8"):
+        requested_engine(8, cpu, 4)

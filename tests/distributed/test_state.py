@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from fcsd.distributed.ranks import ALONE
 from fcsd.distributed.state import check_state, read_state, write_state
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model
@@ -36,7 +37,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, small_files: None) -> None:
     model, optimizer = trained(2)
-    write_state(tmp_path, model, optimizer)
+    write_state(tmp_path, model, optimizer, ALONE)
     files = {path.name for path in tmp_path.glob("*.safetensors")}
     assert (
         len(files) > 5 and {"state-00001-of-00001.safetensors", "state-00001-of-00001.1.safetensors"} < files
@@ -46,7 +47,7 @@ def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, s
     other, fresh = trained(0, seed=1)
     other.lm_head.weight.data.copy_(model.lm_head.weight)  # frozen: not stored
     fresh.param_groups[0]["lr"] = 5.0
-    read_state(tmp_path, other, fresh)
+    read_state(tmp_path, other, fresh, ALONE)
     assert fresh.param_groups[0]["lr"] == 1e-3
     go_on(other, fresh, 2)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
@@ -64,7 +65,7 @@ def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, s
 def test_a_file_that_is_not_whole_is_named(
     tmp_path: Path, small_files: None, spoil: Any, message: str, name: str
 ) -> None:
-    write_state(tmp_path, *trained(1))
+    write_state(tmp_path, *trained(1), ALONE)
     spoil(tmp_path / name)
     with pytest.raises(UserError, match=message) as error:
         check_state(tmp_path)
@@ -72,7 +73,7 @@ def test_a_file_that_is_not_whole_is_named(
 
 
 def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
-    write_state(tmp_path, *trained(1))
+    write_state(tmp_path, *trained(1), ALONE)
     (tmp_path / "state-00001-of-00001.safetensors").rename(tmp_path / "state-00002-of-00003.safetensors")
     with pytest.raises(UserError, match="1 of 3 state files are there"):
         check_state(tmp_path)
@@ -80,13 +81,13 @@ def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_model_or_optimiser_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(1)
-    write_state(tmp_path, model, optimizer)
+    write_state(tmp_path, model, optimizer, ALONE)
     model.lm_head.requires_grad_(True)
     with pytest.raises(
         UserError, match=r"holds no numbers of 'lm_head.weight', needed are 3168; .* other trainable"
     ):
-        read_state(tmp_path, model, None)
+        read_state(tmp_path, model, None, ALONE)
     model.lm_head.requires_grad_(False)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(UserError, match="an optimiser of 1 parameter groups, this one has 2"):
-        read_state(tmp_path, model, optimizer)
+        read_state(tmp_path, model, optimizer, ALONE)

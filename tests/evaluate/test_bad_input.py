@@ -189,7 +189,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(
 ) -> None:
     from fcsd.evaluate import stage
 
-    monkeypatch.setattr(stage, "load_judged", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(stage, "load_for_evaluation", lambda *_, **__: pytest.fail("weights were read"))
     bare = shutil.copytree(model, tmp_path / "bare")
     for path in bare.glob("*token*"):
         path.unlink()

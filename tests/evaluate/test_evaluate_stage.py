@@ -5,29 +5,40 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from fcsd.config.load import load_recipe
 from fcsd.config.model import ModelConfig
+from fcsd.distributed.engine import Engine
+from fcsd.distributed.launch import Launch, join_launch
+from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
 from fcsd.evaluate import stage
 from fcsd.evaluate.store import configuration_fingerprint
-from fcsd.models import load as loading
 from fcsd.models import place as placed
-from fcsd.models.load import to_accelerator
+from fcsd.models.load import ModelFolder, to_device
 from tests.evaluate.test_kept_tasks import judge, place
 from tests.support import Bench
 
 __all__ = ["place"]  # a fixture
 
 
+def evaluated(recipe: Path, name: str, folder: Path) -> None:
+    """Evaluate a model of a run; the original of the recipe is the same folder."""
+    plan = load_recipe(recipe)
+    model = ModelFolder(plan.model, folder)
+    stage.evaluate_stage(
+        name, model, model, folder=plan.folder / "evaluate" / name, evaluation=plan.evaluation, data=plan.data,
+        launch=join_launch(),
+    )  # fmt: skip
+
+
 def on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    state = SimpleNamespace(device=torch.device(device))
-    monkeypatch.setattr(loading, "processes", lambda: state)
+    monkeypatch.setattr(PartialState(), "device", torch.device(device))
 
 
 def test_a_model_is_judged_on_the_accelerator_of_the_process(
@@ -36,14 +47,14 @@ def test_a_model_is_judged_on_the_accelerator_of_the_process(
     seen = []
 
     @contextlib.contextmanager
-    def judging(*args: Any, **options: Any) -> Iterator[Any]:
+    def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
         def stop(model: Any, name: str) -> None:
             seen.append({parameter.device.type for parameter in model.parameters()})
             raise KeyboardInterrupt
 
         yield stop
 
-    monkeypatch.setattr(stage, "judging", judging)
+    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     on(monkeypatch, "meta")
     with pytest.raises(KeyboardInterrupt):
         judge(place, tmp_path / "out")
@@ -57,9 +68,8 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
         def _apply(self, *args: Any, **options: Any) -> Any:
             raise torch.OutOfMemoryError
 
-    on(monkeypatch, "meta")
     with pytest.raises(UserError, match=r"some/model: its weights \(4 GB\) do not fit on meta"):
-        to_accelerator(Big(31250, 32000, bias=False, device="meta"), "some/model")  # type: ignore[arg-type]
+        to_device(Big(31250, 32000, bias=False, device="meta"), "some/model", torch.device("meta"))  # type: ignore[arg-type]
 
 
 def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refused(
@@ -67,18 +77,19 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
 ) -> None:
     """Eight ranks of a machine would have eight copies in main memory otherwise."""
     device = torch.device("cuda", 1)
-    monkeypatch.setattr(placed, "processes", lambda: SimpleNamespace(device=device, num_processes=2))
     maps = []
 
     def load(*args: Any, **options: Any) -> Any:
         maps.append(options["device_map"])
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(placed, "original_model", load)
+    monkeypatch.setattr(placed, "load_checkpoint", load)
     with pytest.raises(
         UserError, match=r"model: its weights \(0 GB\) do not fit on cuda:1 beside what is there"
     ):
-        placed.load_judged(ModelConfig(), place / "model")
+        placed.load_for_evaluation(
+            ModelFolder(ModelConfig(), place / "model"), Launch(device, Engine("ddp"), Ranks(1, 2))
+        )
     assert maps == [{"": device}]
 
 
@@ -87,7 +98,7 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
 ) -> None:
     """One accelerator may not hold both: the KL needs the original's hidden states and head only."""
     loaded: list[weakref.ref[Any]] = []
-    load = stage.load_judged
+    load = stage.load_for_evaluation
 
     def seen(*args: Any, **options: Any) -> Any:
         assert all(reference() is None for reference in loaded)
@@ -96,16 +107,15 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
         return model
 
     @contextlib.contextmanager
-    def judging(*args: Any, **options: Any) -> Iterator[Any]:
+    def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
         yield lambda model, name: ({}, {})
 
     left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples: left.append(result))
-    monkeypatch.setattr(stage, "load_judged", seen)
-    monkeypatch.setattr(stage, "judging", judging)
+    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
+    monkeypatch.setattr(stage, "load_for_evaluation", seen)
+    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
-    recipe = load_recipe(bench.recipe(data=data | {"max_length": 32}))
-    stage.evaluate_stage(recipe, "original", bench.base)
+    evaluated(bench.recipe(data=data | {"max_length": 32}), "original", bench.base)
     assert len(loaded) == 2
     kl = left[0]["kl_to_original"]
     assert kl["kl"] == pytest.approx(0, abs=1e-6) and kl["num_tokens"] > 0
@@ -148,13 +158,11 @@ def test_a_revision_belongs_to_the_original_on_the_hub_and_not_to_the_models_of_
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def judging(tokenizer: Any, *_: Any, **__: Any) -> Iterator[Any]:
+    def prepare_evaluation(tokenizer: Any, *_: Any, **__: Any) -> Iterator[Any]:
         yield lambda model, name: ({"name": name, "vocabulary": len(tokenizer)}, {})
 
     left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples: left.append(result))
-    monkeypatch.setattr(stage, "judging", judging)
-    monkeypatch.setattr(stage, "find_folder", lambda path, revision: bench.base)
-    recipe = load_recipe(bench.recipe(model={"path": "owner/name", "revision": "a" * 40}))
-    stage.evaluate_stage(recipe, "converted", bench.base)
+    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
+    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
+    evaluated(bench.recipe(model={"path": "owner/name", "revision": "a" * 40}), "converted", bench.base)
     assert left[0]["name"] == "converted" and left[0]["vocabulary"] > 0

@@ -11,7 +11,9 @@ import pytest
 import torch
 import yaml
 
+from fcsd.config.model import ModelConfig
 from fcsd.config.suite import TaskConfig
+from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate import runner
@@ -74,7 +76,8 @@ def judge(place: Path, output: Path, **changes: Any) -> Any:
         "suite": str(place / "suite.yaml"), "data_root": place / "root", "output": output, "batch_size": 4,
         "limit": None, "allow_weak_sandbox": False,
     }  # fmt: skip
-    evaluate_checkpoint(str(changes.pop("model", place / "model")), **(options | changes))
+    config = ModelConfig(path=str(changes.pop("model", place / "model")))
+    evaluate_checkpoint(config, join_launch(), **(options | changes))
     return {task: row["value"] for task, row in read_json(output / "results.json")["tasks"].items()}
 
 

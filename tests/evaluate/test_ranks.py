@@ -15,12 +15,13 @@ import yaml
 from fcsd.config.model import ModelConfig
 from fcsd.config.suite import load_suite
 from fcsd.connectivity import Connectivity, convert_model
-from fcsd.distributed.engine import expert_parallel
-from fcsd.distributed.ranks import Ranks, is_spread, launched_ranks, ranks_of
+from fcsd.distributed.launch import join_launch
+from fcsd.distributed.ranks import Ranks, is_spread
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import evaluate, judging
+from fcsd.evaluate.runner import evaluate, prepare_evaluation
 from fcsd.losses.kl import mean_kl, read_original
-from fcsd.models.place import judging_engine, load_judged
+from fcsd.models.load import ModelFolder
+from fcsd.models.place import load_for_evaluation
 from fcsd.models.preserve import preserved
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.distributed.test_engines import environment
@@ -79,14 +80,15 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
 
     os.environ.update(variables)
     AcceleratorState._reset_state(reset_partial_state=True)
-    with expert_parallel(experts):
-        ranks = launched_ranks(lockstep=judging_engine().shards)
-        rows = None if experts > 1 else text_rows()
-        known = (
-            read_original(load_judged(ModelConfig(), place / "other"), rows, ranks=ranks) if rows else None
-        )
-        model = load_judged(ModelConfig(), place / "model")
-    assert ranks == ranks_of(model)
+    launch = join_launch(expert_parallel=experts).for_evaluation()
+    ranks, rows = launch.ranks, None if experts > 1 else text_rows()
+    known = None
+    if rows:
+        other = load_for_evaluation(ModelFolder(ModelConfig(), place / "other"), launch)
+        known = read_original(other, rows, ranks=ranks)
+        del other
+    model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), launch)
+    assert ranks.lockstep == is_spread(model)
     passes = []
     forward = model.forward
     model.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]  # type: ignore[method-assign]
@@ -201,7 +203,8 @@ def short_of_memory(rank: int, place: Path) -> Any:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    model = load_judged(ModelConfig(), place / "model")
+    launch = join_launch()
+    model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), launch)
     forward, most = model.forward, []
 
     def narrow(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +218,7 @@ def short_of_memory(rank: int, place: Path) -> Any:
     suite.tasks[:] = suite.tasks[:2]
     _, samples = evaluate(
         model, tiny_tokenizer(), suite, data_root=place / "data", batch_size="auto", progress=False,
-        ranks=ranks_of(model),
+        ranks=launch.ranks,
     )  # fmt: skip
     return samples, most
 
@@ -232,7 +235,7 @@ def test_a_copy_that_runs_out_of_memory_tries_again_alone(place: Path, alone: di
 def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(place: Path) -> None:
     with (
         pytest.raises(UserError, match=r"'auto' needs .* spreads the weights over 2; give a number"),
-        judging(
+        prepare_evaluation(
             tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=None, batch_size="auto",
             ranks=Ranks(0, 2, lockstep=True),
         ),

@@ -8,7 +8,15 @@ import transformers
 
 from fcsd.families import FAMILIES
 from fcsd.families.refused import REFUSED
-from tests.reference.upstream import README, SNAPSHOT, fingerprint, moe_model_types, with_families
+from tests.reference.upstream import (
+    PAGE,
+    README,
+    SNAPSHOT,
+    fingerprint,
+    moe_model_types,
+    with_count,
+    with_families,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WRITE = "`python -m tests.reference.upstream`"
@@ -18,12 +26,16 @@ def saved():
     return json.loads((ROOT / SNAPSHOT).read_text(encoding="utf-8"))
 
 
-def test_the_readme_has_the_table_of_families():
-    text = (ROOT / README).read_text(encoding="utf-8")
-    assert text == with_families(text), (
-        f"README.md: its table of families is not that of the registry; {WRITE}"
-    )
+def test_the_page_of_families_has_the_tables_of_the_registry():
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert text == with_families(text), f"{PAGE}: its tables are not those of the registry; {WRITE}"
     assert all(f"| {name} " in text for name in (*FAMILIES, *REFUSED))
+
+
+def test_the_readme_says_how_many_families_there_are_and_links_to_their_page():
+    text = (ROOT / README).read_text(encoding="utf-8")
+    assert text == with_count(text), f"{README}: its number of families is not that of the registry; {WRITE}"
+    assert f"{len(FAMILIES)} model families" in text and f"]({PAGE})" in text
 
 
 def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_reason():

@@ -23,7 +23,7 @@ from fcsd.connectivity import (
 )
 from fcsd.data.dataset import heldout_rows
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import evaluate, judging
+from fcsd.evaluate.runner import evaluate, prepare_evaluation
 from fcsd.layers import study as study_module
 from fcsd.layers.proposal import (
     least_sensitive,
@@ -169,7 +169,7 @@ def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
     suite = suite.model_copy(update={"tasks": [row.model_copy(update={"num_fewshot": 2})]})
     wired = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512)
     tokenizer = load_tokenizer(tasks.parent / "tokenizer")
-    with judging(tokenizer, suite, data_root=tasks, batch_size=8, progress=False) as judge:
+    with prepare_evaluation(tokenizer, suite, data_root=tasks, batch_size=8, progress=False) as judge:
         _, one = judge(wired, "one")
         _, two = judge(wired, "two")
     assert one == two and len(one["tiny_choice"]) == 8

@@ -2,8 +2,9 @@
 
     python -m tests.reference.upstream
 
-in the repository writes the snapshot that `tests/families/test_upstream.py` compares with, and the README's
-table of families. Write it again only after the contract tests have passed with that transformers.
+in the repository writes the snapshot that `tests/families/test_upstream.py` compares with, the tables of
+docs/families.md and the number of families in the README. Write it again only after the contract tests have passed
+with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the connectivity.
 """
@@ -23,6 +24,7 @@ from fcsd.families import FAMILIES, Family
 from fcsd.report.table import families_table
 
 SNAPSHOT = Path("tests/files/upstream.json")
+PAGE = Path("docs/families.md")
 README = Path("README.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
@@ -108,13 +110,19 @@ def snapshot() -> dict[str, Any]:
     }
 
 
-def with_families(readme: str) -> str:
-    """The README with what `fcsd families` prints between its markers."""
-    before, rest = readme.split(f"{FAMILIES_BEGIN}\n")
+def with_families(page: str) -> str:
+    """Put what `fcsd families` prints between the markers of docs/families.md."""
+    before, rest = page.split(f"{FAMILIES_BEGIN}\n")
     _, after = rest.split(f"{FAMILIES_END}\n")
     return f"{before}{FAMILIES_BEGIN}\n{families_table()}\n{FAMILIES_END}\n{after}"
 
 
+def with_count(readme: str) -> str:
+    """Put the number of supported families into the README's "N model families"."""
+    return re.sub(r"\b\d+ model families", f"{len(FAMILIES)} model families", readme)
+
+
 if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
-    README.write_text(with_families(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for file, updated in ((PAGE, with_families), (README, with_count)):
+        file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from fcsd.cli.main import main
-from fcsd.config.load import load_recipe
 from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.distill import trainer as trainer_module
 from fcsd.errors import ScorerError, UserError
@@ -25,7 +24,7 @@ from fcsd.models.load import load_tokenizer
 from fcsd.stages.scoring import early_stopping
 from tests.distill.test_parallel import ranks
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, make_bench, write_rows
+from tests.support import Bench, make_bench, run_of, write_rows
 
 TRAIN = {
     "max_steps": 4, "batch_size_tokens": 64, "per_device_train_batch_size": 1, "learning_rate": 1e-3,
@@ -164,7 +163,7 @@ def test_where_lm_eval_says_so_lower_is_better(
     stopping = metrics["likelihood"] | {"task": "mistakes", "lm_eval_include": "mine"}
     tokenizer, model = load_tokenizer(bench.base), load_model(bench.base)
     for section, higher in ((stopping, False), (metrics["likelihood"], True)):
-        with early_stopping(load_recipe(recipe(bench, "r", section)), tokenizer) as (_, score):
+        with early_stopping(run_of(recipe(bench, "r", section)), tokenizer) as (_, score):
             assert score is not None and score(model).higher_is_better is higher
 
 
@@ -181,7 +180,7 @@ def test_where_lm_eval_says_so_lower_is_better(
 def test_what_cannot_be_scored_is_said_before_training(
     bench: Bench, metrics: dict[str, dict[str, Any]], kind: str, change: dict[str, Any], message: str
 ) -> None:
-    plan = load_recipe(recipe(bench, "r", metrics[kind] | change))
+    plan = run_of(recipe(bench, "r", metrics[kind] | change))
     with pytest.raises(UserError, match=message), early_stopping(plan, load_tokenizer(bench.base)):
         pass
 

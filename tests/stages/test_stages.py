@@ -16,11 +16,13 @@ from fcsd.connectivity import Connectivity, farskip_layers, load_model
 from fcsd.errors import UserError
 from fcsd.evaluate import stage as evaluate_stage
 from fcsd.layers import study as layers
+from fcsd.stages import convert as convert_stage
+from fcsd.stages import distill as distill_stages
+from fcsd.stages import pretrain as pretrain_stage
 from fcsd.stages import rows as training_data
-from fcsd.stages import run as stages
 from fcsd.tiny.models import tiny_tokenizer
 from fcsd.tiny.tasks import write_tiny_data
-from tests.support import Bench, start
+from tests.support import Bench, run_of, start
 
 CONFIG = {
     "model_type": "qwen2_moe",
@@ -216,7 +218,8 @@ def test_a_second_run_trains_and_evaluates_nothing(
         pytest.fail("was run again")
 
     for module, name in (
-        (stages, "train"), (stages, "convert_checkpoint"), (evaluate_stage, "judging"), (evaluate_stage, "mean_kl"),
+        (distill_stages, "train"), (convert_stage, "convert_checkpoint"),
+        (evaluate_stage, "prepare_evaluation"), (evaluate_stage, "mean_kl"),
         (layers, "measuring"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, never)
@@ -317,14 +320,13 @@ def test_stages_that_read_the_same_data_tokenize_it_once(
     monkeypatch.setattr(
         training_data, "build_dataset", lambda *args, **kwargs: made.append(1) or build(*args, **kwargs)
     )
-    monkeypatch.setattr(training_data, "_held_rows", {})
-    recipe = load_recipe(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
+    run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
     for variant, count in ((None, 1), ("sft", 1), ("seed", 2)):
-        stages.distill(recipe, variant)
+        distill_stages.distill(run, variant)
         assert len(made) == count
     bench.rows.write_text(bench.rows.read_text() * 2)
-    other = recipe.model_copy(update={"output_dir": str(bench.folder / "other")})
-    stages.distill(other)
+    other = run.recipe.model_copy(update={"output_dir": str(bench.folder / "other")})
+    distill_stages.distill(run_of(other))
     assert len(made) == 3
 
 
@@ -373,18 +375,18 @@ def test_a_configuration_that_makes_no_model_is_refused(
 
 
 def test_a_larger_vocabulary_than_the_tokenizers_is_kept() -> None:
-    assert stages._token_ids(tiny_tokenizer(300), {"vocab_size": 320})["vocab_size"] == 320
+    assert pretrain_stage._token_ids(tiny_tokenizer(300), {"vocab_size": 320})["vocab_size"] == 320
 
 
 def test_a_new_model_has_the_weights_of_its_seed() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
-        models.append(stages.new_model(CONFIG | {"vocab_size": 99}, Connectivity("none")))
+        models.append(pretrain_stage.new_model(CONFIG | {"vocab_size": 99}, Connectivity("none")))
     one, two = (model.state_dict() for model in models)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
     with pytest.raises(UserError, match="has no variant 'x'; allowed: none"):
-        stages.distill(load_recipe(bench.recipe("r")), "x")
+        distill_stages.distill(run_of(bench.recipe("r")), "x")

@@ -14,11 +14,18 @@ from fcsd.config.load import load_recipe
 from fcsd.config.recipe import Recipe
 from fcsd.config.suite import load_suite
 from fcsd.data.dataset import build_dataset
+from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import evaluate_stage
 from fcsd.files import data_dir, read_json
+from fcsd.models.load import find_model
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
-from fcsd.tiny.rehearse import rehearse
+from fcsd.tiny.rehearse import rehearse as rehearse_in
+
+
+def rehearse(recipe: Recipe, folder: Path) -> Recipe:
+    return rehearse_in(recipe, folder, join_launch())
+
 
 REAL = sorted(path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny")
 DISTILLED = [path for path in REAL if load_recipe(path).pretrain is None]
@@ -95,7 +102,9 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
         "deepseek_v2": "deepseek-v2-lite",
         "llama4": "llama-4-scout",
     }.items():
-        small = rehearse(load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe)
+        small = rehearse(
+            load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe, join_launch()
+        )
         config = AutoConfig.from_pretrained(small.model.path)
         assert config.model_type == family and config.dtype == torch.bfloat16
     hub = tmp_path / "llama-4-scout" / "hub"
@@ -176,7 +185,11 @@ def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None
 def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
     small = rehearse(load_recipe(path), tmp_path / "r")
-    stage = evaluate_stage(small, "original", Path(small.model.path))
+    model = find_model(small.model)
+    stage = evaluate_stage(
+        "original", model, model, folder=tmp_path / "out", evaluation=small.evaluation, data=small.data,
+        launch=join_launch(),
+    )  # fmt: skip
     result = read_json(stage.folder / "results.json")
     assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
     assert abs(result["kl_to_original"]["kl"]) < 1e-6

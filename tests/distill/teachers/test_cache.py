@@ -27,10 +27,11 @@ from fcsd.distill.teachers.unloaded import identity, read_head, unloaded
 from fcsd.families.structure import output_head
 from fcsd.files import read_json, weights_fingerprint
 from fcsd.losses.head import attach_loss_head
+from fcsd.models.load import ModelFolder
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.distill.teachers.test_lora import LORA, batch, student_of
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, in_a_fork, killed_after
+from tests.support import Bench, in_a_fork, killed_after, run_of
 
 TRAIN = {
     "max_steps": 4, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
@@ -77,7 +78,7 @@ def error_of(command: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_path: Path) -> None:
     original = tiny_model("qwen2_moe", num_hidden_layers=2)
     original.save_pretrained(tmp_path / "model")
-    facts = unloaded(tmp_path / "model", ModelConfig())
+    facts = unloaded(ModelFolder(ModelConfig(), tmp_path / "model"))
     known = identity(facts, weights_fingerprint(tmp_path / "model"))
     student = student_of(original, LORA)
     rows = [batch(0), batch(1)]
@@ -136,7 +137,8 @@ def test_a_training_on_a_cache_has_the_curve_of_one_with_the_teacher(
     # The back-end is no part of what a stage was made from.
     assert main(["distill", str(live(bench, "r"))]) == 0
     monkeypatch.setattr(
-        "fcsd.models.load.original_model", lambda *args: pytest.fail("the teacher was loaded")
+        "fcsd.distill.teachers.load.load_checkpoint",
+        lambda *args, **kwargs: pytest.fail("the teacher was loaded"),
     )
     path = cached(bench, "blind", sweep=None)
     assert main(["distill", str(path), "--set", "teacher.spot_check_rows=0"]) == 0
@@ -146,21 +148,22 @@ def test_a_training_on_a_cache_has_the_curve_of_one_with_the_teacher(
 def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcsd.config.load import load_recipe
-    from fcsd.stages import run as stages
+    from fcsd.stages import distill as stages
 
     sweep = {
         "batch_size_tokens": [64, 128], "learning_rate": [1e-3], "steps": 2, "warmup_steps": 0, "last_steps": 1,
     }  # fmt: skip
     variants = {"half": {"connectivity.layers": {"last": "50%"}}, "sft": {"objective.name": "sft"}}
-    recipe = load_recipe(cached(bench, sweep=sweep, variants=variants))
-    assert recipe.variant("sft").teacher is None
+    run = run_of(cached(bench, sweep=sweep, variants=variants))
+    assert run.recipe.variant("sft").teacher is None
     calls = []
     compute = cache_stage._compute
-    monkeypatch.setattr(cache_stage, "_compute", lambda *args: (calls.append(args[3]), compute(*args)))
-    stages.sweep(recipe, fill_cache=True)
-    stages.distill(recipe, fill_cache=True)
-    stages.distill(recipe, "half", fill_cache=True)
+    monkeypatch.setattr(
+        cache_stage, "_compute", lambda *args, **kwargs: (calls.append(args[3]), compute(*args, **kwargs))
+    )
+    stages.sweep(run, fill_cache=True)
+    stages.distill(run, fill_cache=True)
+    stages.distill(run, "half", fill_cache=True)
     assert calls == [60]
     assert (bench.folder / "r" / "variants" / "half" / "model").is_dir()
 
@@ -264,7 +267,8 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
     usage = shutil.disk_usage(bench.folder)._replace(free=1 << 20)
     monkeypatch.setattr(cache_stage.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(
-        "fcsd.models.load.original_model", lambda *args: pytest.fail("the teacher was loaded")
+        "fcsd.distill.teachers.load.load_checkpoint",
+        lambda *args, **kwargs: pytest.fail("the teacher was loaded"),
     )
     error = error_of(["cache-teacher", str(cached(bench))], capfd)
     assert re.search(r"60 rows with \d+ tokens with loss need 0.1 MB, 1.0 MB are free at .*--output", error)
@@ -415,7 +419,7 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     tiny_model(family, dtype=torch.bfloat16, **changes).save_pretrained(tmp_path)
-    facts = unloaded(tmp_path, ModelConfig(dtype="float32"))
+    facts = unloaded(ModelFolder(ModelConfig(dtype="float32"), tmp_path))
     loaded = load_model(tmp_path, dtype="float32")
     run = ModelTeacher(loaded).head
     scaling = run.logit_scale, run.softcap
@@ -429,4 +433,4 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     text = loaded.config.get_text_config()
     assert known["attn_implementation"] == text._attn_implementation
     assert known["experts_implementation"] == text._experts_implementation
-    assert unloaded(tmp_path, ModelConfig()).dtype == torch.bfloat16
+    assert unloaded(ModelFolder(ModelConfig(), tmp_path)).dtype == torch.bfloat16
