@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.cost.tracker import Tracker
-from fcsd.distill.arguments import freeze_embeddings_and_head
+from fcsd.distill.prepare import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
 from fcsd.losses.fused import Kernels
