@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fcsd.chat.terminal import GAP, ending, printable, side_by_side
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,7 +126,7 @@ def load_speaker(
     except ValueError as error:
         if device_map is None:
             raise
-        raise UserError(f"--device-map {device_map}: {' '.join(str(error).split())}") from None
+        raise UserError(f"--device-map {device_map}: {one_line(error)}") from None
     if device_map is None:
         model = to_device(model, path, join_launch().device)
     return Speaker(path, model, tokenizer, thinking=thinking)
@@ -325,7 +325,7 @@ class Reply:
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
         except Exception as error:  # said in one line; the chat goes on
-            self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
         finally:
             self._streamer.end()
 

@@ -85,5 +85,5 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
 
 
 def split_names(split: str) -> list[str]:
-    """The splits that a text such as `train[:5%]+test` names."""
+    """Return the splits that a text such as `train[:5%]+test` names."""
     return [part.split("[")[0].strip() for part in split.split("+")]

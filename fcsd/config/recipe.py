@@ -182,11 +182,11 @@ class Recipe(Strict):
         return self.teacher.path, self.model.model_copy(update=changed)
 
     def dump(self) -> dict[str, Any]:
-        """The whole recipe as plain data, defaults included."""
+        """Return the whole recipe as plain data, defaults included."""
         return self.model_dump(mode="json")
 
     def variant(self, name: str) -> "Recipe":
-        """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
+        """Return this recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
 
         A variant with another `objective.name`, `teacher.backend`, `early_stopping.metric` or
         `early_stopping.task.kind` does not inherit the keys that only the former one has; one whose objective has no

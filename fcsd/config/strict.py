@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The members of a union, or the one type itself."""
+    """Return the members of a union, or the one type itself."""
     if get_origin(annotation) in (Union, UnionType):
         return set(get_args(annotation))
     return {annotation}
@@ -155,7 +155,7 @@ def _line(kind: Any, problem: Any) -> str:
 
 
 def _unknown(place: Place) -> str:
-    """What to say of a key that its record does not have."""
+    """Return what to say of a key that its record does not have."""
     key, record = str(place.keys[-1]), place.record
     if record is None:
         return "unknown key"
@@ -167,7 +167,7 @@ def _unknown(place: Place) -> str:
 
 
 def _why_required(place: Place) -> str:
-    """What a key that is missing is for, where its field says so, and that other members of a union need it not."""
+    """Return what a missing key is for, where its field says so, and that other members of a union need it not."""
     key, record = str(place.keys[-1]), place.record
     if record is None:
         return ""
@@ -178,7 +178,7 @@ def _why_required(place: Place) -> str:
 
 
 def _tag(place: Place) -> str:
-    """`backend 'cache'`; `objective 'kl'`, where the key is called name."""
+    """Return `backend 'cache'`; `objective 'kl'`, where the key is called name."""
     assert place.choice is not None
     section = str(place.keys[-2]) if len(place.keys) > 1 else ""
     label = section if place.choice.key == "name" else place.choice.key
@@ -197,7 +197,7 @@ def _wrong_tag(place: Place, problem: Any) -> str:
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean 'temperature'?`, or what is allowed when nothing is near."""
+    """Return `; did you mean 'temperature'?`, or what is allowed when nothing is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"

@@ -123,7 +123,7 @@ TaskConfig = Annotated[
 
 
 def pass_k(row: CodeTaskConfig) -> int:
-    """The k of a code row's pass@k."""
+    """Return the k of a code row's pass@k."""
     return int(row.metric.removeprefix("pass@"))
 
 
@@ -147,7 +147,7 @@ class SuiteConfig(Strict):
 
 
 def suite_names() -> list[str]:
-    """The suites that ship with fcsd."""
+    """Return the suites that ship with fcsd."""
     return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
 
 

@@ -27,12 +27,12 @@ class Choice:
     members: dict[Any, type[BaseModel]]
 
     def member(self, value: Any) -> type[BaseModel] | None:
-        """The class of a plain value; None for what is no mapping, or has a tag that is not known."""
+        """Return the class of a plain value; None for what is no mapping, or has a tag that is not known."""
         tag = self.tag(value) if isinstance(value, dict) else None
         return self.members.get(tag) if isinstance(tag, str) else None
 
     def tags_with(self, key: str) -> list[str]:
-        """The tags of the classes that have `key`."""
+        """Return the tags of the classes that have `key`."""
         return [tag for tag, member in self.members.items() if key in member.model_fields]
 
 
@@ -58,7 +58,7 @@ def default_tag(key: str, tag: str) -> BeforeValidator:
 
 
 def choice_of(annotation: Any) -> Choice | None:
-    """The discriminated union that an annotation or a field stands for, be it optional; None for anything else."""
+    """Return the discriminated union of an annotation or a field, be it optional; None for anything else."""
     inner, discriminator = _inner(annotation)
     if discriminator is None or get_origin(inner) not in (Union, UnionType):
         return None
@@ -76,7 +76,7 @@ def choice_of(annotation: Any) -> Choice | None:
 
 
 def _inner(annotation: Any) -> tuple[Any, Any]:
-    """What is inside Optional and Annotated, and the discriminator beside it."""
+    """Return what is inside Optional and Annotated, and the discriminator beside it."""
     discriminator: Any = None
     while True:
         beside: Sequence[Any] = []

@@ -6,18 +6,14 @@ two folders called `tiny-code`, or one whose files have changed, give the rows t
 Not covered: data sets on the Hub, whose cache is keyed by revision.
 """
 
-import hashlib
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from fcsd.files import file_sha256
-
-if TYPE_CHECKING:
-    pass
 import contextlib
 import functools
+import hashlib
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+from fcsd.files import file_sha256
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 
 from fcsd.config.data import SourceConfig
 from fcsd.data.local import fresh_cache
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 
-if TYPE_CHECKING:
-    pass
+
+@dataclass(frozen=True)
+class GivenSource:
+    """Examples that a caller holds: what a `SourceConfig` says beside where they lie. path: what errors call them."""
+
+    path: str
+    columns: dict[str, str]
+    weight: float = 1.0
 
 
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -70,4 +77,4 @@ def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
 def _one_line(error: BaseException) -> str:
     """The message of `error`, or of its cause where that says more, on one line."""
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-    return " ".join(str(cause or error).split()) or type(error).__name__
+    return one_line(cause or error)

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fcsd
 from fcsd.config.suite import CodeTaskConfig, TaskConfig, pass_k
@@ -22,10 +22,6 @@ from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.question import end_of
 from fcsd.evaluate.suites import dataset_location
 from fcsd.stats import standard_error
-
-if TYPE_CHECKING:
-    pass
-
 
 SCHEMA_VERSION = 1
 

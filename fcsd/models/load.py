@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_json
+from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_checkpoint_json
 from fcsd.errors import UserError
 from fcsd.files import weights_fingerprint
 
@@ -23,7 +23,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a recipe's word."""
+    """Return the torch dtype of a recipe's word."""
     return _DTYPES[name]
 
 
@@ -116,7 +116,7 @@ def to_device(model: "PreTrainedModel", name: str | Path, device: torch.device) 
 
 
 def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
-    """The error of weights that are larger than what is left of a device."""
+    """Return the error of weights that are larger than what is left of a device."""
     return UserError(
         f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
         " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"
@@ -142,7 +142,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
             f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
         )
     if (folder / CONFIG).is_file():
-        read_json(folder / CONFIG)  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
+        read_checkpoint_json(
+            folder / CONFIG
+        )  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

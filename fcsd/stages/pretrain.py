@@ -58,7 +58,7 @@ def pretrain(run: Run) -> Stage:
 
 
 def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
-    """A model with fresh random weights; the caller sets the seed.
+    """Return a model with fresh random weights; the caller sets the seed.
 
     Raises:
         UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
@@ -85,7 +85,7 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:
-    """What the tokenizer decides about a new model; the recipe may say it too, but not differently."""
+    """Return what the tokenizer decides about a new model; the recipe may say it too, but not differently."""
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,

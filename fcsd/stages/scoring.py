@@ -30,7 +30,7 @@ from fcsd.stages.context import Run
 def early_stopping(
     run: Run, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
-    """The stopper and the score function of a recipe; None, None where it has no such section.
+    """Give the stopper and the score function of a recipe; None, None where it has no such section.
 
     Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
     scorer that fails them would stop every run.
@@ -80,7 +80,7 @@ def early_stopping(
 
 
 def scored_data(run: Run) -> dict[str, str]:
-    """What identifies the items that early stopping scores, as inputs of a stage."""
+    """Return what identifies the items that early stopping scores, as inputs of a stage."""
     recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:
         return {}
@@ -91,7 +91,7 @@ def scored_data(run: Run) -> dict[str, str]:
 
 
 def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
-    """The part of the section that a result depends on: no score depends on the batch size beyond float noise."""
+    """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
     return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
 
 

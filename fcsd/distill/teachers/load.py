@@ -147,7 +147,7 @@ def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = Fa
 
 
 def _endless(rows: Any) -> Iterator[Any]:
-    """The rows of a stream in the order in which a training reads them, epoch after epoch."""
+    """Yield the rows of a stream in the order in which a training reads them, epoch after epoch."""
     for epoch in itertools.count():
         rows.set_epoch(epoch)
         found = False

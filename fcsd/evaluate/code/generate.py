@@ -93,16 +93,7 @@ def generate_completions(
     """
     import torch
 
-    texts = prompts(tokenizer, problems, task)
-    # A chat template writes its own special tokens.
-    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
-    longest = max(map(len, tokens), default=0)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest + task.max_new_tokens > positions:
-        raise UserError(
-            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
-            f" the model's {positions} positions; lower max_new_tokens"
-        )
+    tokens = _prompt_tokens(model, tokenizer, problems, task)
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     rows = [index for index in order for _ in range(task.num_samples)]
     if isinstance(batch_size, int):
@@ -147,6 +138,26 @@ def generate_completions(
         for row, text in zip(batch, texts, strict=True):
             completions[problems[rows[row]].task_id].append(text)
     return completions
+
+
+def _prompt_tokens(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    task: CodeTaskConfig,
+) -> list[list[int]]:
+    """Tokenize the prompts, and refuse one that leaves no room for its completion."""
+    texts = prompts(tokenizer, problems, task)
+    # A chat template writes its own special tokens.
+    tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
+    longest = max(map(len, tokens), default=0)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + task.max_new_tokens > positions:
+        raise UserError(
+            f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
+            f" the model's {positions} positions; lower max_new_tokens"
+        )
+    return tokens
 
 
 def _generate(
