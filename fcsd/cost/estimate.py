@@ -192,7 +192,7 @@ def _flops_per_token(trace: Trace, setting: Setting) -> dict[str, float]:
 
 
 def _cache(recipe: Recipe, training: Training, trace: Trace, setting: Setting) -> dict[str, int] | None:
-    """Bytes on disk of a teacher cache: a token with loss, and all tokens that the longest training reads."""
+    """Compute the bytes on disk of a teacher cache: a token with loss, and all that the longest training reads."""
     if not setting.has_teacher or setting.teacher != "cache":
         return None
     tokens = training.train.max_steps * training.train.batch_size_tokens
@@ -267,7 +267,7 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
 
 
 def parse_mfu(text: str) -> tuple[float, float]:
-    """`0.1-0.25` or `0.2` as a range.
+    """Parse `0.1-0.25` or `0.2` as a range.
 
     Raises:
         UserError: anything else.

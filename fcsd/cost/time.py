@@ -27,7 +27,7 @@ def step_time(
     mfu: tuple[float, float],
     network_gb_s: float,
 ) -> StepTime:
-    """How long one optimiser step takes.
+    """Estimate how long one optimiser step takes.
 
     compute: every product that runs (teacher and recomputation are work too) at `mfu` times the peak of its dtype;
     products in float32 at the peak without TF32, which torch leaves off. memory: every weight read once a pass,

@@ -218,7 +218,7 @@ def _embeddings_and_head(model: Any) -> Iterator[Tensor]:
 
 
 def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting) -> None:
-    """`DistillTrainer.compute_loss` and the backward pass, with every token kept."""
+    """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":

@@ -40,7 +40,7 @@ class Tracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """What is allocated and computed inside counts as `kind`."""
+        """Count what is allocated and computed inside as `kind`."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -112,7 +112,7 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: An
 
 
 def _flop_counts() -> dict[Any, Callable[..., Any]]:
-    """torch's own formulas, and those of the products that it does not know."""
+    """Return torch's own FLOP formulas, and those of the matmuls that it does not know."""
     import transformers.integrations.moe  # noqa: F401, registers the grouped products
 
     aten, own = torch.ops.aten, torch.ops.transformers

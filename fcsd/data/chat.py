@@ -16,7 +16,7 @@ _SHAREGPT_ROLES = {
 def tokenize_example(
     example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str = "response"
 ) -> dict[str, list]:
-    """One example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
+    """Tokenize one example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
 
     columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
     columns. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat
@@ -53,7 +53,7 @@ def tokenize_example(
 
 
 def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
-    """The assistant says what a conversation has more than the one before it, opened for the assistant."""
+    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it."""
     ids = _template(tokenizer, messages)["input_ids"]
     mask = [False] * len(ids)
     for i, message in enumerate(messages):
@@ -68,7 +68,7 @@ def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
 
 
 def _mask_by_text(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
-    """The same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
+    """Do the same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
     turns but the last): the assistant says what changes with the content of its message, and its end of turn.
 
     The end of turn is what stands behind the content both here and where the conversation ends with this turn.
@@ -105,7 +105,7 @@ def _content_span(tokenizer: Any, messages: list[dict], index: int, text: str) -
 
 
 def _common(one: str, other: str) -> int:
-    """Number of characters with which both texts begin."""
+    """Count the characters with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -115,7 +115,7 @@ def _template_text(tokenizer: Any, messages: list[dict], **options: Any) -> str:
 
 
 def _template(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
-    """Token ids and what goes with them; with tokenize=False the text."""
+    """Apply the chat template: token ids and what goes with them; with tokenize=False the text."""
     from jinja2 import TemplateError
 
     try:
@@ -145,7 +145,7 @@ def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[di
 
 
 def _message(message: Any, column: str) -> dict:
-    """One turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
+    """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
     if isinstance(message, Mapping):
         if isinstance(message.get("role"), str) and message.get("content") is not None:
             return dict(message)
@@ -162,7 +162,7 @@ def _message(message: Any, column: str) -> dict:
 
 
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
-    """What an example says, one text a message or column.
+    """Return what an example says, one text a message or column.
 
     Raises: UserError when a column does not hold what it should.
     """

@@ -27,7 +27,7 @@ _FIRST, _ON_CPU = 128, 16  # without an accelerator memory runs out without an e
 
 
 def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
-    """Raises UserError for a number below 1, and for "auto" where the weights are spread over the ranks."""
+    """Raise UserError for a number below 1, and for "auto" where the weights are spread over the ranks."""
     if size == "auto" and ranks.lockstep:
         raise UserError(
             "batch_size: 'auto' needs a rank that can try again alone, and this launch spreads the weights over"
@@ -46,12 +46,12 @@ class Batch:
         self.size: int = size if isinstance(size, int) else self._first
 
     def begin(self, count: int, ranks: Ranks) -> None:
-        """Before a task of `count` sequences: many again, for its prompts may be shorter, and some for every rank."""
+        """Start a task of `count` sequences at the full size again, with some sequences for every rank."""
         if self.automatic:
             self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
 
     def run(self, work: Callable[[int], Result]) -> Result:
-        """work(size), with half the size again where memory ran out.
+        """Return work(size), with half the size again when out of memory.
 
         Raises:
             UserError: memory does not suffice, and the size is given or is 1.

@@ -51,7 +51,7 @@ def fetch_suite(suite: SuiteConfig, root: Path, *, progress: bool = True) -> lis
 
 
 def fetched_revision(row: TaskConfig, data_root: Path) -> str | None:
-    """The commit of a data set in a data root; None where it was not fetched by `fetch_suite`."""
+    """Read the commit of a data set in a data root; None where it was not fetched by `fetch_suite`."""
     mark = data_root / row.dataset / MARK
     return str(read_json(mark)["revision"]) if mark.is_file() else None
 

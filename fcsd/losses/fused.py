@@ -259,14 +259,14 @@ class _Logits:
         return self.logit_scale / self.temperature
 
     def finish(self, products: Tensor) -> Tensor:
-        """In place."""
+        """Scale and cap matmul results in place."""
         before = self.factor if self.softcap is None else self.logit_scale / self.softcap
         if before != 1.0:
             products.mul_(before)
         return products if self.softcap is None else products.tanh_().mul_(self.softcap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Derivative of the softcap, elementwise, from what `finish` gave; None where it is 1."""
+        """Compute the derivative of the softcap, elementwise, from what `finish` gave; None where it is 1."""
         if self.softcap is None:
             return None
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
@@ -283,13 +283,13 @@ class _Head:
     kernels: Kernels
 
     def operands(self) -> _Head:
-        """The same head without its padding, hidden states and weight in the one dtype of the products."""
+        """Return the same head without its padding, hidden states and weight in the one dtype of the matmuls."""
         dtype, size = _operand_dtype(self.hidden, self.weight, self.kernels), self.post.vocab_size
         bias = None if self.bias is None else self.bias[:size]
         return _Head(self.hidden.to(dtype), self.weight[:size].to(dtype), bias, self.post, self.kernels)
 
     def logits(self, begin: int, end: int, out: Tensor) -> Tensor:
-        """What the softmax is taken of, for tokens begin … end-1, written into (end-begin, V) `out`."""
+        """Compute what the softmax is taken of, for tokens begin … end-1, into (end-begin, V) `out`."""
         self.kernels.mm(self.hidden[begin:end], self.weight.t(), out)
         if self.bias is not None:
             out.add_(self.bias)
@@ -314,14 +314,14 @@ class _Rows:
 
 
 def _log_softmax_(x: Tensor, work: Tensor) -> None:
-    """In place; `work` is scratch of the same shape."""
+    """Compute log-softmax in place; `work` is scratch of the same shape."""
     largest = x.amax(-1, keepdim=True)
     torch.sub(x, largest, out=work)
     x.sub_(work.exp_().sum(-1, keepdim=True).log_().add_(largest))
 
 
 def _compare(s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher) -> _Rows:
-    """From (n, V) log p_s and log p_t, all of which are overwritten; `work`: tiles of the same shape.
+    """Compare (n, V) log p_s and log p_t, all of which are overwritten; `work`: tiles of the same shape.
 
     Each log-sum-exp carries a rounding error, which moves all log-probabilities of a row by the same small
     number, and the sum of the row's probabilities with them. Adding sum(p_s - p_t), 0 but for these errors,

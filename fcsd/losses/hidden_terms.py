@@ -66,7 +66,7 @@ def relative_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
 
 
 def _squares(student: Tensor, teacher: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(N,) |x - t|^2 and (N,) |t|^2."""
+    """Compute the (N,) |x - t|^2 and (N,) |t|^2."""
     dtype = torch.promote_types(student.dtype, torch.float32)
     x, t = kept(student, keep).to(dtype), kept(teacher.detach(), keep).to(dtype)
     return (x - t).square().sum(-1), t.square().sum(-1)
@@ -84,7 +84,7 @@ def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
 
 
 def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The routers of the decoder layers in order, and the place of the logits in what each returns.
+    """Find the routers of the decoder layers in order, and the place of the logits in what each returns.
 
     Which class they have is what transformers itself records as `router_logits`.
 
@@ -118,7 +118,7 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The recorders that name a class; others look modules up by names that the rewiring does not keep apart."""
+    """List the recorders that name a class; others look modules up by names that the rewiring does not keep apart."""
     values = value if isinstance(value, list) else [value]
     return [each for each in values if getattr(each, "target_class", None) is not None]
 
@@ -138,7 +138,7 @@ class ExtraTerms:
             routers(student)
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """By name of the term, its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
+        """Return by name of the term its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
 
         With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step / (u S)).
         """
@@ -156,7 +156,7 @@ class ExtraTerms:
     def values(
         self, student: Seen, teacher: Seen, keep: Tensor | None, names: Sequence[str]
     ) -> dict[str, Tensor]:
-        """The terms with these names, sums over the kept tokens."""
+        """Compute the terms with these names, sums over the kept tokens."""
         for own, theirs, what in (
             (student.streams, teacher.streams, "decoder layers"),
             (student.routers, teacher.routers, "routers"),
@@ -214,7 +214,7 @@ class ExtraTerms:
 
 
 def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
-    """The indices of the layers that have a point of l2."""
+    """List the indices of the layers that have a point of l2."""
     if objective.l2_coefficient is None:
         return []
     family = family_of(getattr(student, "config", None))

@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re
 
 
 def extract_code(text: str, stop: Sequence[str] = ()) -> str:
-    """The program in a completion: the first fenced block (to the end if it is not closed), else the text up
+    """Extract the program in a completion: the first fenced block (to the end if it is not closed), else the text up
     to the first of the `stop` strings."""
     fenced = _FENCE.search(text)
     if fenced:
@@ -36,12 +36,12 @@ def extract_code(text: str, stop: Sequence[str] = ()) -> str:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:
-    """Where the first of the stop strings begins in `text`; its length when there is none."""
+    """Find where the first of the stop strings begins in `text`; its length when there is none."""
     return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
 
 
 def prompts(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: TaskConfig) -> list[str]:
-    """The texts that the model is given: as one user turn, or as they are with a line break.
+    """Write the texts that the model is given: as one user turn, or as they are with a line break.
 
     Raises:
         UserError: a chat template is asked for and the tokenizer has none.
@@ -72,8 +72,8 @@ def generate_completions(
     progress: bool = True,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[str]]:
-    """`task.num_samples` completions of every problem under the settings of a code task's row: task_id -> texts up to
-    the first stop string, in the order of the problems.
+    """Generate `task.num_samples` completions of every problem under the settings of a code task's row: task_id ->
+    texts up to the first stop string, in the order of the problems.
 
     Temperature 0 is greedy. Samples are drawn from a generator that is seeded for every batch, so the same problems and
     batch size give the same samples, on any number of ranks. Batches are sorted by prompt length, longest first, and
@@ -167,7 +167,7 @@ def _generate(
     task: TaskConfig,
     ranks: Ranks,
 ) -> list[str]:
-    """Completions of one batch of token rows."""
+    """Generate the completions of one batch of token rows."""
     import torch
     from transformers import GenerationConfig, StoppingCriteriaList
 
@@ -210,7 +210,7 @@ def _generate(
 
 
 def _end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
+    """Return the tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = [] if own is None else [own] if isinstance(own, int) else list(own)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
@@ -228,7 +228,7 @@ class StopAtText:
         self.look_back = max(len(word.encode()) for word in stop) + 1
 
     def __call__(self, input_ids: "torch.Tensor", scores: Any, **_: Any) -> "torch.Tensor":
-        """Which of the sequences B have ended."""
+        """Tell which of the B sequences have ended."""
         import torch
 
         tail = input_ids[:, max(self.prompt_length, input_ids.shape[1] - self.look_back) :]

@@ -39,7 +39,7 @@ class InMemory(HFLM):
         self.cut: set[str] = set()  # the prompts of which the model has seen the end only
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """lm-eval's, with bars on the first rank only."""
+        """Answer as lm-eval does, with bars on the first rank only."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
 
     def _loglikelihood_tokens(
@@ -68,7 +68,7 @@ class InMemory(HFLM):
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """lm-eval's, each rank its share."""
+        """Answer as lm-eval does, each rank its share."""
         self.batch.begin(len(requests), self.ranks)
         for request in requests:
             context, settings = request.args
@@ -108,7 +108,7 @@ class InMemory(HFLM):
         *,
         idle: Callable[[], Any],
     ) -> list[Any]:
-        """The answers to all requests, of which `ask` answers this rank's share.
+        """Return the answers to all requests, of which `ask` answers this rank's share.
 
         batches: in lm-eval's order, so that lm-eval makes the same ones again of any part of them. idle: a pass whose
         result nobody reads.
