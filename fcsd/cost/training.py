@@ -182,7 +182,7 @@ def _chosen(section: Any) -> Connectivity:
 
 
 def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:
-    """Describe a micro-batch: a sharded run computes in bfloat16 from gathered weights, whole copies cast by autocast."""
+    """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights, whole copies cast by autocast."""
     return Setting(
         objective=training.objective.name,
         num_rows=training.train.per_device_train_batch_size,

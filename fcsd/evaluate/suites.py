@@ -52,7 +52,7 @@ def require_chat_template(tokenizer: Any, row: TaskConfig) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, or its name; what `datasets` says around the reason is left out."""
+    """Return the first line of what an exception says, or its name, without what `datasets` says around it."""
     if error.__cause__ is not None and str(error).startswith(
         "An error occurred while generating the dataset"
     ):

@@ -73,7 +73,7 @@ def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comp
 
 
 def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
-    """Write what `fcsd compare` prints: for every model the paired table and the verdict; a quick look is marked as one."""
+    """Write what `fcsd compare` prints: for every model paired table and verdict; a quick look is marked as one."""
     original = next(iter(evaluated))
     parts = []
     for name, comparison in comparisons.items():
@@ -199,7 +199,7 @@ def settings_text(evaluated: Evaluated) -> str:
 
 
 def differing_settings(evaluated: Evaluated) -> str:
-    """Name what the results were not measured the same way with, their items and prompts being the same; "" if nothing."""
+    """Name the settings in which results differ whose items and prompts are the same; "" if none."""
     return "; ".join(
         f"{key}: {', '.join(f'{value} ({name})' for name, value in values.items())}"
         for key, values in _differing(evaluated).items()

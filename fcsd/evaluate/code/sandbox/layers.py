@@ -199,7 +199,7 @@ def restrict_files(scratch: str | None, modules: str | None = None) -> int:
 
 
 def filter_program(machine: str, *, job: bool) -> bytes:
-    """Build the seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, which this one is."""
+    """Build the seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, this one."""
     column, audit = _ARCH[machine]
     kill_process, refuse, allow = (0x06, 0, 0, 0x80000000), 0x00050000, (0x06, 0, 0, 0x7FFF0000)
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45

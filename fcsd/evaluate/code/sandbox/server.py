@@ -117,7 +117,7 @@ class Link:
         self.values = codec.Codec()
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Send one request and return its answer; what the program raised is raised here, as the builtin of that name."""
+        """Send one request, return its answer; what the program raised is raised here, as the builtin of that name."""
         try:
             codec.write_frame(self.requests, request)
             reply = codec.read_frame(self.answers)
