@@ -324,7 +324,7 @@ class Reply:
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
-        except Exception as error:  # said in one line; the chat goes on
+        except Exception as error:  # said in one line; the chat continues
             self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
         finally:
             self._streamer.end()

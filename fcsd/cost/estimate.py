@@ -249,11 +249,11 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         yield f"attention as with sdpa; {training.attention} keeps less"
     if setting.autocast and not setting.sharded and setting.student_dtype == torch.float32:
         yield (
-            "bf16 is autocast, which leaves transformers' grouped products of the experts in the dtype of their"
+            "bf16 is autocast, which leaves transformers' grouped matmuls of the experts in the dtype of their"
             " weights, float32: slow on every GPU"
         )
-    products = sum(trace.flops["activations"].values()) - trace.attention_flops
-    each = products / (setting.num_rows * setting.num_tokens)
+    matmuls = sum(trace.flops["activations"].values()) - trace.attention_flops
+    each = matmuls / (setting.num_rows * setting.num_tokens)
     if training.num_active is not None and each > 2 * ALL_EXPERTS * training.num_active:
         yield (
             f"transformers' code of this family runs far more than the {training.num_active:,} parameters that a"

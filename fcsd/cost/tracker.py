@@ -25,7 +25,7 @@ class _Live:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages by the kind under which they were made, and the matrix products."""
+    """Counts the bytes of live storages by the kind under which they were made, and the matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: An
 
 def _flop_counts() -> dict[Any, Callable[..., Any]]:
     """Return torch's own FLOP formulas, and those of the matmuls that it does not know."""
-    import transformers.integrations.moe  # noqa: F401, registers the grouped products
+    import transformers.integrations.moe  # noqa: F401, registers the grouped matmuls
 
     aten, own = torch.ops.aten, torch.ops.transformers
     return dict(flop_registry) | {

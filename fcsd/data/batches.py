@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Batch = dict[str, Tensor]
+"""A micro-batch by column, each (B, T), and what is added to it on the way."""
+
 NO_LOSS = -100
 
 

@@ -1,10 +1,10 @@
-"""Training examples that hold test items: found by the words that both have in a row, left out, and listed.
+"""Find the training examples that share an n-gram with a test item, leave them out, and list them.
 
 The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C), also lm-eval's: texts become lower-case words
 without punctuation, and an example is left out when it shares `ngram` (13) words in a row with a test item. Two
 additions. A text of an item that is shorter counts when it is found whole and has at least `SHORTEST` words, GPT-3's
 lower limit. What says nothing about an item does not count: wordings that more than `COMMON` items of a benchmark
-have, and rows of words of which more than half are numbers.
+have, and n-grams of which more than half are numbers.
 
 Not covered: paraphrases, translations, items that are shorter (they are counted), text that is written without spaces.
 """
@@ -28,7 +28,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Item:
-    """One item that models are judged on; `id` is that of the evaluation's samples, `texts` are compared one by one."""
+    """One item of a test set; `id` is that of the evaluation's samples, `texts` are compared one by one."""
 
     task: str
     id: str
@@ -48,7 +48,7 @@ class Overlap:
 
 
 class ItemIndex:
-    """The rows of words of all test items, looked up by their first `SHORTEST` words."""
+    """The n-grams of all test items, looked up by their first `SHORTEST` words."""
 
     def __init__(self, items: Iterable[Item], ngram: int = 13):
         self.ngram, self.first = ngram, min(SHORTEST, ngram)
@@ -64,7 +64,7 @@ class ItemIndex:
             texts += found
             owners += [len(self.items)] * len(found)
             self.items.append((item.task, item.id))
-        # One random number a word; a row of words is the sum of theirs, each times a power of an odd number.
+        # One random number a word; an n-gram is the sum of theirs, each times a power of an odd number.
         generator = np.random.default_rng(0)
         self._values = generator.integers(1, 2**64, len(self.vocabulary) + 1, dtype=np.uint64)
         self._names = ["", *self.vocabulary]

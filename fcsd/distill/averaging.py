@@ -1,6 +1,6 @@
 """An exponential moving average of the trained weights, which is what is scored and left.
 
-Not covered: weights that are spread over ranks.
+Not covered: weights that are sharded over ranks.
 """
 
 from __future__ import annotations

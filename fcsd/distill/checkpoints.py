@@ -1,8 +1,8 @@
-"""The checkpoints of a run: which there are, whether each is whole, and from which one to go on.
+"""The checkpoints of a run: which there are, whether each is whole, and from which one to continue.
 
 A checkpoint is written beside and renamed, so that a process that is killed leaves none that is half-written. What is
 left is the machine that goes down, or a disk that loses something: files are on the disk before the rename, their sizes
-are noted with them (`files.json`), and compared before a run goes on from them.
+are noted with them (`files.json`), and compared before a run continues from them.
 
 Not covered: a file whose bytes changed and whose size did not.
 """
@@ -74,7 +74,7 @@ def newest_usable(folder: Path) -> Path | None:
         what = damage(found[-1])
         if what is None:
             for path, reason in damaged:
-                print(f"{path}: is damaged ({reason}); going on from {found[-1]}", file=sys.stderr)
+                print(f"{path}: is damaged ({reason}); continuing from {found[-1]}", file=sys.stderr)
                 os.replace(path, path.with_name(f"damaged-{path.name}"))
             return found[-1]
         damaged.append((found.pop(), what))
@@ -88,7 +88,7 @@ def newest_usable(folder: Path) -> Path | None:
 
 
 def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
-    """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed goes on so."""
+    """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed continues so."""
     write_json(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
     _finish_rewind(checkpoint.parent)
 

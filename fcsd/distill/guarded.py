@@ -47,7 +47,7 @@ class GuardedTrainer(Trainer):
         self._received = 0  # the signal of any rank, as known to all
         self._logged_step = 0
         self._skipped_since_log = 0
-        self._step_loss: Tensor | None = None  # this rank's part of the loss of the step that is going on
+        self._step_loss: Tensor | None = None  # this rank's share of the loss of the present step
         self._before_step: tuple[Tensor, Any] | None = None
         self._verdict: Verdict = "go"
         self._rewind_to: Path | None = None
@@ -99,7 +99,7 @@ class GuardedTrainer(Trainer):
         known = len(self.guard.events)
         step = self.state.global_step + 1
         # The norm is that of all ranks, so all found the same; should they not, one that is not finite counts.
-        self._verdict = self.guard.judge(
+        self._verdict = self.guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )
         if self._verdict == "rewind":

@@ -1,6 +1,6 @@
 """What moves the weights: AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
 
-Not covered: the schedule, which is transformers'; Muon for weights that are spread over ranks.
+Not covered: the schedule, which is transformers'; Muon for weights that are sharded over ranks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ REST = "activations, loss and buffers"
 
 
 @contextmanager
-def explained(
+def explain_oom(
     student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int, device: torch.device
 ) -> Iterator[None]:
     """Turn an out-of-memory error of the block into a `UserError` that says why and what to do."""

@@ -43,7 +43,7 @@ from fcsd.distill.callbacks import ScoreFailure, StopWhenScoreStalls, replace_ou
 from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.distill.interrupt import Signals
-from fcsd.distill.out_of_memory import explained
+from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.distill.teachers.lora import leave_adapters
@@ -135,7 +135,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             )
         done = run.launch.ranks.from_first(lambda: newest_usable(run.folder / "checkpoints"))
         if done is None or not trainer.restore_if_complete(done):
-            with signals, explained(student, teacher, run.train, run.max_length, run.launch.device):
+            with signals, explain_oom(student, teacher, run.train, run.max_length, run.launch.device):
                 trainer.train(resume_from_checkpoint=str(done) if done else None)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__

@@ -78,11 +78,11 @@ class Guard:
         self.detector = SpikeDetector(settings.spike_window, settings.spike_threshold)
         self.events: list[dict[str, Any]] = []
         self.skipped_steps = self.skipped_in_a_row = self.rewinds = self.passed_steps = 0
-        self._spike: dict[str, Any] | None = None  # the event of the spike that is going on
+        self._spike: dict[str, Any] | None = None  # the event of the present spike
 
     # ---- one step
 
-    def judge(
+    def decide(
         self,
         step: int,
         losses: list[float],
@@ -140,7 +140,7 @@ class Guard:
 
     @property
     def weights_are_finite(self) -> bool:
-        """What was found at the beginning of the row of skipped steps that is going on; true when there is none."""
+        """What was found at the beginning of the present row of skipped steps; true when there is none."""
         return self.skipped_in_a_row == 0 or self._row["weights_are_finite"]
 
     @property

@@ -63,7 +63,7 @@ def dataset_items(
     Raises:
         UserError: no such data set, split or column.
     """
-    location = judged_location(path, data_root)
+    location = test_set_location(path, data_root)
     revision = revision if location == path else None
     rows = _load(location, name, split, revision, columns)
     for index, row in enumerate(rows):
@@ -79,7 +79,7 @@ def _load(path: str, name: str | None, split: str, revision: str | None, columns
     )
 
 
-def judged_location(path: str, data_root: Path | None) -> str:
+def test_set_location(path: str, data_root: Path | None) -> str:
     """Find where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id.
 
     Raises:

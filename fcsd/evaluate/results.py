@@ -162,7 +162,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     if not path.is_file():
         unfinished = (folder / "stage.json").is_file()
         why = (
-            "the evaluation is not finished; run it again, and it goes on"
+            "the evaluation is not finished; run it again, and it continues"
             if unfinished
             else "this is not a folder that `fcsd evaluate` wrote"
         )

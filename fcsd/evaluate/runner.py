@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import ScorerError, UserError
-from fcsd.evaluate.batch import Batch, BatchSize, check_batch_size
+from fcsd.evaluate.batch import BatchSize, BatchSizer, check_batch_size
 from fcsd.evaluate.code.generate import generate_completions, prompts
 from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer
@@ -168,7 +168,7 @@ def prepare_evaluation(
         def judge(model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
             start = time.monotonic()
             samples = {task: found for task, (found, _) in kept.items()}
-            batch = Batch(batch_size, model)
+            batch = BatchSizer(batch_size, model)
             steps = Progress(work, len(kept))
             with preserved(model, tokenizer):
                 model.eval()
@@ -259,7 +259,7 @@ def _run_code(
     row: TaskConfig,
     problems: Sequence[Problem],
     scorer: CodeScorer | None,
-    batch: Batch,
+    batch: BatchSizer,
     ranks: Ranks,
     progress: bool,
 ) -> list[dict[str, Any]]:

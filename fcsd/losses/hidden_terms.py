@@ -41,7 +41,7 @@ _ONE_BY_ONE = (
 
 
 @dataclass
-class Seen:
+class Captured:
     """What one forward pass gave: `streams`, each (B, T, D) or (B T, D); `routers`, logits (B T, E)."""
 
     streams: list[Tensor] = field(default_factory=list)
@@ -123,7 +123,7 @@ def _as_list(value: Any) -> list[Any]:
     return [each for each in values if getattr(each, "target_class", None) is not None]
 
 
-class ExtraTerms:
+class AuxiliaryLosses:
     """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
 
     Raises:
@@ -154,7 +154,7 @@ class ExtraTerms:
         return found
 
     def values(
-        self, student: Seen, teacher: Seen, keep: Tensor | None, names: Sequence[str]
+        self, student: Captured, teacher: Captured, keep: Tensor | None, names: Sequence[str]
     ) -> dict[str, Tensor]:
         """Compute the terms with these names, sums over the kept tokens."""
         for own, theirs, what in (
@@ -179,25 +179,27 @@ class ExtraTerms:
         return {name: of[name]() for name in names}
 
     @contextmanager
-    def seen(self, model: nn.Module) -> Iterator[Seen]:
+    def captured(self, model: nn.Module) -> Iterator[Captured]:
         """Collect the points and the router logits of one forward pass of student or teacher in the block.
 
         Gradients flow through what is collected, under activation checkpointing too.
         """
-        seen = Seen()
+        captured = Captured()
         inner: Any = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
         handles = []
         for module in self._modules(inner):
-            handles.append(module.register_forward_hook(lambda _m, _i, out: seen.streams.append(_first(out))))
+            handles.append(
+                module.register_forward_hook(lambda _m, _i, out: captured.streams.append(_first(out)))
+            )
         if self.with_routers:
             for module, index in routers(inner):
                 handles.append(
                     module.register_forward_hook(
-                        lambda _m, _i, out, index=index: seen.routers.append(_at(out, index))
+                        lambda _m, _i, out, index=index: captured.routers.append(_at(out, index))
                     )
                 )
         try:
-            yield seen
+            yield captured
         finally:
             for handle in handles:
                 handle.remove()

@@ -85,7 +85,7 @@ def push(
             index or config, remote code missing, a token in a text file; then what the Hub refuses.
     """
     _check_repo_id(repo_id)
-    source = find_source(folder)
+    source = find_checkpoint(folder)
     checkpoint = _checked(source)
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
@@ -102,7 +102,7 @@ def push(
         return _upload(new, repo_id, private)
 
 
-def find_source(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     """Find the checkpoint in a run, a stage, or `folder` itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
@@ -118,7 +118,7 @@ def find_source(folder: Path) -> Path:
     if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
         has = f"; {folder / stages[0]} can be pushed as it is, without a report" if stages else ""
         raise UserError(
-            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` goes on with it{has}"
+            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` continues with it{has}"
         )
     raise UserError(
         f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give the folder that"
@@ -492,8 +492,8 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
             ) from None
         raise UserError(
             f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
-            " again, it goes on from what has arrived"
+            " again, it continues from what has arrived"
         ) from None
 
 
-__all__ = ["NewCard", "find_source", "push"]
+__all__ = ["NewCard", "find_checkpoint", "push"]

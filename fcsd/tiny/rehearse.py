@@ -57,7 +57,7 @@ _NUM_STEPS = 2
 _MOST_ROWS = 64  # of a batch
 
 
-_NUM_ITEMS = 8  # of every split that models are judged on
+_NUM_ITEMS = 8  # of every test set
 
 
 _LAYERS = 4
@@ -292,7 +292,7 @@ def _write_data(recipe: Recipe, place: Path) -> None:
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
-    for path in sorted(_judged(recipe)):
+    for path in sorted(_test_sets(recipe)):
         files = repositories.setdefault(place / "hub" / path, {})
         known = BENCHMARKS[path]
         rows = [known.row(index) for index in range(_NUM_ITEMS)]
@@ -319,14 +319,14 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
             yield f"{section}-heldout", data.heldout, _NUM_ITEMS
 
 
-def _judged(recipe: Recipe) -> set[str]:
+def _test_sets(recipe: Recipe) -> set[str]:
     """Collect the test sets whose rows are known here."""
     stopping = recipe.early_stopping
     found = {stopping.dataset} if stopping is not None and stopping.dataset is not None else set()
     suites = {recipe.evaluation.suite}
     for data in _data_sections(recipe):
         if data.decontaminate is not None:
-            found |= {judged.path for judged in data.decontaminate.against}
+            found |= {test_set.path for test_set in data.decontaminate.against}
             suites.add(data.decontaminate.suite or recipe.evaluation.suite)
     for suite in suites:
         found |= {row.dataset for row in load_suite(suite).tasks}

@@ -152,7 +152,7 @@ def _mbpp_plus(index: int) -> Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set that models are judged on: its row of a given index, its configurations and splits."""
+    """A test set: its row of a given index, its configurations and splits."""
 
     row: Callable[[int], Row]
     splits: tuple[str, ...]

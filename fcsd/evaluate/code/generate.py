@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fcsd.config.suite import TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.suites import require_chat_template
 from fcsd.models.preserve import preserved
@@ -68,7 +68,7 @@ def generate_completions(
     problems: Sequence[Problem],
     *,
     task: TaskConfig,
-    batch_size: int | Batch,
+    batch_size: int | BatchSizer,
     progress: bool = True,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[str]]:
@@ -81,7 +81,7 @@ def generate_completions(
     state of all random generators are as before, and the tokenizer is not changed.
 
     Args:
-        batch_size: of a `Batch` the size may shrink where memory runs out.
+        batch_size: of a `BatchSizer` the size may shrink where memory runs out.
         ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions. By
             default this process does all of it.
 

@@ -1,4 +1,4 @@
-"""lm-eval's interface to a model in memory, whole on every rank or spread over them.
+"""lm-eval's interface to a model in memory, whole on every rank or sharded over them.
 
 lm-eval sees one process: on every rank it builds all requests, and is given all answers. Here, between the two, the
 requests are cut into the batches that lm-eval would make of them, and this rank is asked its share.
@@ -18,7 +18,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
 from fcsd.distributed.ranks import Ranks, input_device
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
@@ -27,7 +27,7 @@ _Batches = Iterable[list[list[tuple[int, Any]]]]
 class InMemory(HFLM):
     """HFLM with bars that can be switched off, a batch size that may shrink, and several ranks."""
 
-    def __init__(self, model: Any, tokenizer: Any, batch: Batch, ranks: Ranks, *, progress: bool):
+    def __init__(self, model: Any, tokenizer: Any, batch: BatchSizer, ranks: Ranks, *, progress: bool):
         super().__init__(
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval changes it
@@ -48,7 +48,7 @@ class InMemory(HFLM):
         for (context, choice), prompt, answer in requests:
             if not 0 < len(answer) <= self.max_length:
                 raise UserError(
-                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be judged; the model has"
+                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be scored; the model has"
                     f" {self.max_length} positions"
                 )
             if len(prompt) + len(answer) > self.max_length + 1:

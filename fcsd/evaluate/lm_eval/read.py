@@ -14,11 +14,10 @@ from typing import Any
 from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.write import lm_eval_key
 from fcsd.evaluate.question import shown_question
-from fcsd.evaluate.results import SCHEMA_VERSION, read_result
+from fcsd.evaluate.results import SCHEMA_VERSION, Samples, read_result
 from fcsd.stats import plain_mean, standard_error
 
 Result = dict[str, Any]
-Samples = dict[str, list[dict[str, Any]]]
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
 """Of several metrics of a task, the one that stands for it when nothing else says which."""
 

@@ -22,7 +22,7 @@ from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.data.local import fresh_cache
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.lm_eval.columns import COLUMNS, check_files, check_rows
 from fcsd.evaluate.progress import Work
 from fcsd.evaluate.question import shown_question
@@ -40,7 +40,7 @@ _GROUP = "fcsd_row"  # the generated group around one row
 def language_model(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    batch: Batch,
+    batch: BatchSizer,
     *,
     progress: bool,
     ranks: Ranks = ALONE,
