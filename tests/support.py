@@ -55,10 +55,11 @@ class Bench:
     @property
     def early_stopping(self) -> dict[str, Any]:
         """Scores after every second step; a random model solves nothing."""
-        return {
-            "dataset": str(self.problems), "every_steps": 2, "patience": 50, "max_new_tokens": 2,
-            "timeout_s": 5.0,
+        task = {
+            "kind": "code", "task": "problems", "dataset": str(self.problems), "chat_template": True, "stop": [],
+            "max_new_tokens": 2, "timeout_s": 5.0,
         }  # fmt: skip
+        return {"task": task, "every_steps": 2, "patience": 50}
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -68,10 +69,11 @@ class Bench:
             folder / "test.jsonl",
             [{"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3} for n in range(8)],
         )
-        return {
+        task = {
             "metric": "acc,none", "kind": "likelihood", "task": "tiny_choice", "dataset": str(folder),
-            "lm_eval_include": "tiny", "chat_template": True, "limit": 4, "every_steps": 2, "patience": 50,
+            "lm_eval_include": "tiny", "chat_template": True,
         }  # fmt: skip
+        return {"task": task, "limit": 4, "every_steps": 2, "patience": 50}
 
 
 def make_bench(base: Path, folder: Path) -> Bench:

@@ -49,3 +49,12 @@ def test_recipes_paths_in_the_docs_exist() -> None:
     for page in PAGES:
         for path in re.findall(r"\b(?:recipes|configs|eval)/[a-z0-9_./-]+\.ya?ml", page.read_text()):
             assert (ROOT / path).is_file(), f"{page.name}: {path}"
+
+
+def test_every_file_of_the_package_that_a_page_names_exists() -> None:
+    for page in PAGES:
+        if page.name == "LOG.md":  # a diary: its files are those of the day
+            continue
+        for path in re.findall(r"`(?:fcsd/)?([a-z_]+/[a-z_/]+\.py)`", page.read_text()):
+            known = (ROOT / "fcsd" / path, ROOT / path)
+            assert any(each.is_file() for each in known), f"{page.name}: {path}"

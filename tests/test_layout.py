@@ -136,6 +136,23 @@ def test_a_private_name_stays_in_its_module() -> None:
     assert wrong == []
 
 
+def test_a_whole_recipe_is_taken_only_by_what_is_about_all_of_it() -> None:
+    rooms = {
+        room(module) for module, path in MODULES.items() if "fcsd.config.recipe.Recipe" in whole_names(path)
+    }
+    assert rooms == {"config", "stages", "cli", "tiny", "cost", "report", "publish"}
+
+
+def whole_names(path: Path) -> set[str]:
+    """Module and name of everything that a file imports from the package."""
+    return {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
 def test_no_function_is_longer_than_eighty_lines() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"

@@ -79,7 +79,9 @@ def evaluate_model(
         model, own = load(model)
         tokenizer = tokenizer or own
     if tokenizer is None:
-        raise UserError("tokenizer: is needed for a model in memory; give the tokenizer that it was trained with")
+        raise UserError(
+            "tokenizer: is needed for a model in memory; give the tokenizer that it was trained with"
+        )
     if launch is None:
         launch = join_launch()
         stop_watching()  # a script may go on after the evaluation

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="fcsd",
         description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
         " evaluate it against the original and leave it ready to publish.",
-        epilog="First steps: `fcsd tiny-data runs/tiny-data && fcsd run recipes/tiny/demo.yaml` trains, converts and"
+        epilog="First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains, converts and"
         " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",
     )
     parser.add_argument("--version", action="version", version=f"fcsd {__version__}")

@@ -72,7 +72,12 @@ def sandbox_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_arguments(parser: argparse.ArgumentParser, *, with_variant: bool) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", type=Path, help="YAML file, see docs/recipes.md")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        type=Path,
+        help="YAML file, or the name of a shipped recipe such as tiny/demo (docs/recipes.md)",
+    )
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -4,18 +4,21 @@ from pathlib import Path
 
 from fcsd.config.overrides import set_dotted
 from fcsd.config.recipe import Recipe
-from fcsd.config.strict import parse_yaml, read_yaml, validate
+from fcsd.config.strict import did_you_mean, parse_yaml, read_yaml, validate
 from fcsd.errors import UserError
+from fcsd.files import data_dir
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read and check a recipe file; `overrides` are `dotted.key=value` texts, the value in YAML.
+    """Read and check a recipe: a file, or the name of a shipped one (`tiny/demo`).
+
+    overrides: `dotted.key=value` texts, the value in YAML.
 
     Raises:
         UserError: unreadable file, invalid YAML, unknown key (with a suggestion), a value out of range, no such suite,
             training data that is a graded split.
     """
-    path = Path(path)
+    path = recipe_file(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder, a recipe file is needed (for example {path}/recipe.yaml)")
     raw = read_yaml(path)
@@ -35,3 +38,26 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
     refuse_graded(recipe, str(path))
     return recipe
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that ship with fcsd, such as `tiny/demo`."""
+    root = data_dir("recipes")
+    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml"))
+
+
+def recipe_file(name: str | Path) -> Path:
+    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name.
+
+    Raises:
+        UserError: neither a file nor the name of a shipped recipe.
+    """
+    path = Path(name)
+    names = recipe_names()
+    if path.exists() or path.suffix in (".yaml", ".yml"):
+        return path
+    if str(name) in names:
+        return data_dir("recipes") / f"{name}.yaml"
+    raise UserError(
+        f"{name}: no such file, and no recipe of this name ships with fcsd{did_you_mean(str(name), names)}"
+    )

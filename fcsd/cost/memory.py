@@ -8,30 +8,18 @@ import torch
 from fcsd.cost.trace import Setting, Trace
 
 Sharding = Literal["none", "fsdp2", "zero3"]
-
-
 SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "zero3")
 
-
 FRAGMENTATION = 0.10
-
-
 """Assumption: share by which the caching allocator holds more than what lives, of all that comes and goes."""
 
-
 CONTEXT_BYTES = 1 << 30
-
-
 """Assumption: the driver's context, kernels and communication buffers of one process."""
-
 
 GPUS_PER_NODE = 8
 
-
 # DeepSpeed's defaults: parameters that stay gathered, and the bucket that gradients are reduced in.
 ZERO3_LIVE_PARAMETERS = 10**9
-
-
 ZERO3_BUCKET = 5 * 10**8
 
 

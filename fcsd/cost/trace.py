@@ -5,30 +5,23 @@ run is the product's own: the rewired student, `fcsd.losses.head`, the fused los
 """
 
 import contextlib
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
+import transformers.integrations.moe as moe
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import KLWithL2ObjectiveConfig
+from fcsd.cost.tracker import Tracker
 from fcsd.distill.prepare import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
-from fcsd.losses import fused as losses
+from fcsd.losses.fused import Kernels
 from fcsd.losses.head import attach_loss_head, body_hidden, final_hidden
 from fcsd.losses.hidden_terms import ExtraTerms, Seen
-
-PERSISTENT = ("student", "teacher", "gradients", "optimizer")
-"""Kinds of bytes that live from one micro-batch to the next."""
 
 
 @dataclass(frozen=True)
@@ -100,116 +93,6 @@ class Trace:
         return sum(self.peak.values())
 
 
-@dataclass
-class _Live:
-    reference: Any
-    kind: str
-    num_bytes: int
-
-
-class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages by the kind under which they were made, and the matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind = "other"
-        self.live: dict[int, _Live] = {}
-        self.now: Counter[str] = Counter()
-        self.peak: dict[str, int] = {}
-        self.transient: dict[str, int] = {}
-        self.flops: dict[str, Counter[str]] = {}
-        self.attention_flops: Counter[str] = Counter()
-        self._peak = self._transient = 0
-
-    @contextlib.contextmanager
-    def making(self, kind: str) -> Iterator[None]:
-        """What is allocated and computed inside counts as `kind`."""
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
-
-    def becomes(self, tensor: Tensor, kind: str) -> None:
-        """Count a live tensor's storage as `kind` from now on."""
-        entry = self.live.get(id(tensor.untyped_storage()))
-        if entry is not None:
-            self.now[entry.kind] -= entry.num_bytes
-            self.now[kind] += entry.num_bytes
-            entry.kind = kind
-
-    def add_flops(self, dtype: torch.dtype, number: int) -> None:
-        """Count operations of the present kind."""
-        self.flops.setdefault(self.kind, Counter())[str(dtype).removeprefix("torch.")] += number
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._track(tensor.untyped_storage())
-        count = _FLOPS.get(func._overloadpacket)
-        if count is not None:
-            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            number = int(count(*args, **(kwargs or {}), out_val=out))
-            self.add_flops(dtype, number)
-            if count is _attention:
-                self.attention_flops[self.kind] += number
-        return out
-
-    def _track(self, storage: Any) -> None:
-        key = id(storage)
-        if key in self.live:
-            return
-        entry = _Live(None, self.kind, storage.nbytes())
-
-        def gone(_: Any) -> None:
-            del self.live[key]
-            self.now[entry.kind] -= entry.num_bytes
-
-        entry.reference = weakref.ref(storage, gone)
-        self.live[key] = entry
-        self.now[entry.kind] += entry.num_bytes
-        total = sum(self.now.values())
-        if total > self._peak:
-            self._peak, self.peak = total, dict(self.now)
-        transient = total - sum(self.now[kind] for kind in PERSISTENT)
-        if transient > self._transient:
-            self._transient = transient
-            self.transient = {kind: n for kind, n in self.now.items() if kind not in PERSISTENT}
-
-
-def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * input.shape[0] * weight.shape[1] * weight.shape[2]
-
-
-def _grouped_backward(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * _grouped(input, weight)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
-
-
-def _flop_counts() -> dict[Any, Callable[..., Any]]:
-    """torch's own formulas, and those of the products that it does not know."""
-    import transformers.integrations.moe  # noqa: F401, registers the grouped products
-
-    aten, own = torch.ops.aten, torch.ops.transformers
-    return dict(flop_registry) | {
-        own.grouped_mm_fallback: _grouped,
-        own.grouped_mm_fallback_backward: _grouped_backward,
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-
-
-_FLOPS = _flop_counts()
-
-
 def trace_step(
     build: Callable[[], nn.Module],
     rewire: Callable[[nn.Module], Any],
@@ -229,36 +112,17 @@ def trace_step(
         progress: called after every layer's forward pass.
     """
     tracker = Tracker()
-    with torch.device("meta"):
-        student: Any = build()
-        teacher: Any = build() if setting.runs_teacher_model else None
-    rewire(student)
-    if setting.adapters:
-        assert adapt is not None
-        nn.Module.to(student, setting.teacher_dtype)
-        adapt(student)
-    else:
-        nn.Module.to(
-            student, torch.bfloat16 if setting.sharded and setting.autocast else setting.student_dtype
-        )
-    if setting.freeze_embeddings_and_head:
-        freeze_embeddings_and_head(student)
-    student.train()
-    student.config.use_cache = False
-    if setting.checkpointing:
-        student.activation_checkpointing_enable({"use_reentrant": False})
-    attach_loss_head(student, setting.vocab_size)
-    if teacher is not None:
-        nn.Module.to(teacher, setting.teacher_dtype).eval().requires_grad_(False)
-        teacher.config.use_cache = False
+    student = _student_on_meta(build, rewire, adapt, setting)
+    teacher = _teacher_on_meta(build, setting) if setting.runs_teacher_model else None
     if progress is not None:
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(_calls(progress))
-    with FakeTensorMode(), tracker, _as_traced(tracker, setting):
+    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back():
         with tracker.making("student"):
             _give_fake_storage(student)
         head: Any = output_head(student)
+        head.kernels = _CountedKernels(tracker, on_gpu=setting.on_gpu)
         with tracker.making("teacher"):
             if teacher is not None:
                 _give_fake_storage(teacher)
@@ -280,28 +144,67 @@ def trace_step(
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.becomes(p.grad, "gradients"))
         _report_loss_as_loss(student, tracker)
         _micro_batch(student, teacher, head, tracker, setting)
-        stack = layers(student)
-        plans = [getattr(layer, "farskip_plan", None) for layer in stack]
-        ends = {id(p): p.numel() for p in _embeddings_and_head(student)}
-        sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
-        total = sum(p.numel() for p in student.parameters())
-        trace = Trace(
-            peak={kind: n for kind, n in tracker.peak.items() if n},
-            transient={kind: n for kind, n in tracker.transient.items() if n},
-            flops={kind: dict(counts) for kind, counts in tracker.flops.items()},
-            attention_flops=tracker.attention_flops["activations"],
-            num_trainable=sum(p.numel() for p in trainable),
-            num_parameters=total,
-            largest_layer=max(sizes),
-            outside_layers=total - sum(sizes),
-            embeddings_and_head=sum(ends.values()),
-            head=output_head(student).weight.numel(),
-            num_layers=len(sizes),
-            num_pairs=sum(plan is not None and plan.carry for plan in plans),
-            hidden_size=output_head(student).weight.shape[1],
-        )
+        trace = _read_trace(tracker, student, layers(student))
         del moments
     return trace
+
+
+def _student_on_meta(
+    build: Callable[[], nn.Module],
+    rewire: Callable[[nn.Module], Any],
+    adapt: Callable[[nn.Module], Any] | None,
+    setting: Setting,
+) -> Any:
+    with torch.device("meta"):
+        student: Any = build()
+    rewire(student)
+    if setting.adapters:
+        assert adapt is not None
+        nn.Module.to(student, setting.teacher_dtype)
+        adapt(student)
+    else:
+        gathered = setting.sharded and setting.autocast
+        nn.Module.to(student, torch.bfloat16 if gathered else setting.student_dtype)
+    if setting.freeze_embeddings_and_head:
+        freeze_embeddings_and_head(student)
+    student.train()
+    student.config.use_cache = False
+    if setting.checkpointing:
+        student.activation_checkpointing_enable({"use_reentrant": False})
+    attach_loss_head(student, setting.vocab_size)
+    return student
+
+
+def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
+    with torch.device("meta"):
+        teacher: Any = build()
+    nn.Module.to(teacher, setting.teacher_dtype).eval().requires_grad_(False)
+    teacher.config.use_cache = False
+    return teacher
+
+
+def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
+    """Put together what the tracker has counted, and what of the student's size the estimate needs."""
+    plans = [getattr(layer, "farskip_plan", None) for layer in stack]
+    ends = {id(p): p.numel() for p in _embeddings_and_head(student)}
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
+    total = sum(p.numel() for p in student.parameters())
+    head = output_head(student).weight
+    return Trace(
+        peak={kind: n for kind, n in tracker.peak.items() if n},
+        transient={kind: n for kind, n in tracker.transient.items() if n},
+        flops={kind: dict(counts) for kind, counts in tracker.flops.items()},
+        attention_flops=tracker.attention_flops["activations"],
+        num_trainable=sum(p.numel() for p in student.parameters() if p.requires_grad),
+        num_parameters=total,
+        largest_layer=max(sizes),
+        outside_layers=total - sum(sizes),
+        embeddings_and_head=sum(ends.values()),
+        head=head.numel(),
+        num_layers=len(sizes),
+        num_pairs=sum(plan is not None and plan.carry for plan in plans),
+        hidden_size=head.shape[1],
+    )
 
 
 def _calls(progress: Callable[[], Any]) -> Callable[..., None]:
@@ -321,7 +224,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":
-        terms = ExtraTerms(ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+        terms = ExtraTerms(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -384,29 +287,37 @@ def _report_loss_as_loss(student: Any, tracker: Tracker) -> None:
     head.register_forward_hook(leave)
 
 
-@contextlib.contextmanager
-def _as_traced(tracker: Tracker, setting: Setting) -> Iterator[None]:
-    """What fake tensors cannot do is done in its place: products whose sizes are in data, products of the GPU.
+class _CountedKernels(Kernels):
+    """Count the loss's matmuls instead of running them, with the chunks and dtypes of the device that is estimated.
 
-    transformers' grouped product of the experts has a shape function for every dtype only in its own fallback. The
-    loss's products write into given tensors and allocate nothing, whatever the dtype of their operands.
+    They write into given tensors and allocate nothing, whatever the dtype of their operands.
     """
-    chunk_tokens, widening = losses._chunk_tokens, losses._widening_product
-    kind = torch.device("cuda" if setting.on_gpu else "cpu")
 
-    def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-        tracker.add_flops(a.dtype, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+    def __init__(self, tracker: Tracker, *, on_gpu: bool):
+        self.tracker, self.device = tracker, torch.device("cuda" if on_gpu else "cpu")
 
-    def addmm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
-        mm(a, b, accumulator)
+    def chunk_tokens(
+        self, bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+    ) -> int:
+        return super().chunk_tokens(bytes_per_token, chunk_bytes, self.device, trains_head)
 
-    with (
-        mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False),
-        mock.patch.object(losses, "_mm", mm),
-        mock.patch.object(losses, "_addmm", addmm),
-        mock.patch.object(losses, "_widening_product", lambda _, dtype: widening(kind, dtype)),
-        mock.patch.object(
-            losses, "_chunk_tokens", lambda size, chunk, _, trains: chunk_tokens(size, chunk, kind, trains)
-        ),
-    ):
+    def widens(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return super().widens(self.device, dtype)
+
+    def mm(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        self.tracker.add_flops(a.dtype, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+    def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+        self.mm(a, b, accumulator)
+
+
+@contextlib.contextmanager
+def _grouped_matmuls_fall_back() -> Iterator[None]:
+    """Let transformers take its own fallback for the experts' grouped matmul, for which alone it registers a shape
+    function for every dtype (transformers 5.23)."""
+    before = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
         yield
+    finally:
+        moe._can_use_grouped_mm = before

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 NO_LOSS = -100
 
 
-_ROW = {name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "position_ids", "labels")}
+ROW_FEATURES = {
+    name: datasets.List(datasets.Value("int32")) for name in ("input_ids", "position_ids", "labels")
+}
 
 
 _TAIL_MULTIPLE = 64
@@ -36,7 +38,7 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = {
             name: torch.stack([torch.as_tensor(np.asarray(row[name]), dtype=torch.int64) for row in rows])
-            for name in _ROW
+            for name in ROW_FEATURES
         }
         if self.ahead is not None:
             self.ahead(batch)
@@ -56,7 +58,7 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
     return keep, labels.roll(-1, dims=1)[keep]
 
 
-def without_tail(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch, cut behind the last position with loss in any of its rows: what follows is padding, mostly.
 
     No kept position sees what is cut off. The length stays a multiple of 64, or as it was, so that shapes recur; it
@@ -65,4 +67,4 @@ def without_tail(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with_loss = (batch["labels"] != NO_LOSS).any(dim=0).nonzero()
     length = int(with_loss.max()) + 1 if len(with_loss) else 1
     length = -(-length // _TAIL_MULTIPLE) * _TAIL_MULTIPLE
-    return {name: batch[name][:, :length] if name in _ROW else batch[name] for name in batch}
+    return {name: batch[name][:, :length] if name in ROW_FEATURES else batch[name] for name in batch}

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from fcsd.config.data import SourceConfig
-from fcsd.data.batches import _ROW
+from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.sources import load_source
@@ -122,7 +122,7 @@ def rows_of_loaded(
             batched=True,
             batch_size=_STREAM_BATCH,
             remove_columns=list(_EXAMPLE),
-            features=datasets.Features(_ROW),
+            features=datasets.Features(ROW_FEATURES),
         )
     stats = PackingStats()
     bar = tqdm(examples, desc="Packing", unit="example", leave=False)
@@ -224,7 +224,7 @@ def _pack_batch(batch: Mapping[str, list], **options: Any) -> dict[str, list]:
     """`pack` for `datasets.map(batched=True)`: columns in, columns out."""
     columns = zip(batch["input_ids"], batch["loss_mask"], strict=True)
     rows = list(pack(({"input_ids": ids, "loss_mask": mask} for ids, mask in columns), **options))
-    return {name: [row[name] for row in rows] for name in _ROW}
+    return {name: [row[name] for row in rows] for name in ROW_FEATURES}
 
 
 def heldout_rows(

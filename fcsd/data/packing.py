@@ -11,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     pass
-from fcsd.data.batches import _ROW, NO_LOSS
+from fcsd.data.batches import NO_LOSS, ROW_FEATURES
 
 _OPEN_ROWS = 64
 
@@ -108,7 +108,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __init__(self, rows: Iterable[dict[str, np.ndarray]], stats: PackingStats):
         held = list(rows)
-        self.columns = {name: np.stack([row[name] for row in held]) for name in _ROW} if held else {}
+        self.columns = {name: np.stack([row[name] for row in held]) for name in ROW_FEATURES} if held else {}
         self.stats = stats
         self._length = len(held)
 

@@ -128,7 +128,7 @@ def refuse_what_cannot_be_spread(run: TrainingRun, engine: Engine) -> None:
         ),
         # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
         "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
-            engine.name == "zero3" and by_heldout_kl and run.objective.has_extra_terms
+            engine.name == "zero3" and by_heldout_kl and run.objective.has_hidden_terms
         ),
     }
     for message, asked in wrong.items():

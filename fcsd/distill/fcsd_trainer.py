@@ -331,7 +331,7 @@ class FCSDTrainer(DistillTrainer):
         measures = [] if self.objective.has_teacher else [HeldoutCE(rows, self.launch)]
         if self._compared is not None:
             against = HeldoutKL(rows, _no_original, self.launch)
-            against.ask(self._compared, sharded=self.launch.engine.shards)
+            against.set_teacher(self._compared, sharded=self.launch.engine.shards)
             measures.append(against)
         return measures
 

@@ -78,7 +78,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     teacher = place_teacher(run.teacher, run.launch)
     check_vocabulary(student, teacher, run.tokenizer, run.objective)
     if isinstance(run.score, HeldoutKL):
-        run.score.ask(teacher, sharded=engine.shards)
+        run.score.set_teacher(teacher, sharded=engine.shards)
     check_reporters(run.train)
     arguments = training_arguments(run)
     read_ahead(arguments, teacher)

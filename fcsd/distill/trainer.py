@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from fcsd.config.training import ObjectiveConfig, TrainConfig
-from fcsd.data.batches import next_token_targets, without_tail
+from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import STOPPER_FILE
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, guard_state, note_files, remove
@@ -98,7 +98,7 @@ class DistillTrainer(GuardedTrainer):
             )
         self.objective: ObjectiveConfig = objective
         self.teacher = teacher
-        self.terms = ExtraTerms(objective, model, args.max_steps) if objective.has_extra_terms else None
+        self.terms = ExtraTerms(objective, model, args.max_steps) if objective.has_hidden_terms else None
         self.stopper = stopper
         self.settings = settings
         self.average: WeightAverage | None = None
@@ -158,7 +158,7 @@ class DistillTrainer(GuardedTrainer):
         """This micro-batch's share of the step's mean loss, in nats per kept token."""
         if num_items_in_batch is None:
             raise RuntimeError("the number of kept tokens of the step is unknown")
-        inputs = without_tail(inputs)
+        inputs = trim_padding(inputs)
         ids, positions = inputs["input_ids"], inputs["position_ids"]
         keep, targets = next_token_targets(inputs["labels"], positions)
         extra: dict[str, Any] = {"labels": targets, "objective": "ce"}

@@ -27,7 +27,7 @@ _FIRST, _ON_CPU = 128, 16  # without an accelerator memory runs out without an e
 
 
 def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
-    """Raises UserError for a number below 1, and for "auto" where the weights are spread over the ranks."""
+    """Raise UserError for a number below 1, and for "auto" where the weights are spread over the ranks."""
     if size == "auto" and ranks.lockstep:
         raise UserError(
             "batch_size: 'auto' needs a rank that can try again alone, and this launch spreads the weights over"

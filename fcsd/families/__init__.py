@@ -16,7 +16,7 @@ from typing import Any
 
 from fcsd.errors import UserError
 from fcsd.families import adapted, multimodal, standard
-from fcsd.families.family import MOE_LAYERS, Family, moe_mask, text_config
+from fcsd.families.family import MOE_LAYERS, Family, moe_mask, read_field, text_config
 from fcsd.families.refused import REFUSED
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Family",
     "base_model_type",
     "check_not_refused",
+    "expert_counts",
     "family_of",
     "moe_mask",
     "text_config",
@@ -39,21 +40,33 @@ _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
 PREFIX = "farskip_"
 """A converted checkpoint has `model_type` PREFIX + the model type of its base."""
 
-_EXPERT_COUNTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "n_experts",
-    "ffn_config",
-    "text_config",
+# In no row: fields of families that are refused or not known.
+_EXPERTS = tuple(dict.fromkeys((*(row.num_experts for row in _ROWS), "num_routed_experts", "n_experts")))
+_PER_TOKEN = tuple(
+    dict.fromkeys((*(row.experts_per_token for row in _ROWS), "moe_top_k", "experts_per_token"))
 )
+_SECTIONS = ("ffn_config", "text_config")
 
 
 def base_model_type(model_type: str) -> str:
     """`qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`."""
     return model_type.removeprefix(PREFIX)
+
+
+def expert_counts(config: Any, family: Family | None) -> tuple[int | None, int | None]:
+    """Count the routed experts of a layer, and those that one token uses; None where the config does not tell.
+
+    Args:
+        config: the config object of the decoder layers.
+        family: its row; None for a family that is not on the list, which is asked for every name that a row has.
+    """
+    experts = _EXPERTS if family is None else (family.num_experts,)
+    per_token = _PER_TOKEN if family is None else (family.experts_per_token,)
+
+    def first(names: tuple[str, ...]) -> int | None:
+        return next((value for name in names if isinstance(value := read_field(config, name), int)), None)
+
+    return first(experts), first(per_token)
 
 
 def check_not_refused(model_type: str) -> None:
@@ -87,7 +100,7 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(base_model_type(model_type))
     check_not_refused(model_type)
     if family is None:
-        if not any(get(name) for name in _EXPERT_COUNTS):
+        if not any(get(name) for name in (*_EXPERTS, *_SECTIONS)):
             raise UserError(
                 f"model type '{model_type}' is a dense model: it has no MoE layer, so FarSkip has no expert"
                 f" communication to overlap; choose an MoE model; {_SEE}"

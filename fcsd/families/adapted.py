@@ -32,6 +32,7 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         side_output="prev_topk_indices",
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -46,6 +47,7 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         additive=False,
         moe_layers="num_dense_layers",
+        packing="given_masks",
         reference="written",
     ),
     Family(
@@ -58,6 +60,7 @@ ROWS: tuple[Family, ...] = (
         moe_block="Kolibri1SparseMoeBlock",
         block_shared="shared_experts",
         additive=False,
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -71,6 +74,7 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         additive=False,
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -84,6 +88,9 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         additive=False,
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+        logit_scale=("logits_mup_width_multiplier", -1),
+        packing="leaks",
         reference="written",
     ),
     Family(
@@ -113,6 +120,7 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         shared_average="shared_expert_combination_strategy",
         moe_layers="mlp_layer_types",
+        logit_scale=("logit_scale", 1),
         reference="written",
     ),
     Family(
@@ -142,6 +150,8 @@ ROWS: tuple[Family, ...] = (
         mlp_norm="norm_2",
         norms="norm_attn_norm",
         moe="ffn",
+        num_experts="ffn_config.moe_num_experts",
+        experts_per_token="ffn_config.moe_top_k",
         reference="written",
     ),
     Family(
@@ -152,6 +162,7 @@ ROWS: tuple[Family, ...] = (
         base_model="JetMoeModel",
         decoder_layer="JetMoeDecoderLayer",
         moe_block="JetMoeMoE",
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -165,6 +176,8 @@ ROWS: tuple[Family, ...] = (
         layout="post_norm",
         residual="factor",
         residual_names=("attn_alpha_factor", "mlp_alpha_factor"),
+        num_experts="num_local_experts",
+        packing="leaks",
         reference="written",
     ),
     Family(
@@ -189,6 +202,7 @@ ROWS: tuple[Family, ...] = (
             ),
             ("num_kv_shared_layers", 0, "layers that reuse keys and values cut the stream between layers"),
         ),
+        experts_per_token="top_k_experts",
         reference="written",
     ),
     Family(
@@ -202,6 +216,7 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         side_output="prev_topk_indices",
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
@@ -218,6 +233,8 @@ ROWS: tuple[Family, ...] = (
         residual="gate",
         residual_names=("post_attention_residual_gate", "post_feedforward_residual_gate"),
         moe_layers="mlp_layer_types",
+        num_experts="num_local_experts",
+        logit_scale=("output_multiplier", 1),
         reference="written",
         auto_model="AutoModelForImageTextToText",
     ),
@@ -232,6 +249,9 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         additive=False,
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+        logit_scale=("logits_mup_width_multiplier", -1),
+        packing="leaks",
         reference="written",
         auto_model="AutoModelForImageTextToText",
     ),

@@ -12,6 +12,7 @@ ROWS = (
         decoder_layer="Qwen3MoeDecoderLayer",
         moe_block="Qwen3MoeSparseMoeBlock",
         moe_layers="decoder_sparse_step",
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -37,6 +38,7 @@ ROWS = (
         moe_block="DeepseekV2Moe",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -49,6 +51,7 @@ ROWS = (
         moe_block="DeepseekV3MoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -61,6 +64,7 @@ ROWS = (
         moe_block="Glm4MoeMoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -71,6 +75,7 @@ ROWS = (
         base_model="MixtralModel",
         decoder_layer="MixtralDecoderLayer",
         moe_block="MixtralSparseMoeBlock",
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -95,6 +100,7 @@ ROWS = (
         block_shared="shared_expert",
         shared_in_place=True,
         moe_layers="moe_layers",
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -105,6 +111,8 @@ ROWS = (
         base_model="GptOssModel",
         decoder_layer="GptOssDecoderLayer",
         moe_block="GptOssMLP",
+        num_experts="num_local_experts",
+        packing="given_masks",
         reference="written",
     ),
     Family(
@@ -117,6 +125,8 @@ ROWS = (
         moe_block="GraniteMoeMoE",
         moe="block_sparse_moe",
         residual_multiplier="residual_multiplier",
+        num_experts="num_local_experts",
+        logit_scale=("logits_scaling", -1),
         reference="written",
     ),
     Family(
@@ -130,6 +140,8 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
+        num_experts="num_local_experts",
+        logit_scale=("logits_scaling", -1),
         reference="written",
     ),
     Family(
@@ -142,6 +154,7 @@ ROWS = (
         moe_block="AXK2MoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -154,6 +167,8 @@ ROWS = (
         moe_block="BailingHybridMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        experts_per_token="num_experts_per_token",
+        packing="leaks",
     ),
     Family(
         model_type="deepseek_v32",
@@ -165,6 +180,7 @@ ROWS = (
         moe_block="DeepseekV32MoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -177,6 +193,7 @@ ROWS = (
         moe_block="Dots1MoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -189,6 +206,8 @@ ROWS = (
         moe_block="Ernie4_5_MoeSparseMoeBlock",
         block_shared="shared_experts",
         moe_layers="moe_layer_interval",
+        num_experts="moe_num_experts",
+        experts_per_token="moe_k",
         reference="written",
     ),
     Family(
@@ -224,6 +243,7 @@ ROWS = (
         moe_block="Glm4MoeLiteMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -237,6 +257,8 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
+        num_experts="num_local_experts",
+        logit_scale=("logits_scaling", -1),
         reference="written",
     ),
     Family(
@@ -251,6 +273,9 @@ ROWS = (
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
         moe_layers="num_local_experts",
+        num_experts="num_local_experts",
+        logit_scale=("logits_scaling", -1),
+        packing="leaks",
         reference="written",
     ),
     Family(
@@ -262,6 +287,7 @@ ROWS = (
         decoder_layer="HunYuanMoEV1DecoderLayer",
         moe_block="HunYuanMoEV1Moe",
         block_shared="shared_mlp",
+        experts_per_token="moe_topk",
     ),
     Family(
         model_type="hy_v3",
@@ -285,6 +311,7 @@ ROWS = (
         mlp_norm="pre_ff_layernorm",
         moe="feed_forward",
         moe_layers="expert_layer_period",
+        packing="leaks",
         reference="written",
     ),
     Family(
@@ -297,6 +324,8 @@ ROWS = (
         moe_block="KimiLinearMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        experts_per_token="num_experts_per_token",
+        packing="leaks",
     ),
     Family(
         model_type="laguna",
@@ -321,6 +350,7 @@ ROWS = (
         mlp_norm="ffn_norm",
         moe="feed_forward",
         moe_layers="num_dense_layers",
+        packing="leaks",
         reference="written",
     ),
     Family(
@@ -332,6 +362,7 @@ ROWS = (
         decoder_layer="MellumDecoderLayer",
         moe_block="MellumSparseMoeBlock",
         moe_layers="mlp_layer_types",
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -343,6 +374,7 @@ ROWS = (
         decoder_layer="MiMoV2FlashDecoderLayer",
         moe_block="MiMoV2FlashMoE",
         moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
         reference="written",
     ),
     Family(
@@ -353,6 +385,7 @@ ROWS = (
         base_model="MiniMaxM2Model",
         decoder_layer="MiniMaxM2DecoderLayer",
         moe_block="MiniMaxM2SparseMoeBlock",
+        num_experts="num_local_experts",
     ),
     Family(
         model_type="mistral4",
@@ -365,6 +398,7 @@ ROWS = (
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
         auto_model="AutoModelForImageTextToText",
+        num_experts="n_routed_experts",
     ),
     Family(
         model_type="phimoe",
@@ -374,6 +408,7 @@ ROWS = (
         base_model="PhimoeModel",
         decoder_layer="PhimoeDecoderLayer",
         moe_block="PhimoeSparseMoeBlock",
+        num_experts="num_local_experts",
         reference="written",
     ),
     Family(
@@ -387,6 +422,7 @@ ROWS = (
         block_shared="shared_expert",
         block_gate="shared_expert_gate",
         moe_layers="decoder_sparse_step",
+        packing="leaks",
         reference="written",
     ),
     Family(
@@ -398,6 +434,7 @@ ROWS = (
         decoder_layer="SolarOpenDecoderLayer",
         moe_block="SolarOpenMoE",
         block_shared="shared_experts",
+        num_experts="n_routed_experts",
         reference="written",
     ),
 )

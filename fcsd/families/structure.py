@@ -2,58 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES, base_model_type
 
-# Families that leave the position ids out when they make their masks (transformers 5.23), so that packed
-# examples would see each other. A test goes through all families.
-MASKS_IGNORE_POSITIONS = {"gpt_oss", "afmoe"}
-
-
-# Families in which packed examples see each other whatever the masks: a state or a convolution runs on through
-# the row, or the family's own forward makes its masks and positions. They train on padded rows.
-PACKING_LEAKS = {
-    "bailing_hybrid",
-    "ernie4_5_vl_moe",
-    "glm4v_moe",
-    "granitemoehybrid",
-    "inkling_mm_model",
-    "inkling_text",
-    "jamba",
-    "kimi_linear",
-    "lfm2_moe",
-    "minimax",
-    "minimax_m3_vl",
-    "minimax_m3_vl_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-}
+# Those of all families, for a model of none: a dense model may have the same fields.
+_LOGIT_SCALES = tuple(
+    dict.fromkeys(row.logit_scale for row in FAMILIES.values() if row.logit_scale is not None)
+)
 
 
-# Fields of a model's configuration that its logits are multiplied (1) or divided (-1) by.
-LOGIT_SCALES = {
-    "logits_scaling": -1,
-    "logit_scale": 1,
-    "logits_mup_width_multiplier": -1,
-    "output_multiplier": 1,
-}
+def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
+    """Tell what keeps the examples of a packed row apart in a model with this config; see `Family.packing`."""
+    row = FAMILIES.get(base_model_type(config.model_type))
+    return "position_ids" if row is None else row.packing
 
 
 def head_scaling(config: Any) -> tuple[float, float | None]:
-    """(logit_scale, softcap) of a family: its logits are softcap * tanh(logit_scale * head(h) / softcap).
+    """Return (logit_scale, softcap): the model's logits are softcap * tanh(logit_scale * head(h) / softcap).
 
-    logit_scale: 1 / `logits_scaling` (granite families), `logit_scale` (cohere families), 1 /
-    `logits_mup_width_multiplier` (inkling families, which divide the hidden states), or `output_multiplier`
-    (muse families); else 1.
-    softcap: `final_logit_softcapping` (gemma families, beam, muse families), else None.
+    logit_scale: the config field of the family's row `logit_scale`, or 1 divided by it; 1 without one.
+    softcap: `final_logit_softcapping`, else None.
     """
+    row = FAMILIES.get(base_model_type(config.model_type))
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = 1.0
-    for name, power in LOGIT_SCALES.items():
+    for name, power in _LOGIT_SCALES if row is None else [row.logit_scale] if row.logit_scale else []:
         if (value := getattr(config, name, None)) is not None:
             scale *= value**power
     return scale, getattr(config, "final_logit_softcapping", None)
@@ -85,9 +62,9 @@ def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
 
 def output_head(model: nn.Module) -> nn.Linear:
     """The head of a causal language model, also inside DDP or a DeepSpeed engine."""
-    return head_and_body(_unwrapped(model))[0]
+    return head_and_body(unwrapped(model))[0]
 
 
-def _unwrapped(model: nn.Module) -> Any:
+def unwrapped(model: nn.Module) -> Any:
     """The model inside DDP or a DeepSpeed engine, both of which call it `module`."""
     return model.module if isinstance(getattr(model, "module", None), nn.Module) else model

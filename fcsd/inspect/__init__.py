@@ -6,7 +6,7 @@
 `checkpoint` finds the config (one file from the Hub, not the weights), `report` puts the facts together,
 `parameters` counts on the meta device, `memory` turns counts into bytes, `table` prints.
 
-Not covered: activations, and what a parallel layout saves; code that comes with a checkpoint is never run.
+Not covered: the memory of a training (`fcsd.cost`); code that comes with a checkpoint is never run.
 """
 
 from fcsd.inspect.report import inspect_model

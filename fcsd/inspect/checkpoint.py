@@ -1,9 +1,14 @@
-"""The config of a folder or Hub repository, and the sizes of its weight files, where there are any."""
+"""Find the config of a folder or Hub repository, and the sizes of its weight files, where there are any."""
 
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fcsd.connectivity.aliases import INSTELLA_KEYS
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_json
 from fcsd.errors import UserError
 
@@ -66,3 +71,35 @@ def _remote(name: str, revision: str | None) -> Source:
         if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
     }
     return Source(read_json(file), f"{name}: {CONFIG}", dict(sorted(sizes.items())), ())
+
+
+def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:
+    """Build transformers' config of the unconverted model from what a `config.json` holds.
+
+    Raises:
+        UserError: transformers refuses it; `where` names the file.
+    """
+    left = ("farskip", "auto_map", *INSTELLA_KEYS)
+    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
+    try:
+        with quiet():
+            return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Read transformers' {"__float__": "Infinity"} as the infinite number that it stands for."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' advice on a config to itself: it is for those who run the model."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,12 +1,9 @@
-"""Bytes that conversion, distillation and serving need. Standard library only.
-
-Distillation keeps, in every process (`fcsd distill` shards nothing), the frozen teacher in the dtype of the
-checkpoint and the student in `train.dtype`, with a gradient and the two moments of AdamW in the student's dtype
-(torch makes them like the parameter). Activations, and the copies that autocast (`train.bf16`) makes of a
-layer's weights, come on top.
+"""Bytes that serving needs. Standard library only.
 
 Serving holds the weights in bfloat16 and a key-value cache in bfloat16. Multi-head latent attention is taken to
 cache its latent, `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, as transformers, vLLM and SGLang do.
+
+Not covered: training, whose memory depends on the recipe (`fcsd estimate`).
 """
 
 from typing import Any
@@ -14,18 +11,6 @@ from typing import Any
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_TOKENS = 1024
 _WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
-
-
-def distillation_bytes(num_parameters: int, teacher_dtype: str, student_dtype: str) -> dict[str, int]:
-    """Bytes of one full copy: {"teacher", "student", "gradients", "optimizer", "total"}."""
-    one = num_parameters * BYTES[student_dtype]
-    parts = {
-        "teacher": num_parameters * BYTES[teacher_dtype],
-        "student": one,
-        "gradients": one,
-        "optimizer": 2 * one,
-    }
-    return parts | {"total": sum(parts.values())}
 
 
 def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:

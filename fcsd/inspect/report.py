@@ -1,40 +1,28 @@
 """The facts about one checkpoint, as plain data."""
 
-import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fcsd.connectivity.aliases import INSTELLA_KEYS, from_instella, has_instella_keys
+from fcsd.connectivity.aliases import from_instella, has_instella_keys
 from fcsd.connectivity.spec import Connectivity, resolve_layers
 from fcsd.errors import UserError
-from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of, moe_mask, text_config
-from fcsd.inspect.checkpoint import Source, find_source
-from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes, distillation_bytes
+from fcsd.families import (
+    FAMILIES,
+    PREFIX,
+    Family,
+    base_model_type,
+    expert_counts,
+    family_of,
+    moe_mask,
+    text_config,
+)
+from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet
+from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
-
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "n_experts",
-)
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "moe_top_k",
-    "top_k_experts",
-    "experts_per_token",
-)
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -90,10 +78,10 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     from fcsd.inspect.parameters import add_to, count_parameters
 
     cls = base_model_class(family)
-    config = _config_object(cls.config_class, raw, family.model_type, source)
+    config = config_object(cls.config_class, raw, family.model_type, source.where)
     mask = moe_mask(config, family)
     text = text_config(config, family)
-    experts, per_token = _first(text, _EXPERTS), _first(text, _EXPERTS_PER_TOKEN)
+    experts, per_token = expert_counts(text, family)
     parameters = count_parameters(_on_meta(cls._from_config, config, source), family, experts, per_token)
     reason = None
     try:
@@ -143,10 +131,11 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
     except UserError as error:
         reason = _reason(error)
     known = model_type in CONFIG_MAPPING
-    config = _config_object(CONFIG_MAPPING[model_type], raw, model_type, source) if known else None
+    config = config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where) if known else None
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
     total = _total(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)
+    experts, per_token = expert_counts(text, None)
     return {
         "family": None,
         "can_be_converted": False,
@@ -155,8 +144,8 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "connectivity_keys": None,
         "layers": {"total": num_layers, "moe": None, "dense": None},
         "experts": {
-            "routed": _first(text, _EXPERTS),
-            "per_token": _first(text, _EXPERTS_PER_TOKEN),
+            "routed": experts,
+            "per_token": per_token,
             "shared": None,
         },
         "selections": {},
@@ -171,26 +160,11 @@ def _reason(error: UserError) -> str:
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
 
-def _config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, source: Source) -> Any:
-    left = ("farskip", "auto_map", *INSTELLA_KEYS)
-    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
-    try:
-        with _quiet():
-            return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
-    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
-        raise UserError(f"{source.where}: transformers refuses it: {' '.join(str(error).split())}") from None
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    """transformers writes an infinite number as {"__float__": "Infinity"}."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
-
-
 def _on_meta(build: Any, config: Any, source: Source) -> Any:
     import torch
 
     try:
-        with _quiet(), torch.device("meta"):
+        with quiet(), torch.device("meta"):
             return build(config)
     except Exception as error:
         raise UserError(
@@ -205,23 +179,11 @@ def _total(config: Any) -> int | None:
 
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
-            with _quiet(), torch.device("meta"):
+            with quiet(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
         except Exception:  # no such class for this config, or one that cannot be built: the next may do
             continue
     return None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Advice on a config is for those who run it."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _connectivity(
@@ -249,14 +211,6 @@ def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
         except UserError:  # a percentage that comes to no layer
             layers = []
         yield selection, {"layers": layers, "moe": sum(mask[index] for index in layers)}
-
-
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    for place in (config, getattr(config, "ffn_config", None)):
-        for name in names:
-            if isinstance(value := getattr(place, name, None), int):
-                return value
-    return None
 
 
 def _cache(text: Any) -> dict[str, Any] | None:
@@ -297,25 +251,18 @@ def _files(source: Source) -> dict[str, Any] | None:
 def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
     parameters = facts["parameters"]
     if parameters is None:
-        return {"convert": None, "distill": None, "serve": None}
+        return {"convert": None, "serve": None}
     number = parameters["total"]
+    serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
+    if facts["family"] is None:
+        return {"convert": None, "serve": serve}
     inner = raw.get("text_config")
     text = inner if isinstance(inner, Mapping) else {}
     dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    teacher = dtype if dtype in BYTES else "bfloat16"
-    serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
-    if facts["family"] is None:
-        return {"convert": None, "distill": None, "serve": serve}
-    copies = None if facts["quantization"] else number * BYTES[teacher]
+    copies = None if facts["quantization"] else number * BYTES[dtype if dtype in BYTES else "bfloat16"]
     files = facts["files"]
-    return {
-        "convert": {
-            "at_most_bytes": files["largest_bytes"] if files else None,
-            "disk_without_links_bytes": files["total_bytes"] if files else copies,
-        },
-        "distill": {
-            "teacher_dtype": teacher,
-            **{dtype: distillation_bytes(number, teacher, dtype) for dtype in ("float32", "bfloat16")},
-        },
-        "serve": serve,
+    convert = {
+        "at_most_bytes": files["largest_bytes"] if files else None,
+        "disk_without_links_bytes": files["total_bytes"] if files else copies,
     }
+    return {"convert": convert, "serve": serve}

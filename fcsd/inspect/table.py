@@ -99,20 +99,13 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:
-    convert, distill, serve = memory["convert"], memory["distill"], memory["serve"]
-    lines = ["memory, 1 GiB = 2^30 bytes; distillation: one full copy a process, without activations"]
+    convert, serve = memory["convert"], memory["serve"]
+    lines = ["memory, 1 GiB = 2^30 bytes; what a training needs tells `fcsd estimate RECIPE`"]
     if convert is not None:
         shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
         lines.append(
             f"convert          below one weight file{f' ({size(shard)})' if shard else ''}, whose bytes are"
             f" linked; {size(copies) if copies else 'their size'} of disk where the file system cannot link"
-        )
-    for dtype in ("float32", "bfloat16") if distill is not None else ():
-        parts = distill[dtype]
-        lines.append(
-            f"distil {dtype:<9} {size(parts['total'])}: teacher ({distill['teacher_dtype']})"
-            f" {size(parts['teacher'])}, student {size(parts['student'])}, gradients {size(parts['gradients'])},"
-            f" AdamW {size(parts['optimizer'])}"
         )
     weights = size(serve["weights_bytes"])
     return [*lines, f"serve            {weights} of weights in bfloat16, {_cache(serve['cache'])}"]

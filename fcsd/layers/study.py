@@ -36,7 +36,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.families import moe_mask
-from fcsd.families.structure import PACKING_LEAKS
+from fcsd.families.structure import packing_of
 from fcsd.files import read_json, write_json
 from fcsd.losses.kl import kl_by_row, read_original
 from fcsd.models.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
@@ -98,7 +98,7 @@ class Study(Strict):
 
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
-    """The study that the options of `fcsd layers` describe.
+    """Return the study that the options of `fcsd layers` describe.
 
     Raises:
         UserError: an option that does not make sense.
@@ -256,7 +256,7 @@ def layer_mask(model: ModelFolder) -> list[bool]:
 
 
 def suite_of(study: Study) -> SuiteConfig | None:
-    """The chosen tasks of the study's suite, in the order given; None without tasks."""
+    """Return the chosen tasks of the study's suite, in the order given; None without tasks."""
     if not study.tasks:
         return None
     suite = load_suite(study.suite)
@@ -272,7 +272,7 @@ def suite_of(study: Study) -> SuiteConfig | None:
 
 
 def metrics(study: Study) -> list[dict[str, str]]:
-    """What is measured: name, unit, and whether `higher` or `lower` is better."""
+    """Return what is measured: name, unit, and whether `higher` or `lower` is better."""
     suite = suite_of(study)
     rows = suite.tasks if suite is not None else []
     kl = [{"name": KL, "unit": "nats per token", "better": "lower"}] if study.text is not None else []
@@ -280,7 +280,7 @@ def metrics(study: Study) -> list[dict[str, str]]:
 
 
 def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
-    """The study's points as (side, rewired layers), in the order in which they are measured."""
+    """Return the study's points as (side, rewired layers), in the order in which they are measured."""
     counts = study.counts
     if counts is None:
         counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
@@ -318,7 +318,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             tokenizer,
             num_examples=study.text_examples,
             max_length=study.max_length,
-            packing=study.packing and model.config.model_type not in PACKING_LEAKS,
+            packing=study.packing and packing_of(model.config) != "leaks",
             loss_on=study.loss_on,
         )
     with contextlib.ExitStack() as stack:
@@ -360,7 +360,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
 
 def kl_value(items: Sequence[tuple[float, int]], model: str, layers: Sequence[int]) -> Value:
-    """Nats per token of (sum, tokens) per row."""
+    """Return nats per token of (sum, tokens) per row."""
     found = ratio([total for total, _ in items], [count for _, count in items])
     if found["kl"] is None or not math.isfinite(found["kl"]):
         raise UserError(
@@ -380,7 +380,7 @@ def difference(one: Measured, other: Measured, metric: str) -> Value:
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """The finished study in `folder`: what `layers.json` holds.
+    """Return the finished study in `folder`: what `layers.json` holds.
 
     Raises:
         UserError: not a study, one that is not finished, or one of another version.

@@ -56,6 +56,43 @@ CHUNK_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 30}
 FEWEST_TOKENS = {"cpu": 192, "accelerator": 1024}
 
 
+class Kernels:
+    """The matmuls of the loss, and what else depends on the device: their operands' dtype and the chunks' size.
+
+    A subclass may run or count them otherwise, as `fcsd.cost.trace` does; a head with a loss has its own (`kernels`).
+    """
+
+    def chunk_tokens(
+        self, bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+    ) -> int:
+        """Choose how many tokens a chunk has."""
+        if chunk_bytes is not None:
+            return max(1, chunk_bytes // bytes_per_token)
+        kind = "cpu" if device.type == "cpu" else "accelerator"
+        return max(FEWEST_TOKENS[kind] if trains_head else 1, CHUNK_BYTES[kind] // bytes_per_token)
+
+    def widens(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Tell whether the device multiplies this dtype into float32 without rounding the result."""
+        return device.type in ("cuda", "xpu") and dtype in (torch.bfloat16, torch.float16)
+
+    def mm(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Compute out = a @ b, without rounding to the inputs' dtype."""
+        if self.widens(a.device, a.dtype):
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(a, b, out=out)
+
+    def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+        """Compute accumulator += a @ b, without rounding the product to the inputs' dtype."""
+        if self.widens(a.device, a.dtype):
+            torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
+        else:
+            accumulator.addmm_(a, b)
+
+
+KERNELS = Kernels()
+
+
 @dataclass(frozen=True)
 class Divergence:
     """What a student is compared with its teacher by; the module's docstring has the formulas.
@@ -110,6 +147,7 @@ def fused_linear_divergence(
     vocab_size: int | None = None,
     statistics: bool = False,
     chunk_bytes: int | None = None,
+    kernels: Kernels = KERNELS,
 ) -> tuple[Tensor, TokenStatistics | None]:
     """Sum over tokens of a divergence between teacher and student.
 
@@ -124,6 +162,7 @@ def fused_linear_divergence(
         statistics: give the second result too, None otherwise.
         chunk_bytes: memory for the logits of one chunk with all temporaries; at least one token is taken.
             None: 1 GiB on an accelerator (at least 1024 tokens if the head trains), 32 MiB (192) on a CPU.
+        kernels: what runs the matmuls.
 
     Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N = 0, and still a node of
     the graph with zero gradients, so that no rank misses a collective. A non-finite logit gives a non-finite
@@ -151,9 +190,10 @@ def fused_linear_divergence(
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
         _Logits(teacher_logit_scale, teacher_softcap, temperature, student.vocab_size),
+        kernels,
     )
     target = _Teacher(teacher, divergence, statistics)
-    loss, *rows = _FusedLinearLoss.apply(hidden, weight, bias, student, target, chunk_bytes)
+    loss, *rows = _FusedLinearLoss.apply(hidden, weight, bias, student, target, chunk_bytes, kernels)
     return loss, TokenStatistics(*rows) if statistics else None
 
 
@@ -176,6 +216,7 @@ def fused_linear_cross_entropy(
     softcap: float | None = None,
     vocab_size: int | None = None,
     chunk_bytes: int | None = None,
+    kernels: Kernels = KERNELS,
 ) -> Tensor:
     """Sum over tokens of -log p(label), in nats (paper Eq. 3).
 
@@ -188,7 +229,7 @@ def fused_linear_cross_entropy(
     if labels.shape != hidden.shape[:1]:
         raise UserError(f"labels of shape {tuple(labels.shape)} for {hidden.shape[0]} tokens")
     student = _Logits(logit_scale, softcap, 1.0, vocab_size or weight.shape[0])
-    return _FusedLinearLoss.apply(hidden, weight, bias, student, labels, chunk_bytes)[0]
+    return _FusedLinearLoss.apply(hidden, weight, bias, student, labels, chunk_bytes, kernels)[0]
 
 
 def _check(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None) -> None:
@@ -239,16 +280,17 @@ class _Head:
     weight: Tensor
     bias: Tensor | None
     post: _Logits
+    kernels: Kernels
 
     def operands(self) -> _Head:
         """The same head without its padding, hidden states and weight in the one dtype of the products."""
-        dtype, size = _operand_dtype(self.hidden, self.weight), self.post.vocab_size
+        dtype, size = _operand_dtype(self.hidden, self.weight, self.kernels), self.post.vocab_size
         bias = None if self.bias is None else self.bias[:size]
-        return _Head(self.hidden.to(dtype), self.weight[:size].to(dtype), bias, self.post)
+        return _Head(self.hidden.to(dtype), self.weight[:size].to(dtype), bias, self.post, self.kernels)
 
     def logits(self, begin: int, end: int, out: Tensor) -> Tensor:
         """What the softmax is taken of, for tokens begin … end-1, written into (end-begin, V) `out`."""
-        _mm(self.hidden[begin:end], self.weight.t(), out)
+        self.kernels.mm(self.hidden[begin:end], self.weight.t(), out)
         if self.bias is not None:
             out.add_(self.bias)
         return self.post.finish(out)
@@ -325,6 +367,13 @@ def _compare(s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher) -> _Row
     return _Rows(gradient, value, entropy, agreement)
 
 
+def _num_tiles(target: _Teacher | Tensor) -> int:
+    """Count the (chunk, V) tiles that a chunk needs: the logits of both models, and one or two of work."""
+    if not isinstance(target, _Teacher):
+        return 2
+    return 4 if target.divergence.name == "jsd" else 3
+
+
 class _FusedLinearLoss(torch.autograd.Function):
     """The loss sum of N tokens; gradients are computed in the forward pass, scaled in the backward pass."""
 
@@ -337,18 +386,17 @@ class _FusedLinearLoss(torch.autograd.Function):
         post: _Logits,
         target: _Teacher | Tensor,
         chunk_bytes: int | None,
+        kernels: Kernels,
     ) -> tuple[Tensor | None, ...]:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        student = _Head(hidden, weight, bias, post).operands()
+        student = _Head(hidden, weight, bias, post, kernels).operands()
         teacher = target.head.operands() if isinstance(target, _Teacher) else None
         clip = target.divergence.clip if isinstance(target, _Teacher) else None
         num_tokens, num_vocab = hidden.shape[0], post.vocab_size
         dtype = torch.float64 if student.weight.dtype == torch.float64 else torch.float32
-        # Of a chunk: logits of both models and one or two of work; the softcap's slope comes on top.
-        num_work = 2 if isinstance(target, _Teacher) and target.divergence.name == "jsd" else 1
-        num_tiles = 1 + (teacher is not None) + num_work
+        num_tiles = _num_tiles(target)  # the softcap's slope comes on top
         row_bytes = num_vocab * dtype.itemsize * (num_tiles + (post.softcap is not None))
-        chunk = min(_chunk_tokens(row_bytes, chunk_bytes, hidden.device, wants_weight), num_tokens)
+        chunk = min(kernels.chunk_tokens(row_bytes, chunk_bytes, hidden.device, wants_weight), num_tokens)
 
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -402,9 +450,9 @@ class _FusedLinearLoss(torch.autograd.Function):
                     continue
                 d = d.to(student.weight.dtype)
                 if grad_hidden is not None:
-                    _mm(d, student.weight, grad_hidden[begin:end])
+                    kernels.mm(d, student.weight, grad_hidden[begin:end])
                 if grad_weight is not None:
-                    _addmm(grad_weight[:num_vocab], d.t(), student.hidden[begin:end])
+                    kernels.addmm(grad_weight[:num_vocab], d.t(), student.hidden[begin:end])
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*(rows for rows in per_token if rows is not None))
@@ -419,43 +467,13 @@ class _FusedLinearLoss(torch.autograd.Function):
             None if saved is None else saved.mul_(grad_loss).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
-def _chunk_tokens(
-    bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
-) -> int:
-    if chunk_bytes is not None:
-        return max(1, chunk_bytes // bytes_per_token)
-    kind = "cpu" if device.type == "cpu" else "accelerator"
-    return max(FEWEST_TOKENS[kind] if trains_head else 1, CHUNK_BYTES[kind] // bytes_per_token)
-
-
-def _widening_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies this dtype into float32 without rounding the result."""
-    return device.type in ("cuda", "xpu") and dtype in (torch.bfloat16, torch.float16)
-
-
-def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def _operand_dtype(hidden: Tensor, weight: Tensor, kernels: Kernels) -> torch.dtype:
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(hidden.device.type)  # what the head alone would be given
-    if dtype == torch.float64 or _widening_product(hidden.device, dtype):
+    if dtype == torch.float64 or kernels.widens(hidden.device, dtype):
         return dtype
     return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-
-
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, without rounding to the inputs' dtype."""
-    if _widening_product(a.device, a.dtype):
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(a, b, out=out)
-
-
-def _addmm(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
-    """accumulator += a @ b, without rounding the product to the inputs' dtype."""
-    if _widening_product(a.device, a.dtype):
-        torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
-    else:
-        accumulator.addmm_(a, b)

@@ -28,16 +28,23 @@ from transformers.utils import ModelOutput
 
 from fcsd.data.batches import NO_LOSS
 from fcsd.errors import UserError
+from fcsd.families import base_model_type
 from fcsd.families.structure import (
-    MASKS_IGNORE_POSITIONS,
-    PACKING_LEAKS,
-    _unwrapped,
     head_and_body,
     head_scaling,
     output_head,
+    packing_of,
     unpadded_vocab_size,
+    unwrapped,
 )
-from fcsd.losses.fused import Divergence, TokenStatistics, fused_linear_cross_entropy, fused_linear_divergence
+from fcsd.losses.fused import (
+    KERNELS,
+    Divergence,
+    Kernels,
+    TokenStatistics,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+)
 
 
 @dataclass
@@ -71,6 +78,7 @@ class LossHead(nn.Linear):
     logit_scale: float
     softcap: float | None
     vocab_size: int | None
+    kernels: Kernels = KERNELS
 
     def forward(self, hidden: Tensor, target: _Target | None = None) -> Any:
         """`hidden` without a target: (…, D) to logits (…, V), as before; with one: (N, D) to a scalar.
@@ -84,6 +92,7 @@ class LossHead(nn.Linear):
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
             "vocab_size": self.vocab_size,
+            "kernels": self.kernels,
         }
         if target.labels is not None:
             return fused_linear_cross_entropy(hidden, self.weight, target.labels, **own)
@@ -208,7 +217,7 @@ def body_hidden(
         # packed examples see each other in a batch of several. Every row starts at position 0, so one long
         # row is the same.
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    elif may_be_packed and config.model_type.removeprefix("farskip_") in MASKS_IGNORE_POSITIONS:
+    elif may_be_packed and packing_of(config) == "given_masks":
         shape = torch.empty(*input_ids.shape, 1, dtype=model.dtype, device=input_ids.device)
         masks = create_masks_for_generate(config, shape, None, None, position_ids)
     outputs = head_and_body(model)[1](
@@ -239,11 +248,12 @@ def final_hidden(
 
 def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
     """Raises UserError when rows (B, T) hold several examples, which this model would let see each other."""
-    model_type = _unwrapped(model).config.model_type.removeprefix("farskip_")
-    if model_type not in PACKING_LEAKS:
+    config = unwrapped(model).config
+    if packing_of(config) != "leaks":
         return
     begins = (position_ids[:, 1:] == 0).cumsum(1)  # padding, too, begins at 0
     if bool(((begins > 0) & (labels[:, 1:] != NO_LOSS)).any()):
         raise UserError(
-            f"model type '{model_type}' lets packed examples see each other; set data.packing: false"
+            f"model type '{base_model_type(config.model_type)}' lets packed examples see each other;"
+            " set data.packing: false"
         )

@@ -1,7 +1,12 @@
-"""KL(original || model) on held-out text: the figure that distillation minimises, on rows it has not seen."""
+"""KL(teacher || student) on held-out text, row by row: the figure that distillation minimises, on unseen rows.
+
+One walk over the rows for a training that scores itself (`fcsd.distill.heldout`) and for the evaluation of finished
+checkpoints: `read_rows` has the teacher's final hidden states of this rank's rows, `sums_by_row` the student's KL on
+them. What gives the hidden states, and what the KL of one row, is the caller's.
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import Collator, next_token_targets
+from fcsd.data.batches import Collator, next_token_targets, trim_padding
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.distributed.shard import whole_head
 from fcsd.families.structure import head_scaling, unpadded_vocab_size
@@ -18,15 +23,87 @@ from fcsd.losses.fused import fused_linear_kl
 from fcsd.losses.head import attach_loss_head, detach_loss_head, final_hidden, refuse_packing
 from fcsd.stats import ratio
 
+Batch = dict[str, Tensor]
+
+
+def read_rows(
+    rows: Sequence[Any],
+    prepare: Callable[[Batch], Any],
+    *,
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    trim: bool = False,
+    bar: str | None = None,
+) -> list[Batch]:
+    """Collate this rank's rows, one a batch, for `prepare` to add `teacher_hidden` (kept tokens, D).
+
+    All ranks call this. Behind its own come the rows that a rank in lockstep runs only because others have more.
+
+    Args:
+        model: the one that the rows must not be packed too tightly for.
+        device: where `prepare` is given them; they come back in main memory.
+        trim: cut off the padding behind the last token with loss.
+        bar: description of the progress bar; None: no bar.
+
+    Raises:
+        UserError: packed rows for a family that would let the examples in them see each other.
+    """
+    batches: list[Batch] = []
+
+    def own_share() -> None:
+        numbers = [*ranks.deal(range(len(rows))), *[0] * ranks.idle_passes(len(rows))]
+        for number in _with_bar(numbers, bar, ranks):
+            batch = {name: value.to(device) for name, value in Collator()([rows[number]]).items()}
+            if trim:
+                batch = trim_padding(batch)
+            refuse_packing(model, batch["labels"], batch["position_ids"])
+            prepare(batch)
+            batches.append({name: value.cpu() for name, value in batch.items()})
+
+    ranks.share(own_share)  # an error of one rank is raised on all
+    return batches
+
+
+def sums_by_row(
+    batches: Sequence[Batch],
+    num_rows: int,
+    kl_sum: Callable[[Batch], Tensor],
+    *,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    bar: str | None = None,
+) -> tuple[list[float], list[int]]:
+    """Return for each of `num_rows` rows its KL summed over tokens in nats, and its kept tokens; the same on all ranks.
+
+    Args: batches: this rank's, of `read_rows`; kl_sum: the summed KL (or other loss) of one of them, on `device`.
+    """
+
+    def own_share() -> list[tuple[float, int]]:
+        found = []
+        for batch in _with_bar(batches, bar, ranks):
+            total = kl_sum({name: value.to(device) for name, value in batch.items()})
+            keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+            found.append((float(total), int(keep.sum())))
+        return found[: len(ranks.deal(range(num_rows)))]
+
+    by_rank = ranks.share(own_share)
+    pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(num_rows)]
+    return [total for total, _ in pairs], [count for _, count in pairs]
+
+
+def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
+    return tqdm(values, desc=bar, unit="row", disable=bar is None or not ranks.first, leave=False)
+
 
 @dataclass(frozen=True)
 class Original:
     """What the KL needs to know of the original, which then need not be in memory beside the model.
 
-    hidden: for each of this rank's rows the (kept tokens, D) hidden states after the final norm, in main memory.
+    batches: of `read_rows`.
     """
 
-    hidden: list[Tensor]
+    batches: list[Batch]
     head: nn.Linear
     config: Any
 
@@ -40,13 +117,16 @@ def read_original(
     Raises:
         UserError: packed rows for a family that would let the examples in them see each other.
     """
+
+    def prepare(batch: Batch) -> None:
+        batch["teacher_hidden"] = _hidden(original, batch)
+
+    bar = "the original's hidden states" if progress else None
     with _evaluating(original):
-        hidden = [
-            _hidden(original, row).cpu()
-            for row in _share(rows, ranks, "the original's hidden states", progress)
-        ]
-        _idle(original, rows, ranks)
-        return Original(hidden, whole_head(original, input_device(original)).cpu(), original.config)
+        batches = read_rows(
+            rows, prepare, model=original, device=input_device(original), ranks=ranks, bar=bar
+        )
+        return Original(batches, whole_head(original, input_device(original)).cpu(), original.config)
 
 
 @torch.no_grad()
@@ -58,26 +138,17 @@ def kl_by_row(
     progress: bool = False,
     ranks: Ranks = ALONE,
 ) -> tuple[list[float], list[int]]:
-    """For each row the sum of KL(original || model) in nats, and the number of kept tokens; the same on all ranks."""
+    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
     device = input_device(model)
     teacher_head, head = original.head.to(device), whole_head(model, device)
 
-    def own_share() -> list[tuple[float, int]]:
-        found = []
-        for row, known in zip(
-            _share(rows, ranks, "KL to the original", progress), original.hidden, strict=True
-        ):
-            total = _sum(
-                original.config, teacher_head, known.to(device), model.config, head, _hidden(model, row)
-            )
-            found.append((total, len(known)))
-        _idle(model, rows, ranks)
-        return found
+    def kl_sum(batch: Batch) -> Tensor:
+        known = batch["teacher_hidden"]
+        return _sum(original.config, teacher_head, known, model.config, head, _hidden(model, batch))
 
+    bar = "KL to the original" if progress else None
     with _evaluating(model):
-        by_rank = ranks.share(own_share)
-    pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(len(rows))]
-    return [total for total, _ in pairs], [count for _, count in pairs]
+        return sums_by_row(original.batches, len(rows), kl_sum, device=device, ranks=ranks, bar=bar)
 
 
 def mean_kl(
@@ -88,7 +159,7 @@ def mean_kl(
     progress: bool = False,
     ranks: Ranks = ALONE,
 ) -> dict[str, float | None]:
-    """Forward KL in nats per kept token, over `rows` of `fcsd.data.dataset.build_dataset`.
+    """Compute the forward KL in nats per kept token, over `rows` of `fcsd.data.dataset.build_dataset`.
 
     Args:
         original: from `read_original`, with the same rows and ranks.
@@ -98,18 +169,6 @@ def mean_kl(
         `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
     """
     return ratio(*kl_by_row(original, model, rows, progress=progress, ranks=ranks))
-
-
-def _share(rows: Sequence[Any], ranks: Ranks, what: str, progress: bool) -> Iterator[Any]:
-    """This rank's rows, with a bar on the first."""
-    own = ranks.deal(range(len(rows)))
-    for number in tqdm(own, desc=what, unit="row", disable=not (progress and ranks.first), leave=False):
-        yield rows[number]
-
-
-def _idle(model: PreTrainedModel, rows: Sequence[Any], ranks: Ranks) -> None:
-    for _ in range(ranks.idle_passes(len(rows))):
-        _hidden(model, rows[0])
 
 
 @contextlib.contextmanager
@@ -130,14 +189,10 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def _hidden(model: PreTrainedModel, row: Any) -> Tensor:
-    """(N, D) hidden states of the row's kept tokens."""
-    batch = Collator()([row])
-    device = input_device(model)
-    ids, positions = (batch[name].to(device) for name in ("input_ids", "position_ids"))
-    refuse_packing(model, batch["labels"], batch["position_ids"])
-    keep, _ = next_token_targets(batch["labels"].to(device), positions)
-    return final_hidden(model, ids, positions, keep)
+def _hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Compute the (N, D) hidden states of the batch's kept tokens."""
+    keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+    return final_hidden(model, batch["input_ids"], batch["position_ids"], keep)
 
 
 def _sum(
@@ -147,11 +202,11 @@ def _sum(
     config: Any,
     head: nn.Linear,
     hidden: Tensor,
-) -> float:
-    """Forward KL summed over tokens; all tensors are on one device."""
+) -> Tensor:
+    """Compute the forward KL summed over tokens; all tensors are on one device."""
     teacher_scale, teacher_softcap = head_scaling(original_config)
     scale, softcap = head_scaling(config)
-    total = fused_linear_kl(
+    return fused_linear_kl(
         hidden,
         head.weight,
         teacher_hidden,
@@ -164,4 +219,3 @@ def _sum(
         teacher_softcap=teacher_softcap,
         vocab_size=unpadded_vocab_size(config),
     )
-    return float(total)

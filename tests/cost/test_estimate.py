@@ -1,6 +1,5 @@
 """`fcsd estimate`: bytes against a real training's, operations against torch's counter and by hand, published sizes."""
 
-import importlib
 import json
 import re
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from fcsd.cost.estimate import Hardware, estimate, parse_mfu
 from fcsd.cost.hardware import GPUS
 from fcsd.cost.memory import Layout, memory_parts
 from fcsd.cost.table import estimate_table
-from fcsd.cost.trace import PERSISTENT, Setting, Trace, trace_step
+from fcsd.cost.trace import Setting, Trace, trace_step
+from fcsd.cost.tracker import PERSISTENT
 from fcsd.distill.teachers.lora import add_adapters
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
@@ -394,8 +394,7 @@ def test_the_step_of_every_family_is_followed_without_data(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The run's own setting; the other one, for the table, would take as long again.
-    module = importlib.import_module("fcsd.cost.estimate")  # the package has a function of this name
-    monkeypatch.setattr(module, "_activations", lambda *_: None)
+    monkeypatch.setattr("fcsd.cost.estimate.activation_bytes", lambda *_: None)
     tiny_config(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     path = tmp_path / "recipe.yaml"
     path.write_text(

@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, without_tail
+from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_padding
 from fcsd.data.chat import tokenize_example
 from fcsd.data.dataset import build_dataset
 from fcsd.data.packing import PackedRows, PackingStats, pack
@@ -611,7 +611,7 @@ def test_real_instruction_data_is_packed_with_loss_on_its_responses(path, name, 
     assert any(label != NO_LOSS for row in rows for label in row["labels"])
 
 
-def test_without_tail_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets():
+def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets():
     labels = torch.full((3, 200), NO_LOSS)
     labels[0, 5:40] = 7
     labels[1, 90] = 8
@@ -621,11 +621,11 @@ def test_without_tail_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
         "position_ids": torch.arange(200).expand(3, -1),
         "teacher_hidden": torch.zeros(36, 4),
     }
-    cut = without_tail(batch)
+    cut = trim_padding(batch)
     assert cut["input_ids"].shape == cut["labels"].shape == (3, 128)
     assert cut["input_ids"].equal(batch["input_ids"][:, :128]) and cut["teacher_hidden"].shape == (36, 4)
     whole, short = (next_token_targets(b["labels"], b["position_ids"]) for b in (batch, cut))
     assert whole[0][:, :128].equal(short[0]) and whole[0].sum() == short[0].sum() and whole[1].equal(short[1])
-    assert without_tail(batch | {"labels": torch.full((3, 200), NO_LOSS)})["labels"].shape == (3, 64)
+    assert trim_padding(batch | {"labels": torch.full((3, 200), NO_LOSS)})["labels"].shape == (3, 64)
     short = {name: value[:, :30] for name, value in batch.items() if name != "teacher_hidden"}
-    assert without_tail(short)["labels"].shape == (3, 30)
+    assert trim_padding(short)["labels"].shape == (3, 30)

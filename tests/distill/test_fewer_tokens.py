@@ -110,7 +110,7 @@ def test_the_held_out_kl_is_that_of_full_logits_of_separate_examples(teacher: An
     attach_loss_head(student.train())
     for own in (None, ModelTeacher(copy.deepcopy(teacher))):
         score = HeldoutKL(rows, lambda: copy.deepcopy(teacher), join_launch())
-        score.ask(own, sharded=False)
+        score.set_teacher(own, sharded=False)
         assert score(student) == score(student)
         assert score(student).value == pytest.approx(float(wanted["kl"]), rel=1e-4)
     same = copy.deepcopy(teacher)
@@ -229,4 +229,4 @@ def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(teacher: 
     with pytest.raises(
         UserError, match=r"heldout_kl needs a teacher that is run: .* teacher\.backend: sharded"
     ):
-        HeldoutKL(Rows(1), lambda: teacher, join_launch()).ask(None, sharded=True)
+        HeldoutKL(Rows(1), lambda: teacher, join_launch()).set_teacher(None, sharded=True)

@@ -13,7 +13,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.families.refused import REFUSED
 from fcsd.inspect import inspect_model, report_table
-from fcsd.inspect.memory import cache_bytes, distillation_bytes
+from fcsd.inspect.memory import cache_bytes
 from fcsd.inspect.table import ranges
 from fcsd.text import size
 from fcsd.tiny.configs import TINY
@@ -161,38 +161,11 @@ def test_a_real_model_is_described(tmp_path):
     assert facts["memory"]["serve"]["weights_bytes"] == 2 * number
     cache = facts["memory"]["serve"]["cache"]
     assert cache["latent"] and cache["first_bytes"] == 2 * 61 * (512 + 64) * 1024  # 68.6 MiB
-    assert facts["memory"]["distill"]["float32"]["total"] == (2 + 4 + 4 + 8) * number
-    assert facts["memory"]["distill"]["bfloat16"]["total"] == (2 + 2 + 2 + 4) * number
     text = report_table(facts)
+    assert "what a training needs tells `fcsd estimate RECIPE`" in text
     assert "layers        61: 58 MoE (3-60), 3 dense (0-2)" in text
     assert "| all            | 671,026,404,352 |      37,552,282,624 |" in text
     assert "quantised     fp8" in text
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_distillation_bytes_are_those_of_a_step_of_adamw(dtype):
-    student = tiny_model("qwen3_moe", num_hidden_layers=1).to(dtype)
-    teacher = tiny_model("qwen3_moe", num_hidden_layers=1).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(student.parameters())
-    student(torch.zeros(1, 3, dtype=torch.long)).logits.float().sum().backward()
-    for parameter in student.parameters():  # an expert that no token chose still has its gradient
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-
-    def size_of(tensors):
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    number = sum(parameter.numel() for parameter in student.parameters())
-    actual = distillation_bytes(number, "bfloat16", str(dtype).removeprefix("torch."))
-    assert actual == {
-        "teacher": size_of(teacher.parameters()),
-        "student": size_of(student.parameters()),
-        "gradients": size_of(parameter.grad for parameter in student.parameters()),
-        "optimizer": size_of(moments),
-        "total": sum(value for key, value in actual.items() if key != "total"),
-    }
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"])
@@ -232,7 +205,6 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     }
     assert len(files) > 2
     assert base["memory"]["convert"]["at_most_bytes"] == base["files"]["largest_bytes"]
-    assert base["memory"]["distill"]["teacher_dtype"] == "float32"
 
     convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("last:2", mlp="full"))
     far = inspect_model(tmp_path / "far")
@@ -309,7 +281,7 @@ def test_a_model_that_cannot_be_converted_is_still_described(config, reason, kno
         assert facts["layers"]["total"] == num_layers
     if total is not None:
         assert facts["parameters"]["total"] == total
-        assert facts["memory"]["convert"] is None and facts["memory"]["distill"] is None
+        assert facts["memory"]["convert"] is None
         assert facts["memory"]["serve"]["weights_bytes"] == 2 * total
     text = report_table(facts)
     assert f"not possible: {reason}" in text
@@ -422,7 +394,13 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     config_only(tmp_path, "qwen3_moe")
     assert main(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for part in ("qwen3_moe, ", "can be converted", "| last:75%  |       3 |", "| routed experts |", "AdamW"):
+    for part in (
+        "qwen3_moe, ",
+        "can be converted",
+        "| last:75%  |       3 |",
+        "| routed experts |",
+        "fcsd estimate",
+    ):
         assert part in text
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

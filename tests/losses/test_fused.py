@@ -13,8 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from fcsd.errors import UserError
-from fcsd.losses import fused as losses
-from fcsd.losses.fused import Divergence, fused_linear_cross_entropy, fused_linear_divergence, fused_linear_kl
+from fcsd.losses.fused import (
+    KERNELS,
+    Divergence,
+    Kernels,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+    fused_linear_kl,
+)
 from fcsd.losses.head import _Target, attach_loss_head
 from fcsd.tiny.models import tiny_model
 
@@ -514,17 +520,22 @@ def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_th
     assert (statistics.divergence > 0).all()
 
 
-@pytest.mark.parametrize("widening", [False, True], ids=["as on this device", "as on a GPU"])
-def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64_at_a_kl_of_4e_4(
-    monkeypatch, widening
-):
+class WideningKernels(Kernels):
+    """The matmuls of a GPU, which take bfloat16 and leave float32; the gradient of the logits is rounded."""
+
+    def widens(self, device, dtype):
+        return dtype == torch.bfloat16
+
+    def mm(self, a, b, out):
+        torch.mm(a.float(), b.float(), out=out)
+
+    def addmm(self, accumulator, a, b):
+        accumulator.addmm_(a.float(), b.float())
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, WideningKernels()], ids=["as on this device", "as on a GPU"])
+def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64_at_a_kl_of_4e_4(kernels):
     """Through the head module: bfloat16 hidden states, heads and returned gradients, a vocabulary of 32,000."""
-    if (
-        widening
-    ):  # the product of such a device, which takes bfloat16 and leaves float32; the gradient is rounded
-        monkeypatch.setattr(losses, "_widening_product", lambda _, dtype: dtype == torch.bfloat16)
-        monkeypatch.setattr(losses, "_mm", lambda a, b, out: torch.mm(a.float(), b.float(), out=out))
-        monkeypatch.setattr(losses, "_addmm", lambda total, a, b: total.addmm_(a.float(), b.float()))
     g = torch.Generator().manual_seed(0)
     n, d, v = 24, 512, 32000
     model = tiny_model("qwen3_moe")
@@ -533,6 +544,7 @@ def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64
         model.lm_head.weight.copy_(torch.randn(v, d, generator=g) / d**0.5)
     teacher_head = copy.deepcopy(model.lm_head)
     attach_loss_head(model)
+    model.lm_head.kernels = kernels
     th = (2.5 * torch.randn(n, d, generator=g)).bfloat16()
     h = (th.float() + 0.028 * torch.randn(n, d, generator=g)).bfloat16().requires_grad_()
 

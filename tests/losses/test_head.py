@@ -13,7 +13,8 @@ from torch import nn
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.data.packing import pack
 from fcsd.errors import UserError
-from fcsd.families.structure import LOGIT_SCALES, PACKING_LEAKS, head_scaling, output_head
+from fcsd.families import FAMILIES
+from fcsd.families.structure import head_scaling, output_head
 from fcsd.losses.head import LossHead, attach_loss_head, detach_loss_head, final_hidden, refuse_packing
 from fcsd.tiny.configs import TINY
 from fcsd.tiny.models import tiny_model
@@ -343,16 +344,18 @@ def own_logits_model(family):
 
 
 def test_every_kind_of_logit_post_processing_is_among_the_families():
+    scales = {row.logit_scale[0] for row in FAMILIES.values() if row.logit_scale is not None}
     kinds = set()
     for family in TINY:
         config = own_logits_model(family).config.get_text_config()
-        kinds |= {name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1.0)}
+        kinds |= {name for name in scales if getattr(config, name, None) not in (None, 1.0)}
         kinds |= {
             name for name in ("final_logit_softcapping", "unpadded_vocab_size") if hasattr(config, name)
         }
-    assert kinds == {*LOGIT_SCALES, "final_logit_softcapping", "unpadded_vocab_size"}
+    assert kinds == {*scales, "final_logit_softcapping", "unpadded_vocab_size"}
 
 
+PACKING_LEAKS = {family for family, row in FAMILIES.items() if row.packing == "leaks"}
 # Attention sinks, which sdpa has not.
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 ATTENTION = [

@@ -15,6 +15,7 @@ from fcsd.config.load import load_recipe
 from fcsd.connectivity import Connectivity, farskip_layers, load_model
 from fcsd.errors import UserError
 from fcsd.evaluate import stage as evaluate_stage
+from fcsd.files import weights_fingerprint
 from fcsd.layers import study as layers
 from fcsd.stages import convert as convert_stage
 from fcsd.stages import distill as distill_stages
@@ -71,8 +72,11 @@ def pipeline(folder: Path) -> dict[str, Any]:
         },
         "train": TRAIN,
         "early_stopping": {
-            "dataset": "fcsd/tiny-code", "split": "validation", "every_steps": 2, "patience": 9, "max_problems": 2,
-            "max_new_tokens": 4,
+            "task": {
+                "kind": "code", "task": "tiny_code", "dataset": "fcsd/tiny-code", "split": "validation",
+                "chat_template": True, "stop": [], "max_new_tokens": 4,
+            },
+            "every_steps": 2, "patience": 9, "limit": 2,
         },
         "sweep": {
             "batch_size_tokens": [512, 1024], "learning_rate": [1e-3, 2e-3], "steps": 2, "warmup_steps": 0,
@@ -390,3 +394,46 @@ def test_a_new_model_has_the_weights_of_its_seed() -> None:
 def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
     with pytest.raises(UserError, match="has no variant 'x'; allowed: none"):
         distill_stages.distill(run_of(bench.recipe("r")), "x")
+
+
+@pytest.mark.slow
+def test_a_run_looks_the_original_up_once_and_hashes_it_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hub id every look-up is a request, and every fingerprint reads all of a large checkpoint."""
+    asked, hashed = [], []
+
+    def snapshot_download(repository: str, **options: Any) -> str:
+        asked.append((repository, options["revision"]))
+        return str(bench.base)
+
+    def fingerprint(folder: Path) -> str:
+        hashed.append(folder)
+        return weights_fingerprint(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("fcsd.models.load.weights_fingerprint", fingerprint)
+    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    task = {
+        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["dataset"],
+        "lm_eval_include": "tiny", "chat_template": True,
+    }  # fmt: skip
+    suite = bench.folder / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
+    recipe = bench.recipe(
+        "r",
+        model={"path": "owner/name", "revision": "a" * 40},
+        data=data | {"max_length": 32},
+        variants={"sft": {"objective.name": "sft"}},
+        sweep={
+            "batch_size_tokens": [64],
+            "learning_rate": [1e-3],
+            "steps": 2,
+            "warmup_steps": 0,
+            "last_steps": 1,
+        },
+        evaluation={"suite": str(suite), "batch_size": 4, "limit": 1},
+    )
+    assert main(["run", str(recipe), "--set", "evaluation.layer_study=true"]) == 0
+    assert asked == [("owner/name", "a" * 40)]
+    assert hashed.count(bench.base) == 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import next_token_targets, without_tail
+from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
 from fcsd.losses.head import LossHead, final_hidden
@@ -45,7 +45,7 @@ class Teacher(ABC):
         """
 
     def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
-        """(N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
+        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
 
         Raises: UserError when this kind of teacher has no layers at hand.
         """
@@ -72,13 +72,13 @@ class ModelTeacher(Teacher):
     def prepare(self, batches: list[Batch]) -> None:
         """One forward a micro-batch."""
         for batch in batches:
-            cut = without_tail(batch)
+            cut = trim_padding(batch)
             keep, _ = next_token_targets(cut["labels"], cut["position_ids"])
             batch["teacher_hidden"] = final_hidden(self.model, cut["input_ids"], cut["position_ids"], keep)
 
     @torch.no_grad()
     def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
-        """One forward that collects what the terms need."""
+        """Run one forward that collects what the terms need."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         with terms.seen(self.model) as seen:
             hidden = final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fcsd.config.model import AdapterConfig
 from fcsd.connectivity.rewire import regular
-from fcsd.data.batches import next_token_targets, without_tail
+from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.teachers.base import Batch, Teacher
 from fcsd.errors import UserError
 from fcsd.families.structure import output_head
@@ -78,12 +78,12 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether adapters are in the model."""
+    """Return whether adapters are in the model."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
@@ -120,13 +120,13 @@ class AdapterOffTeacher(Teacher):
 
     @torch.no_grad()
     def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
-        """One forward without adapters that collects what the terms need."""
+        """Run one forward without adapters that collects what the terms need."""
         with as_original(self.student), terms.seen(self.student) as seen:
             hidden = self._hidden(batch)
         return hidden, seen
 
     def _hidden(self, batch: Batch) -> Tensor:
-        batch = without_tail(batch)
+        batch = trim_padding(batch)
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         # Not through the model's own forward: the Trainer has put its autocast around that one.
         return body_hidden(self.student, batch["input_ids"], batch["position_ids"], None, keep)

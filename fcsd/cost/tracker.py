@@ -1,0 +1,127 @@
+"""Count the bytes of live storages and the FLOPs of what runs, without storage."""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+PERSISTENT = ("student", "teacher", "gradients", "optimizer")
+"""Kinds of bytes that live from one micro-batch to the next."""
+
+
+@dataclass
+class _Live:
+    reference: Any
+    kind: str
+    num_bytes: int
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of live storages by the kind under which they were made, and the matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "other"
+        self.live: dict[int, _Live] = {}
+        self.now: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self.transient: dict[str, int] = {}
+        self.flops: dict[str, Counter[str]] = {}
+        self.attention_flops: Counter[str] = Counter()
+        self._peak = self._transient = 0
+
+    @contextlib.contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """What is allocated and computed inside counts as `kind`."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def becomes(self, tensor: Tensor, kind: str) -> None:
+        """Count a live tensor's storage as `kind` from now on."""
+        entry = self.live.get(id(tensor.untyped_storage()))
+        if entry is not None:
+            self.now[entry.kind] -= entry.num_bytes
+            self.now[kind] += entry.num_bytes
+            entry.kind = kind
+
+    def add_flops(self, dtype: torch.dtype, number: int) -> None:
+        """Count operations of the present kind."""
+        self.flops.setdefault(self.kind, Counter())[str(dtype).removeprefix("torch.")] += number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._track(tensor.untyped_storage())
+        count = _FLOPS.get(func._overloadpacket)
+        if count is not None:
+            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            number = int(count(*args, **(kwargs or {}), out_val=out))
+            self.add_flops(dtype, number)
+            if count is _attention:
+                self.attention_flops[self.kind] += number
+        return out
+
+    def _track(self, storage: Any) -> None:
+        key = id(storage)
+        if key in self.live:
+            return
+        entry = _Live(None, self.kind, storage.nbytes())
+
+        def gone(_: Any) -> None:
+            del self.live[key]
+            self.now[entry.kind] -= entry.num_bytes
+
+        entry.reference = weakref.ref(storage, gone)
+        self.live[key] = entry
+        self.now[entry.kind] += entry.num_bytes
+        total = sum(self.now.values())
+        if total > self._peak:
+            self._peak, self.peak = total, dict(self.now)
+        transient = total - sum(self.now[kind] for kind in PERSISTENT)
+        if transient > self._transient:
+            self._transient = transient
+            self.transient = {kind: n for kind, n in self.now.items() if kind not in PERSISTENT}
+
+
+def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * input.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+def _grouped_backward(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _grouped(input, weight)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+def _flop_counts() -> dict[Any, Callable[..., Any]]:
+    """torch's own formulas, and those of the products that it does not know."""
+    import transformers.integrations.moe  # noqa: F401, registers the grouped products
+
+    aten, own = torch.ops.aten, torch.ops.transformers
+    return dict(flop_registry) | {
+        own.grouped_mm_fallback: _grouped,
+        own.grouped_mm_fallback_backward: _grouped_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+
+
+_FLOPS = _flop_counts()
