@@ -9,6 +9,7 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,8 +279,11 @@ class FCSDTrainer(DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
+        start = time.perf_counter()
         with self._with_loss_head():
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self.leave_out_time(time.perf_counter() - start)
+        return found
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Logits (rows, tokens, vocabulary) and labels of the packed rows of a data set, and its held-out loss."""

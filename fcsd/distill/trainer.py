@@ -224,6 +224,10 @@ class DistillTrainer(GuardedTrainer):
         else:
             self._sums, self._counts = meters
 
+    def leave_out_time(self, seconds: float) -> None:
+        """Do not count this time, in which nothing was trained, in `tokens_per_second`."""
+        self._clock += seconds
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
