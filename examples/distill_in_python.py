@@ -69,6 +69,10 @@ loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 # %% What came of it
 agreement = [entry["top1_agreement"] for entry in trainer.state.log_history if "top1_agreement" in entry]
-print(f"held-out KL to the original: {before:.4f} before, {after:.4f} after {trainer.state.global_step} steps")
-print(f"same most probable token as the original: {agreement[0]:.0%} of tokens at first, {agreement[-1]:.0%} at the end")
+print(
+    f"held-out KL to the original: {before:.4f} before, {after:.4f} after {trainer.state.global_step} steps"
+)
+print(
+    f"same most probable token as the original: {agreement[0]:.0%} of tokens at first, {agreement[-1]:.0%} at the end"
+)
 print(f"saved and loaded again: {type(loaded).__name__} in {folder}")

@@ -397,7 +397,10 @@ class FCSDTrainer(DistillTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             card = Path(str(self.args.output_dir)) / "README.md"
-            card.write_text(card.read_text(encoding="utf-8") + _LOADING, encoding="utf-8")
+            loading = _LOADING.format(
+                name=self.hub_model_id or self.args.hub_model_id or self.args.output_dir
+            )
+            card.write_text(card.read_text(encoding="utf-8") + loading, encoding="utf-8")
 
 
 _LOADING = """
@@ -408,8 +411,8 @@ The model has FarSkip connectivity, whose code is in this repository:
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("OWNER/NAME", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("OWNER/NAME")
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 """
 

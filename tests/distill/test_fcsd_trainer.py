@@ -260,7 +260,7 @@ def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
     trainer.train()
     steps = len(trainer.train_dataset) // 4  # type: ignore[arg-type]
     assert trainer.state.global_step == 2 * steps
-    assert seen == ["epoch 1", "kl", "epoch 2", "kl"]
+    assert seen == ["epoch 1", "kl", "kl", "epoch 2"]  # the last step is on record in any case
     folder = Path(str(trainer.args.output_dir))
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == sorted(
         f"checkpoint-{n * steps}" for n in (1, 2)
@@ -337,7 +337,9 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 ids = torch.arange(3, 19)[None]
 with torch.no_grad():
     logits = model(ids, use_cache=False).logits
-torch.save({"logits": logits, "dtype": str(model.dtype), "length": len(tokenizer)}, sys.argv[2])
+head = model.lm_head.weight.detach()
+found = {"logits": logits, "head": head, "dtype": str(model.dtype), "length": len(tokenizer)}
+torch.save(found, sys.argv[2])
 """
 
 
@@ -360,7 +362,8 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     assert found["dtype"] == "torch.bfloat16" and found["length"] == 300
     with torch.no_grad():
         expected = copy.deepcopy(model).bfloat16().eval()(torch.arange(3, 19)[None], use_cache=False).logits
-    torch.testing.assert_close(found["logits"], expected, atol=5e-2, rtol=0)
+    torch.testing.assert_close(found["logits"], expected, atol=0.3, rtol=0)  # other kernels, in bfloat16
+    assert torch.equal(found["head"], model.lm_head.weight.bfloat16())
 
 
 @pytest.fixture
@@ -374,27 +377,38 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         ):  # fmt: skip
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, with the place of then
         yield server
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["end", "checkpoint"])
 def test_a_push_leaves_a_repository_that_loads(
-    hub: Hub, make: Callable[..., FCSDTrainer], tmp_path: Path
+    hub: Hub, make: Callable[..., FCSDTrainer], tmp_path: Path, strategy: str
 ) -> None:
-    trainer = make("pushed", max_steps=2, hub_model_id="someone/tiny", hub_strategy="end")
+    during = strategy != "end"
+    trainer = make("pushed", max_steps=2, hub_model_id="me/tiny", hub_strategy=strategy, push_to_hub=during)
     trainer.train()
+    files = hub.repos["me/tiny"].files if during else {}
+    if during:  # pushed with each checkpoint, which can be gone on from
+        assert {
+            "model.safetensors",
+            "modeling_farskip.py",
+            "last-checkpoint/trainer_state.json",
+        } <= files.keys()
     trainer.push_to_hub()
-    files = hub.repos["someone/tiny"].files
-    assert files.keys() >= {
+    files = hub.repos["me/tiny"].files
+    assert {
         "config.json",
         "model.safetensors",
         "modeling_farskip.py",
         "tokenizer.json",
         "README.md",
-    }
+    } <= files.keys()
     assert not any(name.startswith("checkpoint-") for name in files)
     card = files["README.md"].decode()
-    assert "trust_remote_code=True" in card and "- farskip" in card
-    folder = hub.repos["someone/tiny"].write(tmp_path / "fetched")
+    assert 'from_pretrained("me/tiny", trust_remote_code=True)' in card and "- farskip" in card
+    folder = hub.repos["me/tiny"].write(tmp_path / "fetched")
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert same(loaded.state_dict(), trainer.model.state_dict())
 
@@ -509,9 +523,8 @@ def test_arguments_of_transformers_are_taken_for_ones_own(
 
     model = copy.deepcopy(original)
     convert_model(model, Connectivity("all"))
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, learning_rate=3e-4, use_cpu=True, disable_tqdm=True
-    )
+    settings: dict[str, Any] = {"learning_rate": 3e-4, "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=1, **settings)
     trainer = FCSDTrainer(model, arguments, train_dataset=examples(40), processing_class=tokenizer)
     assert isinstance(trainer.args, FCSDConfig) and trainer.args.learning_rate == 3e-4
     assert trainer.args.max_length == 4096 and fcsd.FCSDTrainer is FCSDTrainer
