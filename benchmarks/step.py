@@ -147,7 +147,7 @@ def train_with_fcsd(
 ) -> None:
     from unittest import mock
 
-    from fcsd.config.training import ObjectiveConfig, TrainConfig
+    from fcsd.config.training import CrossEntropyObjectiveConfig, KLObjectiveConfig, TrainConfig
     from fcsd.distill import run as product
     from fcsd.distill.teachers.base import ModelTeacher
     from fcsd.tiny.models import tiny_tokenizer
@@ -176,7 +176,7 @@ def train_with_fcsd(
         tokenizer=tiny_tokenizer(512),
         rows=Repeated(rows, num_steps),
         max_length=options.length,
-        objective=ObjectiveConfig(name="kl" if has_teacher else "sft"),
+        objective=KLObjectiveConfig() if has_teacher else CrossEntropyObjectiveConfig(name="sft"),
         train=TrainConfig(
             max_steps=num_steps,
             batch_size_tokens=len(rows) * options.length,

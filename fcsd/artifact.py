@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: early stopping's task was written flat into its section
 
 
 _PACKAGES = (
@@ -111,6 +111,13 @@ class Stage:
         changes = differences(found["settings"], mine["settings"]) + differences(
             found["inputs"], mine["inputs"]
         )
+        if changes and (version := found.get("schema_version")) != SCHEMA_VERSION:
+            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise UserError(
+                f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION}),"
+                f" which wrote settings differently ({'; '.join(changes[:3])}{more}); choose another output_dir, remove"
+                " this folder to run the stage again, or go on with the fcsd that made it"
+            )
         if changes:
             raise UserError(
                 f"{self.folder}: was made with other settings ({'; '.join(changes)});"
@@ -119,7 +126,11 @@ class Stage:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """List dotted keys that differ between two plain values: `train.learning_rate: 2e-05 -> 4e-05`."""
+    """List dotted keys that differ between two plain values, absent or null alike: `train.learning_rate: 2e-05 ->
+    4e-05`."""
+    both = [*old, *new] if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) else []
+    if both and all(isinstance(each, dict) for each in both):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         found = []
         for key in sorted(set(old) | set(new)):

@@ -7,15 +7,23 @@ from typing import Any
 RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
 
 
+def scored_row(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the task of an `early_stopping` section, whose keys stood in the section itself before stage.json had
+    schema_version 2; of held-out KL the section."""
+    task = plan.get("task")
+    return task if isinstance(task, Mapping) else plan
+
+
 def stopping_text(plan: Mapping[str, Any]) -> str:
     """Name what a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
     `Rowan/hellaswag`, split `train`"."""
-    if plan.get("metric") == "heldout_kl":
+    row = scored_row(plan)
+    if row.get("metric") == "heldout_kl":
         return "KL to the original on held-out text"
-    metric = str(plan.get("metric")).partition(",")[0]
-    of = f" of {plan['task']}" if plan.get("kind", "code") != "code" else ""
-    split = f", split `{plan['split']}`" if plan.get("split") else ""
-    return f"{metric}{of} on `{plan.get('dataset')}`{split}"
+    metric = str(row.get("metric")).partition(",")[0]
+    of = f" of {row['task']}" if row.get("kind", "code") != "code" else ""
+    split = f", split `{row['split']}`" if row.get("split") else ""
+    return f"{metric}{of} on `{row.get('dataset')}`{split}"
 
 
 def plus_minus(value: float, error: float | None, sign: str = "") -> str:

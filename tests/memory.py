@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fcsd.config.model import AdapterConfig
+from fcsd.config.strict import validate
 from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.cost.trace import Setting
@@ -107,11 +108,11 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
             tokenizer=tiny_tokenizer(512),
             rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
             max_length=setting.num_tokens,
-            objective=ObjectiveConfig(
-                name=setting.objective,  # type: ignore[arg-type]
-                jsd_beta=0.5 if setting.objective == "jsd" else None,
-                l2_coefficient=1.0 if setting.objective == "kl+l2" else None,
-                freeze_embeddings_and_head=setting.freeze_embeddings_and_head,
+            objective=validate(
+                ObjectiveConfig,
+                {"name": setting.objective, "freeze_embeddings_and_head": setting.freeze_embeddings_and_head}
+                | ({"l2_coefficient": 1.0} if setting.objective == "kl+l2" else {}),
+                "objective",
             ),
             train=TrainConfig(
                 max_steps=2,

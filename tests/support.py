@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import yaml
 
+from tests.float64 import BOUND, error, logits_in_float64
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,10 +57,11 @@ class Bench:
     @property
     def early_stopping(self) -> dict[str, Any]:
         """Scores after every second step; a random model solves nothing."""
-        return {
-            "dataset": str(self.problems), "every_steps": 2, "patience": 50, "max_new_tokens": 2,
-            "timeout_s": 5.0,
+        task = {
+            "kind": "code", "task": "problems", "dataset": str(self.problems), "chat_template": True, "stop": [],
+            "max_new_tokens": 2, "timeout_s": 5.0,
         }  # fmt: skip
+        return {"task": task, "every_steps": 2, "patience": 50}
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -68,10 +71,11 @@ class Bench:
             folder / "test.jsonl",
             [{"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3} for n in range(8)],
         )
-        return {
+        task = {
             "metric": "acc,none", "kind": "likelihood", "task": "tiny_choice", "dataset": str(folder),
-            "lm_eval_include": "tiny", "chat_template": True, "limit": 4, "every_steps": 2, "patience": 50,
+            "lm_eval_include": "tiny", "chat_template": True,
         }  # fmt: skip
+        return {"task": task, "limit": 4, "every_steps": 2, "patience": 50}
 
 
 def make_bench(base: Path, folder: Path) -> Bench:
@@ -99,15 +103,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any], tolerance: float = 5e-5) -> None:
-    """Weights to the last bit. Logits but for the order of summation, which the alignment of a memory-mapped
-    file changes."""
+def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:
+    """Weights to the last bit. Logits in float64 but for the order of summation, which the alignment of a
+    memory-mapped file changes."""
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-    with torch.no_grad():
-        one, other = (each(**inputs, use_cache=False).logits for each in (loaded, model))
-    assert (one - other).abs().max() < tolerance
+    one, other = (logits_in_float64(each, inputs) for each in (loaded, model))
+    assert error(one, other) < BOUND
 
 
 def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fcsd.artifact import Stage, differences
+from fcsd.config.load import load_recipe
+from fcsd.config.suite import load_suite
 from fcsd.errors import UserError
-from fcsd.files import new_folder, weights_fingerprint, write_json, writing
+from fcsd.files import new_folder, read_json, weights_fingerprint, write_json, writing
+from fcsd.stages.scoring import score_settings
+from tests.support import ROOT
 
 
 def stage(folder: Path, **settings: object) -> Stage:
@@ -127,3 +132,62 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
         write_json(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"é": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+# ---- folders that an fcsd of schema_version 1 left: manifests of one small run of recipes/tiny/demo.yaml
+
+SMALL = [
+    "pretrain.train.max_steps=3", "pretrain.train.warmup_steps=1", "train.max_steps=3", "train.warmup_steps=1",
+    "sweep=null", "evaluation.limit=2", "early_stopping.every_steps=2", "early_stopping.limit=2",
+    "variants={sft: {objective.name: sft, early_stopping: null},"
+    " kl: {early_stopping: {metric: heldout_kl, every_steps: 2}}}",
+]  # fmt: skip
+
+
+def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
+    """The stage as this fcsd would begin it in `folder`, which holds what the former one left; its manifest."""
+    manifest = read_json(ROOT / "tests" / "files" / "schema_1" / f"{name}.json")
+    assert manifest["schema_version"] == 1
+    (folder / "history.jsonl").touch()
+    write_json(folder / "manifest.json", manifest)
+    recipe = load_recipe(ROOT / "recipes" / "tiny" / "demo.yaml", SMALL)
+    if name.startswith("variants-"):
+        recipe = recipe.variant(name.removeprefix("variants-"))
+    dump = recipe.dump()
+    if manifest["stage"] == "pretrain":
+        dump = dump["pretrain"] | {"seed": recipe.seed}
+    suite = load_suite("tiny").model_dump(mode="json", exclude={"folder"})
+    dump |= {"suite": suite, "early_stopping": score_settings(recipe.early_stopping)}
+    settings = {}
+    for key, value in manifest["settings"].items():
+        settings[key] = dump[key]
+        if key in ("data", "train", "evaluation", "model"):  # of which a stage records a part
+            settings[key] = {part: each for part, each in dump[key].items() if part in value}
+    return Stage(folder, manifest["stage"], settings, manifest["inputs"]), manifest
+
+
+@pytest.mark.parametrize("name", ["pretrain", "convert", "variants-sft", "variants-kl", "evaluate-fcsd"])
+def test_a_former_folder_is_read_where_its_settings_mean_the_same(name: str, tmp_path: Path) -> None:
+    stage, manifest = former(name, tmp_path)
+    assert stage.state() == "finished" and stage.manifest() == manifest
+
+
+def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    stage, manifest = former("distill", tmp_path)
+    assert manifest["settings"]["early_stopping"]["dataset"] == "fcsd/tiny-code"
+    message = (
+        r"was made by another fcsd \(schema_version 1, this one writes 2\), which wrote settings differently"
+        r" \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output_dir, remove this"
+        r" folder to run the stage again, or go on with the fcsd that made it"
+    )
+    with pytest.raises(UserError, match=message):
+        stage.state()
+
+
+def test_a_former_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
+    stage, _ = former("variants-sft", tmp_path)
+    changed = stage.settings | {"objective": stage.settings["objective"] | {"vocab_size": 7}}
+    with pytest.raises(UserError, match=r"objective\.vocab_size: null -> 7"):
+        Stage(stage.folder, stage.name, changed, stage.inputs).state()

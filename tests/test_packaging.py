@@ -2,6 +2,7 @@
 
 import email
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -123,6 +124,35 @@ def test_the_source_distribution_builds_the_same_wheel(
     wheel: dict[str, bytes], sdist: Path, tmp_path: Path
 ) -> None:
     assert read_wheel(build(sdist, tmp_path, "wheel")) == wheel
+
+
+def test_an_installed_wheel_finds_shipped_recipes_suites_and_first_steps_outside_the_checkout(
+    built: Path, tmp_path: Path
+) -> None:
+    """The wheel with the libraries of this environment, in an empty folder, by the words of `fcsd --help`."""
+    place, folder = tmp_path / "site", tmp_path / "empty"
+    folder.mkdir()
+    (file,) = built.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(place)
+    environment = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "200"}
+
+    def fcsd_says(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "fcsd", *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first_steps = re.search(r"`fcsd (tiny-data \S+) && fcsd run (\S+)`", fcsd_says("--help"))
+    assert first_steps is not None
+    assert fcsd_says(*first_steps[1].split()).strip() == "runs/tiny-data"
+    recipe = yaml.safe_load(fcsd_says("recipe", first_steps[2]))
+    assert all((folder / source["path"]).is_file() for source in recipe["pretrain"]["data"]["train"])
 
 
 def packed_files(sdist: Path) -> set[str]:

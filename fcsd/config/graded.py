@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.recipe import Recipe
+from fcsd.config.stopping import TaskStoppingConfig
 from fcsd.config.suite import load_suite
 from fcsd.errors import UserError
 
@@ -49,8 +50,8 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
 
 def _graded(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
     stopping = recipe.early_stopping
-    if stopping is not None and stopping.dataset is not None:
-        yield Graded("early_stopping", stopping.dataset, stopping.dataset_name, stopping.split)
+    if isinstance(stopping, TaskStoppingConfig):
+        yield Graded("early_stopping", stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
         for judged in data.decontaminate.against:
@@ -84,5 +85,5 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
 
 
 def split_names(split: str) -> list[str]:
-    """The splits that a text such as `train[:5%]+test` names."""
+    """Return the splits that a text such as `train[:5%]+test` names."""
     return [part.split("[")[0].strip() for part in split.split("+")]

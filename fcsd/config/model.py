@@ -1,10 +1,11 @@
 """Schema of what is trained and compared: model, connectivity, teacher, adapters."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
+from fcsd.config.unions import default_tag
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,34 +52,55 @@ class ConnectivityConfig(Strict):
         return Connectivity(layers, self.attention, self.mlp)
 
 
-class TeacherConfig(Strict):
-    """Where the teacher's final hidden states come from; the numbers are the same, memory and time are not.
+class _OfACheckpoint(Strict):
+    """A teacher that is a checkpoint of its own, and not the student's weights."""
 
-    sharded      a second, frozen model: whole on one process, in shards over several where the engine shards
-    adapter_off  the student's own weights, with adapters and connectivity off; needs `lora`
-    cache        read from the folder that `fcsd cache-teacher` wrote; the teacher is not run
-    """
-
-    backend: Literal["sharded", "adapter_off", "cache"] = "sharded"
+    backend: str
     path: str | None = (
         None  # another checkpoint as the teacher, with the student's vocabulary; null: model.path
     )
     revision: str | None = None  # of a hub id in `path`
-    cache: str | None = None  # folder of `fcsd cache-teacher`; read by backend cache only
-    # Of a cache: rows that are compared with the loaded teacher before training starts; 0: it is never loaded.
-    spot_check_rows: int = Field(4, ge=0)
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_backend(self) -> "TeacherConfig":
-        if self.backend == "cache" and not self.cache:
-            raise ValueError("backend 'cache' needs `cache`, the folder that `fcsd cache-teacher` wrote")
-        if self.backend == "adapter_off" and self.path is not None:
-            raise ValueError(
-                "backend 'adapter_off' runs the student's own weights and takes no path; use sharded or cache"
-            )
+    def _revision_has_its_path(self) -> Self:
         if self.revision is not None and self.path is None:
             raise ValueError("revision belongs to `path`; that of the student's model is model.revision")
         return self
+
+
+class ShardedTeacherConfig(_OfACheckpoint):
+    """Run a second, frozen model: whole on one process, in shards over several where the engine shards."""
+
+    backend: Literal["sharded"] = "sharded"
+
+    cache: ClassVar[None] = None
+
+
+class AdapterOffTeacherConfig(Strict):
+    """Run the student's own weights, with adapters and connectivity off; needs `lora`."""
+
+    backend: Literal["adapter_off"]
+
+    path: ClassVar[None] = None
+    revision: ClassVar[None] = None
+    cache: ClassVar[None] = None
+
+
+class CachedTeacherConfig(_OfACheckpoint):
+    """Read the folder that `fcsd cache-teacher` wrote; the teacher is not run."""
+
+    backend: Literal["cache"]
+    cache: str = Field(description="the folder that `fcsd cache-teacher` wrote")
+    # Rows that are compared with the loaded teacher before training starts; 0: it is never loaded.
+    spot_check_rows: int = Field(4, ge=0)
+
+
+# Where the teacher's final hidden states come from; the numbers are the same, memory and time are not.
+TeacherConfig = Annotated[
+    ShardedTeacherConfig | AdapterOffTeacherConfig | CachedTeacherConfig,
+    Field(discriminator="backend"),
+    default_tag("backend", "sharded"),
+]
 
 
 class AdapterConfig(Strict):

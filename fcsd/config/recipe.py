@@ -10,21 +10,28 @@ Not covered: where a run happens (processes, FSDP, DeepSpeed) is accelerate's co
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from fcsd.config.data import DataConfig
-from fcsd.config.model import AdapterConfig, ConnectivityConfig, ModelConfig, TeacherConfig
+from fcsd.config.model import (
+    AdapterConfig,
+    ConnectivityConfig,
+    ModelConfig,
+    ShardedTeacherConfig,
+    TeacherConfig,
+)
 from fcsd.config.overrides import set_dotted
 from fcsd.config.stopping import EarlyStoppingConfig
 from fcsd.config.strict import Strict, did_you_mean, validate
 from fcsd.config.training import (
-    DIVERGENCES,
-    OBJECTIVES_WITH,
+    DivergenceObjectiveConfig,
+    KLObjectiveConfig,
     ObjectiveConfig,
     SafetyConfig,
     SweepConfig,
     TrainConfig,
 )
+from fcsd.config.unions import choice_of, drop_foreign_keys
 from fcsd.errors import UserError
 
 _VARIANT_SECTIONS = (
@@ -68,6 +75,12 @@ class PretrainConfig(Strict):
         return value
 
 
+def _has_teacher(objective: Any) -> bool:
+    choice = choice_of(ObjectiveConfig)
+    kind = choice.member(objective) if choice is not None else None
+    return kind is None or issubclass(kind, DivergenceObjectiveConfig)  # None: an error of its own
+
+
 class PublicationConfig(Strict):
     """What the model card of the published folder says beyond what was measured."""
 
@@ -87,7 +100,7 @@ class Recipe(Strict):
     model: ModelConfig = ModelConfig()
     connectivity: ConnectivityConfig = ConnectivityConfig()
     data: DataConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = KLObjectiveConfig()
     teacher: TeacherConfig | None = None  # null: backend sharded, where the objective has a teacher
     lora: AdapterConfig | None = None  # null: all weights are trained
     train: TrainConfig = TrainConfig()
@@ -108,12 +121,19 @@ class Recipe(Strict):
             raise ValueError("model.path and pretrain are both given; leave one out")
         return self
 
+    @field_validator("teacher")
+    @classmethod
+    def _divergences_have_one(cls, value: TeacherConfig | None, info: ValidationInfo) -> TeacherConfig | None:
+        objective = info.data.get("objective")  # not there where it is wrong itself
+        if value is None and objective is not None and objective.has_teacher:
+            return ShardedTeacherConfig()
+        return value
+
     @model_validator(mode="after")
     def _teacher_fits(self) -> "Recipe":
         teacher = self.teacher
         if teacher is None:
-            if self.objective.has_teacher:
-                self.__dict__["teacher"] = TeacherConfig()
+            pass
         elif not self.objective.has_teacher:
             raise ValueError(
                 f"teacher: objective {self.objective.name!r} compares with no teacher; leave the section out"
@@ -123,7 +143,7 @@ class Recipe(Strict):
                 "teacher.backend adapter_off needs a `lora` section: without adapters the trained weights are no"
                 " longer the teacher's; use sharded or cache"
             )
-        elif teacher.backend == "cache" and self.objective.has_extra_terms:
+        elif teacher.backend == "cache" and self.objective.has_hidden_terms:
             what = "objective kl+l2" if self.objective.name == "kl+l2" else "objective.router_kl_coefficient"
             raise ValueError(
                 f"teacher.backend cache holds final hidden states, {what} compares those of every layer;"
@@ -162,31 +182,29 @@ class Recipe(Strict):
         return self.teacher.path, self.model.model_copy(update=changed)
 
     def dump(self) -> dict[str, Any]:
-        """The whole recipe as plain data, defaults included."""
+        """Return the whole recipe as plain data, defaults included."""
         return self.model_dump(mode="json")
 
     def variant(self, name: str) -> "Recipe":
-        """This recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
+        """Return this recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
 
-        A variant with another `objective.name` does not inherit the keys that belong to other objectives.
+        A variant with another `objective.name`, `teacher.backend`, `early_stopping.metric` or
+        `early_stopping.task.kind` does not inherit the keys that only the former one has; one whose objective has no
+        teacher inherits none.
         """
         raw = self.dump()
         raw["variants"], raw["sweep"] = {}, None
         where = f"recipe {self.name}: variants.{name}"
-        for key, value in self.variants[name].items():
+        changes = self.variants[name]
+        for key, value in changes.items():
             section = key.split(".")[0]
             if section not in _VARIANT_SECTIONS:
                 raise UserError(
                     f"{where}: {key}: a variant is another distillation of the same model and can change only"
                     f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
                 )
-            if key == "objective.name":
-                for other, names in OBJECTIVES_WITH.items():
-                    if value not in names and f"objective.{other}" not in self.variants[name]:
-                        raw["objective"][other] = None
-                if value not in DIVERGENCES and not any(
-                    other.split(".")[0] == "teacher" for other in self.variants[name]
-                ):
-                    raw["teacher"] = None
             set_dotted(raw, key, value, where)
+        drop_foreign_keys(Recipe, raw, changes)
+        if not _has_teacher(raw["objective"]) and not any(key.split(".")[0] == "teacher" for key in changes):
+            raw["teacher"] = None
         return validate(Recipe, raw, where)

@@ -8,12 +8,16 @@ import math
 import re
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, overload
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from fcsd.config.unions import Place, choice_of, place_of
 from fcsd.errors import UserError
+
+_NO_NUMBER = PydanticCustomError("no_number", "a number is needed")
 
 
 class Strict(BaseModel):
@@ -21,18 +25,27 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    elsewhere: ClassVar[dict[str, str]] = {}  # what to say of keys that a reader may look for in this record
+
+    @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name is not None:
-            kinds = _kinds(cls.model_fields[info.field_name].annotation)
-            if bool not in kinds and kinds & {int, float}:
-                raise ValueError("a number is needed")  # pydantic would take true for 1
+    def _truth_is_no_number(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        wrong = [
+            InitErrorDetails(type=_NO_NUMBER, loc=(key,), input=given)
+            for key, given in value.items()
+            if isinstance(given, bool) and key in cls.model_fields
+            # pydantic would take true for 1
+            if bool not in (kinds := _kinds(cls.model_fields[key].annotation)) and kinds & {int, float}
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
         return value
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The members of a union, or the one type itself."""
+    """Return the members of a union, or the one type itself."""
     if get_origin(annotation) in (Union, UnionType):
         return set(get_args(annotation))
     return {annotation}
@@ -96,65 +109,95 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path}: not a text file") from None
 
 
-def validate(kind: type[Document], value: Any, where: str) -> Document:
-    """Build a `kind` from plain data; problems become one line: `recipes/x.yaml: train.foo: unknown key …`."""
+@overload
+def validate(kind: type[Document], value: Any, where: str) -> Document: ...
+
+
+@overload
+def validate(kind: Any, value: Any, where: str) -> Any: ...
+
+
+def validate(kind: Any, value: Any, where: str) -> Any:
+    """Build a `kind` (a class, or a union of classes) from plain data.
+
+    Raises:
+        UserError: one line that says what is wrong first: `recipes/x.yaml: train.foo: unknown key …`.
+    """
     if not isinstance(value, dict):
         raise UserError(f"{where}: a mapping of keys to values is needed, got {type(value).__name__}")
     try:
-        return kind.model_validate(value)
+        return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        # What is missing comes last: often it is there under a wrong name.
+        problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
         lines = [_line(kind, problem) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
         raise UserError(f"{where}: {lines[0]}{more}") from None
 
 
-def _line(kind: type[Strict], problem: Any) -> str:
-    location = [part for part in problem["loc"] if not _is_tag(part)]
-    dotted = ".".join(str(part) for part in location)
+def _line(kind: Any, problem: Any) -> str:
+    place = place_of(kind, problem["loc"])
+    dotted = ".".join(map(str, place.keys))
     if problem["type"] == "extra_forbidden":
-        return f"{dotted}: unknown key{did_you_mean(str(location[-1]), known_keys(kind, location[:-1]))}"
+        return f"{dotted}: {_unknown(place)}"
     if problem["type"] == "missing":
-        return f"{dotted}: is required"
-    message = problem["msg"].removeprefix("Value error, ")
+        return f"{dotted}: is required{_why_required(place)}"
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_tag(place, problem)
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = "a mapping of keys to values is needed"
+    else:
+        message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     shown = f", got {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    place = f"{dotted}: " if dotted else ""  # a rule for the whole has none
-    return f"{place}{message}{shown if 'got' not in message else ''}"
+    place_text = f"{dotted}: " if dotted else ""  # a rule for the whole has none
+    return f"{place_text}{message}{shown if 'got' not in message else ''}"
 
 
-def _is_tag(part: Any) -> bool:
-    """Pydantic adds the names of union members to a location; they mean nothing to a user."""
-    return isinstance(part, str) and (
-        "[" in part or part[:1].isupper() or part in {"int", "str", "float", "bool"}
-    )
+def _unknown(place: Place) -> str:
+    """Return what to say of a key that its record does not have."""
+    key, record = str(place.keys[-1]), place.record
+    if record is None:
+        return "unknown key"
+    if issubclass(record, Strict) and key in record.elsewhere:
+        return record.elsewhere[key]
+    if place.choice is not None and place.choice.key and (others := place.choice.tags_with(key)):
+        return f"no meaning for {_tag(place)}, only for {', '.join(others)}"
+    return f"unknown key{did_you_mean(key, list(record.model_fields))}"
 
 
-def known_keys(kind: type[Strict], location: list[Any]) -> list[str]:
-    """The field names of the record at `location` inside `kind`; [] when the place is a free mapping."""
-    current: Any = kind
-    for part in location:
-        if isinstance(part, int):
-            continue  # an item of a list: `_record` has already looked inside the list
-        field = getattr(current, "model_fields", {}).get(part)
-        current = _record(field.annotation) if field else None
-    return list(getattr(current, "model_fields", {}))
+def _why_required(place: Place) -> str:
+    """Return what a missing key is for, where its field says so, and that other members of a union need it not."""
+    key, record = str(place.keys[-1]), place.record
+    if record is None:
+        return ""
+    others = place.choice.members.values() if place.choice is not None and place.choice.key else [record]
+    everywhere = all(key in other.model_fields and other.model_fields[key].is_required() for other in others)
+    what = record.model_fields[key].description
+    return ("" if everywhere else f" for {_tag(place)}") + (f": {what}" if what else "")
 
 
-def _record(annotation: Any) -> Any:
-    """The record class inside an annotation such as `list[Source] | Source | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType, list, tuple, dict):
-        for argument in get_args(annotation):
-            found = _record(argument)
-            if found is not None:
-                return found
-    return None
+def _tag(place: Place) -> str:
+    """Return `backend 'cache'`; `objective 'kl'`, where the key is called name."""
+    assert place.choice is not None
+    section = str(place.keys[-2]) if len(place.keys) > 1 else ""
+    label = section if place.choice.key == "name" else place.choice.key
+    return f"{label} {place.tag!r}".strip()
+
+
+def _wrong_tag(place: Place, problem: Any) -> str:
+    choice = choice_of(place.here)
+    assert choice is not None
+    tags = [repr(tag) for tag in choice.members]
+    dotted = ".".join(map(str, [*place.keys, choice.key]))
+    allowed = f"{', '.join(tags[:-1])} or {tags[-1]}"
+    if problem["type"] == "union_tag_not_found":
+        return f"{dotted}: is required: {allowed}"
+    return f"{dotted}: Input should be {allowed}, got {problem['input'][choice.key]!r}"
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean 'temperature'?`, or what is allowed when nothing is near."""
+    """Return `; did you mean 'temperature'?`, or what is allowed when nothing is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"

@@ -8,7 +8,7 @@
         num_fewshot: 0
         dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
         split: test
-        lm_eval_include: tiny          # folder with the task's YAML, see `SuiteTask.lm_eval_include`
+        lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
         chat_template: true
 
 Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root).
@@ -16,9 +16,9 @@ Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root)
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fcsd.config.strict import Strict, did_you_mean, read_yaml, validate
 from fcsd.errors import UserError
@@ -29,93 +29,101 @@ from fcsd.files import data_dir
 CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
 
 
-_CODE_DEFAULTS: dict[str, Any] = {
-    "metric": "pass@1",
-    "split": "test",
-    "max_new_tokens": 768,
-    "stop": CODE_STOP,
-    "timeout_s": 10.0,
-    "prompt_template": "{prompt}",
-    "tests": "all",
-    "num_samples": 1,
-    "temperature": 0.0,
-    "top_p": 1.0,
-}
-
-
-_CODE_ONLY = ("timeout_s", "prompt_template", "tests", "num_samples", "temperature", "top_p")
-
-
-_GENERATES_ONLY = ("max_new_tokens", "stop")
-
-
-class TaskConfig(Strict):
-    """One row of a suite. A key that has no meaning for the row's kind is an error, not ignored."""
+class TaskBase(Strict):
+    """What tasks of every kind have. A key that has no meaning for a task's kind is an error, not ignored."""
 
     task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    kind: Literal["likelihood", "generation", "code"]
-    metric: str  # lm-eval key such as "acc,none"; "pass@1", "pass@10", … for code
-    num_fewshot: int = Field(0, ge=0)
+    kind: str
+    metric: str
     headline: bool = True  # counts in the suite's plain mean
     dataset: str  # hub id; with a data root the folder of that name below it
     dataset_name: str | None = None  # configuration; null: what the lm-eval task names
-    split: str | None = None  # graded split; null: what the lm-eval task names
     revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
+    chat_template: bool = False
+
+
+class LMEvalTaskConfig(TaskBase):
+    """A task of lm-eval, under its name there."""
+
+    num_fewshot: int = Field(0, ge=0)
+    split: str | None = None  # graded split; null: what the lm-eval task names
     # Folder with the lm-eval task's YAML; looked for beside the suite file, in eval/tasks, and in lm-eval's
     # own tasks folder (`arc`, `mmlu/default`). null: lm-eval's folder named like the task.
     lm_eval_include: str | None = None
-    chat_template: bool = False
-    # generation and code; null: what the lm-eval task says
+
+    @field_validator("metric")
+    @classmethod
+    def _metric_names_its_filter(cls, value: str) -> str:
+        if "," not in value:
+            raise ValueError(
+                f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {value!r}"
+            )
+        return value
+
+
+class LikelihoodTaskConfig(LMEvalTaskConfig):
+    """Choose among given answers by their likelihood."""
+
+    kind: Literal["likelihood"]
+
+
+class GenerationTaskConfig(LMEvalTaskConfig):
+    """Write an answer, which lm-eval grades; null: what the lm-eval task says."""
+
+    kind: Literal["generation"]
     max_new_tokens: int | None = Field(None, gt=0)
     stop: list[str] | None = None
-    # code only
-    timeout_s: float | None = Field(None, gt=0)  # processor time of a program; three times it on the clock
+
+
+class CodeTaskConfig(TaskBase):
+    """Write programs in MBPP's or HumanEval's schema, which fcsd's own scorer runs in a sandbox."""
+
+    kind: Literal["code"]
+    metric: str = "pass@1"  # "pass@10", …
+    split: str = "test"
+    max_new_tokens: int = Field(768, gt=0)
+    stop: list[str] = CODE_STOP  # besides the end of the sequence
+    timeout_s: float = Field(10.0, gt=0)  # processor time of a program; three times it on the clock
     # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
     # of them.
-    prompt_template: str | None = None
+    prompt_template: str = "{prompt}"
     # What decides: the data set's `test`, or only the first three visible tests, as lm-eval's mbpp tasks do.
-    tests: Literal["all", "visible"] | None = None
-    num_samples: int | None = Field(None, gt=0)  # completions of one problem; pass@k needs k of them or more
-    temperature: float | None = Field(None, ge=0)  # 0: greedy
-    top_p: float | None = Field(None, gt=0, le=1)
+    tests: Literal["all", "visible"] = "all"
+    num_samples: int = Field(1, gt=0)  # completions of one problem; pass@k needs k of them or more
+    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    top_p: float = Field(1.0, gt=0, le=1)
 
-    @model_validator(mode="before")
+    num_fewshot: int = 0
+
+    @field_validator("num_fewshot")
     @classmethod
-    def _code_has_its_own_defaults(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("kind") == "code":
-            return _CODE_DEFAULTS | value
+    def _shots_are_in_the_prompt(cls, value: int) -> int:
+        if value:
+            raise ValueError("has no meaning for kind 'code', whose shots are part of prompt_template")
         return value
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_kind(self) -> "TaskConfig":
-        if self.kind == "code":
-            if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
-                raise ValueError(
-                    f"metric of a code task is 'pass@k', for example 'pass@1', got {self.metric!r}"
-                )
-            if pass_k(self) > (self.num_samples or 1):
-                raise ValueError(f"{self.metric} needs num_samples of {pass_k(self)} or more")
-            if (self.num_samples or 1) > 1 and not self.temperature:
-                raise ValueError("several samples of greedy decoding are the same; set a temperature above 0")
-            if self.num_fewshot or self.lm_eval_include is not None:
-                raise ValueError("num_fewshot and lm_eval_include have no meaning for kind 'code'")
-            if "{prompt}" not in (self.prompt_template or ""):
-                raise ValueError("prompt_template must contain {prompt}")
-        elif "," not in self.metric:
-            raise ValueError(
-                f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {self.metric!r}"
-            )
-        wrong = [key for key in _CODE_ONLY if self.kind != "code" and getattr(self, key) is not None]
-        wrong += [
-            key for key in _GENERATES_ONLY if self.kind == "likelihood" and getattr(self, key) is not None
-        ]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)}: no meaning for kind '{self.kind}'")
+    def _samples_are_enough(self) -> "CodeTaskConfig":
+        if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
+            raise ValueError(f"metric of a code task is 'pass@k', for example 'pass@1', got {self.metric!r}")
+        if pass_k(self) > self.num_samples:
+            raise ValueError(f"{self.metric} needs num_samples of {pass_k(self)} or more")
+        if self.num_samples > 1 and not self.temperature:
+            raise ValueError("several samples of greedy decoding are the same; set a temperature above 0")
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError("prompt_template must contain {prompt}")
         return self
 
 
-def pass_k(row: TaskConfig) -> int:
-    """The k of a code row's pass@k."""
+# One row of a suite.
+TaskConfig = Annotated[
+    LikelihoodTaskConfig | GenerationTaskConfig | CodeTaskConfig,
+    Field(discriminator="kind"),
+]
+
+
+def pass_k(row: CodeTaskConfig) -> int:
+    """Return the k of a code row's pass@k."""
     return int(row.metric.removeprefix("pass@"))
 
 
@@ -139,7 +147,7 @@ class SuiteConfig(Strict):
 
 
 def suite_names() -> list[str]:
-    """The suites that ship with fcsd."""
+    """Return the suites that ship with fcsd."""
     return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
 
 

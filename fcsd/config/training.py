@@ -1,90 +1,115 @@
 """Schema of the objective, the optimiser, the safety net and the sweep."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
-
-DIVERGENCES = ("kl", "reverse_kl", "jsd", "kl+l2")
-
-
-OBJECTIVES_WITH = {
-    "temperature": DIVERGENCES,
-    "jsd_beta": ("jsd",),
-    "clip": DIVERGENCES,
-    "l2_coefficient": ("kl+l2",),
-    "l2_relative": ("kl+l2",),
-    "l2_points": ("kl+l2",),
-    "l2_until": ("kl+l2",),
-    "router_kl_coefficient": DIVERGENCES,
-}
+from fcsd.config.unions import default_tag
 
 
-class ObjectiveConfig(Strict):
-    """What is minimised, in nats per kept token.
+class ObjectiveBase(Strict):
+    """What is minimised, in nats per kept token; `fcsd.losses.fused` has the exact definitions.
 
-    kl          forward KL(teacher || student), paper Eq. 4
-    reverse_kl  KL(student || teacher)
-    jsd         jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m), where the mixture m has jsd_beta
-                of the teacher
-    kl+l2       kl plus l2_coefficient times a distance inside the model; as it stands Eq. 5, on the outputs of all
-                decoder layers (`fcsd.losses.hidden_terms`)
-    sft         cross-entropy on the data, paper Eq. 3: the baseline
-    ce          the same loss under its pre-training name
-
-    A key that an objective has no use for is null (`fcsd.losses.fused` has the exact definitions).
+    A class has the keys that its objective understands; of those of the others it has the value that means "without".
     """
 
-    name: Literal["kl", "reverse_kl", "jsd", "kl+l2", "sft", "ce"] = "kl"
-    temperature: float | None = Field(None, gt=0, allow_inf_nan=False)  # of both softmaxes; 1.0
-    jsd_beta: float | None = Field(None, gt=0, lt=1)  # 0.5; its limits are called kl (0) and reverse_kl (1)
-    clip: float | None = Field(None, gt=0)  # nats; a token above it counts as this much, without gradient
-    l2_coefficient: float | None = Field(None, gt=0)
-    l2_relative: bool | None = (
-        None  # false; each token's squared distance over the teacher's square, mean of points
-    )
-    l2_points: Literal["blocks", "merges", "sublayers"] | None = None  # blocks
-    l2_until: float | None = Field(
-        None, gt=0, le=1
-    )  # the coefficient falls to 0 over this share of max_steps
-    router_kl_coefficient: float | None = Field(
-        None, gt=0
-    )  # of the routers' KL to the teacher's, mean of MoE layers
+    name: str
     vocab_size: int | None = Field(None, gt=0)  # of heads with padding: rows from here on are no tokens
     freeze_embeddings_and_head: bool = False
     freeze_routers: bool = False
 
-    @model_validator(mode="after")
-    def _keys_belong_to_the_name(self) -> "ObjectiveConfig":
-        if self.name == "kl+l2" and self.l2_coefficient is None:
-            raise ValueError("l2_coefficient is needed for objective 'kl+l2' and for no other")
-        for key, names in OBJECTIVES_WITH.items():
-            if getattr(self, key) is not None and self.name not in names:
-                raise ValueError(
-                    f"{key} is needed for objective 'kl+l2' and for no other"
-                    if key == "l2_coefficient"
-                    else f"{key} has no meaning for objective {self.name!r}, only for {', '.join(names)}"
-                )
-        # Assignment would validate again, and mark the key as given by the file.
-        if self.temperature is None and self.has_teacher:
-            self.__dict__["temperature"] = 1.0
-        if self.jsd_beta is None and self.name == "jsd":
-            self.__dict__["jsd_beta"] = 0.5
-        if self.name == "kl+l2":
-            self.__dict__["l2_relative"] = bool(self.l2_relative)
-            self.__dict__["l2_points"] = self.l2_points or "blocks"
-        return self
+    has_teacher: ClassVar[bool]  # the student is compared with a teacher, and not with the data alone
 
     @property
-    def has_extra_terms(self) -> bool:
+    def has_hidden_terms(self) -> bool:
         """Whether something inside the models is compared, and not only what they give."""
-        return self.l2_coefficient is not None or self.router_kl_coefficient is not None
+        return False
+
+
+class _WithoutJSD:
+    jsd_beta: ClassVar[None] = None
+
+
+class _WithoutL2:
+    l2_coefficient: ClassVar[None] = None
+    l2_relative: ClassVar[bool] = False
+    l2_points: ClassVar[None] = None
+    l2_until: ClassVar[None] = None
+
+
+class DivergenceObjectiveConfig(ObjectiveBase):
+    """A divergence between the distributions of teacher and student."""
+
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)  # of both softmaxes
+    clip: float | None = Field(None, gt=0)  # nats; a token above it counts as this much, without gradient
+    router_kl_coefficient: float | None = Field(
+        None, gt=0
+    )  # of the routers' KL to the teacher's, mean of MoE layers
+
+    has_teacher = True
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether the student is compared with a teacher, and not with the data alone."""
-        return self.name in OBJECTIVES_WITH["temperature"]
+    def has_hidden_terms(self) -> bool:
+        return self.router_kl_coefficient is not None
+
+
+class KLObjectiveConfig(_WithoutJSD, _WithoutL2, DivergenceObjectiveConfig):
+    """Compare with a KL divergence.
+
+    kl          forward KL(teacher || student), paper Eq. 4
+    reverse_kl  KL(student || teacher)
+    """
+
+    name: Literal["kl", "reverse_kl"] = "kl"
+
+
+class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
+    """Compare both with a mixture m, which has jsd_beta of the teacher:
+    jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m).
+    """
+
+    name: Literal["jsd"]
+    jsd_beta: float = Field(0.5, gt=0, lt=1)  # its limits are called kl (0) and reverse_kl (1)
+
+
+class KLWithL2ObjectiveConfig(_WithoutJSD, DivergenceObjectiveConfig):
+    """Add l2_coefficient times a distance inside the model to forward KL; as it stands paper Eq. 5, on the outputs of
+    all decoder layers (`fcsd.losses.hidden_terms`)."""
+
+    name: Literal["kl+l2"]
+    l2_coefficient: float = Field(gt=0)
+    l2_relative: bool = False  # each token's squared distance over the teacher's square, mean of points
+    l2_points: Literal["blocks", "merges", "sublayers"] = "blocks"
+    l2_until: float | None = Field(
+        None, gt=0, le=1
+    )  # the coefficient falls to 0 over this share of max_steps
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        return True
+
+
+class CrossEntropyObjectiveConfig(_WithoutJSD, _WithoutL2, ObjectiveBase):
+    """Learn the data, without a teacher.
+
+    sft  cross-entropy on the data, paper Eq. 3: the baseline
+    ce   the same loss under its pre-training name
+    """
+
+    name: Literal["sft", "ce"]
+
+    has_teacher = False
+    temperature: ClassVar[None] = None
+    clip: ClassVar[None] = None
+    router_kl_coefficient: ClassVar[None] = None
+
+
+ObjectiveConfig = Annotated[
+    KLObjectiveConfig | JSDObjectiveConfig | KLWithL2ObjectiveConfig | CrossEntropyObjectiveConfig,
+    Field(discriminator="name"),
+    default_tag("name", "kl"),
+]
 
 
 class TrainConfig(Strict):

@@ -44,7 +44,7 @@ INSTELLA_KEYS = (
 
 
 def has_instella_keys(config: Mapping[str, Any]) -> bool:
-    """Whether the connectivity of a `config.json` is written in Instella's keys. In ours, `farskip` is a
+    """Return whether the connectivity of a `config.json` is written in Instella's keys. In ours, `farskip` is a
     mapping."""
     return isinstance(config.get("farskip"), bool) or any(key in config for key in INSTELLA_KEYS[1:])
 
@@ -52,7 +52,7 @@ def has_instella_keys(config: Mapping[str, Any]) -> bool:
 def from_instella(
     config: Mapping[str, Any], moe_mask: Sequence[bool], where: str = "config.json"
 ) -> Connectivity:
-    """The connectivity that Instella's keys describe.
+    """Return the connectivity that Instella's keys describe.
 
     Args:
         config: the mapping read from a `config.json`.
@@ -91,7 +91,7 @@ def from_instella(
 
 
 def translate_instella(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """A `config.json` with Instella's keys, rewritten in fcsd's own format: `farskip_<base>` with a `farskip`
+    """Return a `config.json` with Instella's keys, rewritten in fcsd's own format: `farskip_<base>` with a `farskip`
     field, or the base family's where nothing is rewired.
 
     Raises:

@@ -37,7 +37,7 @@ class Checkpoint:
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint: `path` itself, or the snapshot of a Hub repository `owner/name`.
+    """Return the local folder of a checkpoint: `path` itself, or the snapshot of a Hub repository `owner/name`.
 
     Raises:
         UserError: no such folder and not found on the Hub, a file instead of a folder, or a revision for a
@@ -67,7 +67,7 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
 
 
 def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
-    """`path` where it is a folder; None where it can only be `owner/name` on the Hub.
+    """Return `path` where it is a folder; None where it can only be `owner/name` on the Hub.
 
     Raises:
         UserError: a file, a revision for a folder, or neither a folder nor a name; `contents` is what the
@@ -90,7 +90,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint."""
+    """Return a JSON object from a file of a checkpoint."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
 def read_config(
     folder: Path, any_family: bool = False
 ) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
-    """The raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
+    """Return the raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
 
     A connectivity in another project's keys (`fcsd.connectivity.aliases`) is rewritten in ours.
 

@@ -61,13 +61,13 @@ def unconvert_model(model: Any) -> None:
 
 
 def farskip_layers(model: nn.Module) -> list[int]:
-    """The indices of the layers that are rewired now, read from the layers themselves; [] for a regular
+    """Return the indices of the layers that are rewired now, read from the layers themselves; [] for a regular
     model."""
     return list(rewire.rewired_layers(rewire.decoder_layers(model, family_of(model.config))))
 
 
 def pipeline_cuts(model: nn.Module) -> list[int]:
-    """The layers before which nothing is in flight, so that a pipeline may be cut there and hand on one tensor.
+    """Return the layers before which nothing is in flight, so that a pipeline may be cut there and hand on one tensor.
 
     Before any other layer the stream is the pair (o, o - routed): two tensors of the same shape.
     """
@@ -92,7 +92,7 @@ def _family(model: Any) -> Family:
 
 
 def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
-    """Raises ValueError where something else has taken the place of an MoE block: what it computes would not
+    """Raise ValueError where something else has taken the place of an MoE block: what it computes would not
     stay in flight."""
     for k, (layer, moe) in enumerate(zip(rewire.decoder_layers(model, family), mask, strict=True)):
         block: Any = getattr(layer, family.moe)
@@ -118,7 +118,7 @@ def _replace_config(model: Any, new: Any) -> None:
 
 
 def _parts(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
-    """(old, new) and the same for the configs inside it, at any depth."""
+    """Yield (old, new) and the same for the configs inside it, at any depth."""
     yield old, new
     for name, value in vars(old).items():
         if isinstance(value, PreTrainedConfig):

@@ -111,7 +111,7 @@ def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dic
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """A hard link to the file's bytes, or a copy where the file system cannot.
+    """Make a hard link to the file's bytes, or a copy where the file system cannot.
 
     Links are safe here because safetensors and `save_pretrained` replace weight files and do not write into
     them.
@@ -124,7 +124,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 @contextmanager
 def _new_folder(destination: Path) -> Iterator[Path]:
-    """A temporary sibling of `destination` that takes its name on success and disappears on failure."""
+    """Give a temporary sibling of `destination` that takes its name on success and disappears on failure."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UserError(f"{destination}: exists and is not a folder; choose another destination")
     if destination.is_dir() and any(destination.iterdir()):

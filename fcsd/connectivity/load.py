@@ -98,7 +98,7 @@ def _without_weights(cls: Any, config: Any, options: dict[str, Any]) -> Any:
 def config_and_class(
     checkpoint: Checkpoint, connectivity: Connectivity | None, original: bool
 ) -> tuple[Any, Any]:
-    """The config object and model class that a checkpoint of a known family is to be loaded with."""
+    """Return the config object and model class that a checkpoint of a known family is to be loaded with."""
     family = checkpoint.family
     assert family is not None
     register(family.model_type)
@@ -151,7 +151,7 @@ def _check_architectures(checkpoint: Checkpoint) -> None:
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
-    """The config object of a checkpoint of a known family, with upstream's defaults filled in."""
+    """Return the config object of a checkpoint of a known family, with upstream's defaults filled in."""
     family = checkpoint.family
     assert family is not None
     farskip = checkpoint.connectivity is not None
@@ -211,7 +211,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
 def _expected_shapes(
     config: Any, cls: Any
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], set[str]]:
-    """(name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
+    """Return (name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -228,7 +228,7 @@ def _expected_shapes(
 
 
 def _loading_problem(info: dict[str, Any]) -> str | None:
-    """The first thing that transformers' loading report finds wrong, or None."""
+    """Return the first thing that transformers' loading report finds wrong, or None."""
     for key, text in (
         ("missing_keys", "tensors are missing"),
         ("unexpected_keys", "tensors belong to no parameter"),

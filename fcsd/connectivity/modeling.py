@@ -138,7 +138,7 @@ _NAMES = (
 
 
 def modeling_source(family: Family) -> str:
-    """The text of `modeling_farskip.py` for a family: self-contained, imports torch and transformers only."""
+    """Return the text of `modeling_farskip.py` for a family: self-contained, imports torch and transformers only."""
     rewire = (Path(__file__).parent / "rewire.py").read_text(encoding="utf-8")
     values = asdict(family)
     names = "\n".join(f"    {name}={values[name]!r}," for name in _NAMES)
@@ -157,12 +157,12 @@ def modeling_source(family: Family) -> str:
 
 
 def modeling_module(family: Family) -> ModuleType:
-    """`modeling_source(family)` as an imported module."""
+    """Return `modeling_source(family)` as an imported module."""
     return importlib.import_module(f"fcsd.connectivity.generated.{family.model_type}")
 
 
 def auto_map(family: Family) -> dict[str, str]:
-    """The `auto_map` field of a FarSkip checkpoint: Auto class -> class in `modeling_farskip.py`."""
+    """Return the `auto_map` field of a FarSkip checkpoint: Auto class -> class in `modeling_farskip.py`."""
     classes = {
         "AutoConfig": family.config,
         "AutoModel": family.base_model,
@@ -172,24 +172,24 @@ def auto_map(family: Family) -> dict[str, str]:
 
 
 def auto_models(family: Family) -> tuple[str, ...]:
-    """The Auto classes that give the family's model with its head."""
+    """Return the Auto classes that give the family's model with its head."""
     if family.multimodal:
         return (family.auto_model, "AutoModelForMultimodalLM")
     return tuple(dict.fromkeys(("AutoModelForCausalLM", family.auto_model)))
 
 
 def farskip_config_class(family: Family) -> Any:
-    """`FarSkip<Family>Config`."""
+    """Return `FarSkip<Family>Config`."""
     return getattr(modeling_module(family), f"FarSkip{family.config}")
 
 
 def farskip_model_class(family: Family) -> Any:
-    """`FarSkip<Family>ForCausalLM`."""
+    """Return `FarSkip<Family>ForCausalLM`."""
     return getattr(modeling_module(family), f"FarSkip{family.causal_lm}")
 
 
 def base_model_class(family: Family) -> Any:
-    """The family's own CausalLM class."""
+    """Return the family's own CausalLM class."""
     return getattr(modeling_module(family), family.causal_lm)
 
 
@@ -203,14 +203,14 @@ def _as_class(config: Any, config_class: Any) -> Any:
 
 
 def with_farskip(config: Any, family: Family, field: dict[str, Any]) -> Any:
-    """A copy of a config (base or FarSkip) as `FarSkip<Family>Config` with this `farskip` field."""
+    """Return a copy of a config (base or FarSkip) as `FarSkip<Family>Config` with this `farskip` field."""
     copied = _as_class(config, farskip_config_class(family))
     copied.farskip = field
     return copied
 
 
 def without_farskip(config: Any, family: Family) -> Any:
-    """A copy of a config as the base family's config."""
+    """Return a copy of a config as the base family's config."""
     copied = _as_class(config, base_model_class(family).config_class)
     copied.architectures = [family.causal_lm]
     return copied

@@ -62,7 +62,7 @@ class _View:
 
 
 def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
-    """A subclass with the same name (policies of FSDP, accelerate and DeepSpeed match on it) that pickles by
+    """Return a subclass with the same name (policies of FSDP, accelerate and DeepSpeed match on it) that pickles by
     path.
 
     The qualified name has no dots, because pickle splits it there; `__getattr__` below finds the class again.
@@ -81,7 +81,7 @@ _OWN_FORWARD = (
 
 
 def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
-    """The MoE block that returns (the family's own output, output of its shared expert).
+    """Return the MoE block that returns (the family's own output, output of its shared expert).
 
     The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
     into it, so the sum gets a copy.
@@ -118,7 +118,7 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
 
 
 def _kept(layer: Any, rule: str, name: str | None, stream: torch.Tensor) -> torch.Tensor:
-    """What the layer's residual connection makes of `stream` when its branch gives nothing."""
+    """Return what the layer's residual connection makes of `stream` when its branch gives nothing."""
     if name is None:
         return stream
     value = getattr(layer, name)
@@ -218,7 +218,7 @@ class _Pass:
 
 
 def layer_class(base: type) -> type:
-    """The decoder layer that follows its `farskip_plan`; without one (an MTP layer, say) it is the regular
+    """Return the decoder layer that follows its `farskip_plan`; without one (an MTP layer, say) it is the regular
     layer."""
     kind = "FarSkipLayer"
     if (base, kind) in _CLASSES:
@@ -255,7 +255,7 @@ def layer_class(base: type) -> type:
 
 
 def _edit_streams(model: Any, method: str, hidden_states: Any, *args: Any) -> Any:
-    """The model's own edit of the stream between layers, on both members of the pair."""
+    """Return the model's own edit of the stream between layers, on both members of the pair."""
     edit = getattr(type(model), method)
     if isinstance(hidden_states, tuple):
         return tuple(edit(model, stream, *args) for stream in hidden_states)
@@ -277,13 +277,13 @@ def __getattr__(qualname: str) -> Any:
 
 
 def is_one_of(module: nn.Module, names: Any) -> bool:
-    """Whether a module's class has one of these names, or was made from such a class (FSDP2, the rewiring)."""
+    """Return whether a module's class has one of these names, or was made from such a class (FSDP2, the rewiring)."""
     names = names if isinstance(names, tuple) else (names,)
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
-    """The one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
+    """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not reliable:
     Llama4ForCausalLM)."""
     found = [
         module
@@ -301,12 +301,12 @@ def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
 
 
 def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:
-    """Indices of the rewired layers of a stack."""
+    """Return the indices of the rewired layers of a stack."""
     return (k for k, layer in enumerate(stack) if getattr(layer, "farskip_plan", None) is not None)
 
 
 def pipeline_cuts(stack: nn.ModuleList) -> list[int]:
-    """The layers before which nothing is in flight: a pipeline whose stages hand on one tensor may be cut
+    """Return the layers before which nothing is in flight: a pipeline whose stages hand on one tensor may be cut
     there."""
     plans: list[Any] = [getattr(layer, "farskip_plan", None) for layer in stack]
     return [k for k in range(1, len(stack)) if not (plans[k - 1] and plans[k - 1].carry)]
@@ -317,7 +317,7 @@ class StageError(ValueError):
 
 
 def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
-    """Raises StageError if transformers' equal cut into stages separates a pair of tensors."""
+    """Raise StageError if transformers' equal cut into stages separates a pair of tensors."""
     cuts = pipeline_cuts(stack)
     size = len(stack) // num_stages
     for k in (stage * size for stage in range(1, num_stages)):
@@ -374,7 +374,7 @@ def regular(model: nn.Module) -> Iterator[None]:
 
 
 def check_field(family: Any, farskip: Any) -> None:
-    """Raises ValueError for a `farskip` field of another version, with an unknown side, or with a side that
+    """Raise ValueError for a `farskip` field of another version, with an unknown side, or with a side that
     changes nothing in this family."""
     if not isinstance(farskip, dict) or farskip.get("version") != 1:
         raise ValueError(f"config.farskip: version 1 is needed, got {farskip!r}")

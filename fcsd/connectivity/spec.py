@@ -62,7 +62,7 @@ class Connectivity:
             )
 
     def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
-        """The `farskip` field of a config: version, resolved layer indices, both sides."""
+        """Return the `farskip` field of a config: version, resolved layer indices, both sides."""
         layers = resolve_layers(self.layers, moe_mask)
         return {"version": VERSION, "layers": layers, "attention": self.attention, "mlp": self.mlp}
 
@@ -82,7 +82,7 @@ class Connectivity:
 
 
 def parse_selection(value: Any) -> Selection:
-    """A selection in its normal form, from a value (recipe, Python) or from text (command line).
+    """Return a selection in its normal form, from a value (recipe, Python) or from text (command line).
 
     Text: `all`, `moe`, `none`, `first:8`, `last:75%`, `0,2,5`, `1-5`, `0,2-4`. Values: the same words, a
     mapping with one key `first` or `last`, or a list of indices. Indices are returned sorted.
@@ -128,7 +128,7 @@ def _parse_text(text: str) -> Selection:
 
 
 def _count(value: Any, where: str) -> int | str:
-    """A number of layers, or a percentage in the normal form "75%"."""
+    """Return a number of layers, or a percentage in the normal form "75%"."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise UserError(f"{where}: must be at least 1, got {value}; for no layers use none")
@@ -154,7 +154,7 @@ def _indices(values: list[Any], shown: str) -> list[int]:
 
 
 def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
-    """The sorted indices that a selection names in one model.
+    """Return the sorted indices that a selection names in one model.
 
     Args:
         selection: see `Selection`; text forms are accepted too.

@@ -14,9 +14,9 @@ import transformers.integrations.moe as moe
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.cost.tracker import Tracker
-from fcsd.distill.arguments import freeze_embeddings_and_head
+from fcsd.distill.prepare import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
 from fcsd.losses.fused import Kernels
@@ -222,7 +222,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":
-        terms = AuxiliaryLosses(ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+        terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from fcsd.config.model import AdapterConfig
 from fcsd.config.recipe import Recipe
-from fcsd.config.training import ObjectiveConfig, TrainConfig
+from fcsd.config.training import CrossEntropyObjectiveConfig, ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.connectivity.modeling import base_model_class
 from fcsd.connectivity.rewire import decoder_layers
@@ -84,7 +84,7 @@ def pretraining(recipe: Recipe) -> Training:
         config=_pretrain_config(recipe),
         where="pretrain.config",
         connectivity=plan.connectivity,
-        objective=ObjectiveConfig(name="ce"),
+        objective=CrossEntropyObjectiveConfig(name="ce"),
         train=plan.train,
         max_length=plan.data.max_length,
         teacher_dtype=torch.float32,

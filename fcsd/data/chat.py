@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from fcsd.data.batches import NO_LOSS
 from fcsd.errors import UserError
 
 _SHAREGPT_ROLES = {
@@ -18,15 +19,18 @@ def tokenize_example(
 ) -> dict[str, list]:
     """Tokenize one example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
 
-    columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
-    columns. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat
-    template, and loss is on what the assistant says, its end of turn included, or on all tokens for
-    loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT). Text gets an end-of-sequence
-    token, and loss is on all of it.
+    columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
+    "labels": … (optional), "attention_mask": … (optional)}, names of columns. Messages, and prompt (with `input` in a
+    paragraph of its own) and response, go through the chat template, and loss is on what the assistant says, its end of
+    turn included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
+    Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are, without those that the
+    attention mask leaves out; loss is on those whose label is not -100.
 
     Raises: UserError when the tokenizer has no chat template where one is needed, when the template refuses the
     example, when a column does not hold what it should.
     """
+    if "input_ids" in columns:
+        return _tokenized(example, columns)
     if "text" in columns:
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -50,6 +54,22 @@ def tokenize_example(
         encoded = _template(tokenizer, messages, return_assistant_tokens_mask=True)
         return {"input_ids": encoded["input_ids"], "loss_mask": [bool(m) for m in encoded["assistant_masks"]]}
     return _mask_by_prefix(tokenizer, messages)
+
+
+def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
+    """Return an example that is tokens already."""
+    ids = list(example[columns["input_ids"]])
+    labels = list(example[columns["labels"]]) if "labels" in columns else ids
+    seen = list(example[columns["attention_mask"]]) if "attention_mask" in columns else [1] * len(ids)
+    if not len(ids) == len(labels) == len(seen) or any(
+        label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
+    ):
+        raise UserError(
+            f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
+            f" or {NO_LOSS} where there is no loss (they are shifted later), found {_short(labels)} for {_short(ids)}"
+        )
+    kept = [(token, label != NO_LOSS) for token, label, here in zip(ids, labels, seen, strict=True) if here]
+    return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
 
 
 def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:

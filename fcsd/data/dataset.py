@@ -35,6 +35,9 @@ from fcsd.data.chat import tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.sources import load_source
 
+Loaded = tuple[Any, Any]  # SourceConfig or GivenSource, and its examples: a Dataset or an IterableDataset
+
+
 _EXAMPLE = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "loss_mask": datasets.List(datasets.Value("bool")),
@@ -73,12 +76,44 @@ def build_dataset(
 
     Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
     """
-    streaming = any(source.streaming for source in sources)
+    return rows_of_loaded(
+        [(source, load_source(source)) for source in sources],
+        tokenizer,
+        max_length=max_length,
+        packing=packing,
+        loss_on=loss_on,
+        seed=seed,
+        shuffle=shuffle,
+        num_proc=num_proc,
+        decontaminator=decontaminator,
+    )
+
+
+def rows_of_loaded(
+    loaded: Sequence[Loaded],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    packing: bool,
+    loss_on: str,
+    seed: int,
+    shuffle: bool,
+    num_proc: int | None = None,
+    decontaminator: Decontaminator | None = None,
+) -> PackedRows | datasets.IterableDataset:
+    """Return `build_dataset` of sources whose examples are loaded already; of a source its name, columns and weight
+    count.
+
+    One that is an IterableDataset streams.
+
+    Raises: UserError as `tokenize_example`; also when no example has a token to predict.
+    """
+    streaming = any(isinstance(examples, datasets.IterableDataset) for _, examples in loaded)
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
     if streaming:
-        examples = _stream(sources, tokenize, decontaminator, seed, shuffle)
+        examples = _stream(loaded, tokenize, decontaminator, seed, shuffle)
     else:
-        examples = _in_memory(sources, tokenize, decontaminator, seed, shuffle, num_proc)
+        examples = _in_memory(loaded, tokenize, decontaminator, seed, shuffle, num_proc)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
         raise UserError(f"tokenizer {tokenizer.name_or_path}: neither a padding nor an end-of-sequence token")
@@ -95,7 +130,7 @@ def build_dataset(
     rows = PackedRows(pack(bar, max_length, pad_token_id=pad_token_id, packing=packing, stats=stats), stats)
     if len(rows) == 0:
         raise UserError(
-            f"data set {', '.join(source.path for source in sources)}: not one of {stats.num_examples} "
+            f"data set {', '.join(source.path for source, _ in loaded)}: not one of {stats.num_examples} "
             f"examples has a response token within max_length: {max_length}; "
             "raise max_length or check `columns`"
         )
@@ -103,7 +138,7 @@ def build_dataset(
 
 
 def _in_memory(
-    sources: Sequence[SourceConfig],
+    loaded: Sequence[Loaded],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     seed: int,
@@ -112,8 +147,7 @@ def _in_memory(
 ) -> datasets.Dataset:
     """Load the tokenized examples of all sources, mixed."""
     tokenized = []
-    for source in sources:
-        dataset = load_source(source)
+    for source, dataset in loaded:
         if decontaminator is not None:
             dataset = decontaminator.filter(dataset, source)
         if shuffle:
@@ -130,11 +164,11 @@ def _in_memory(
             load_from_cache_file=False,
         )
         tokenized.append(dataset)
-    return _mixed(tokenized, sources, seed)
+    return _mixed(tokenized, [source for source, _ in loaded], seed)
 
 
 def _stream(
-    sources: Sequence[SourceConfig],
+    loaded: Sequence[Loaded],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     seed: int,
@@ -146,9 +180,9 @@ def _stream(
     templates of transformers (5.23) that mark responses have one state for all threads. Examples of different columns
     are mixed as JSON.
     """
+    sources = [source for source, _ in loaded]
     streams = []
-    for index, source in enumerate(sources):
-        dataset = load_source(source)
+    for index, (source, dataset) in enumerate(loaded):
         if isinstance(dataset, datasets.Dataset):
             dataset = dataset.to_iterable_dataset()
         if shuffle:
@@ -179,7 +213,7 @@ def _as_json(example: Mapping[str, Any], columns: Mapping[Any, str], source: int
     return {"source": source, "json": json.dumps(values, ensure_ascii=False, default=str)}
 
 
-def _mixed(parts: list[Any], sources: Sequence[SourceConfig], seed: int) -> Any:
+def _mixed(parts: list[Any], sources: Sequence[Any], seed: int) -> Any:
     if len(parts) == 1:
         return parts[0]
     total = sum(source.weight for source in sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ import datasets
 from fcsd.config.data import SourceConfig
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError, one_line
+
+
+@dataclass(frozen=True)
+class GivenSource:
+    """Examples that a caller holds: what a `SourceConfig` says beside where they lie. path: what errors call them."""
+
+    path: str
+    columns: dict[str, str]
+    weight: float = 1.0
+
 
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 

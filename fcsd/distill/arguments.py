@@ -4,10 +4,9 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -117,12 +116,6 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
     )
 
 
-def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
-    """Keep the input embeddings and the LM head as they are (paper Table 2, `KL embed.`)."""
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        module.requires_grad_(False)
-
-
 def refuse_what_cannot_be_spread(run: TrainingRun, engine: Engine) -> None:
     by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
     wrong = {
@@ -135,7 +128,7 @@ def refuse_what_cannot_be_spread(run: TrainingRun, engine: Engine) -> None:
         ),
         # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
         "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
-            engine.name == "zero3" and by_heldout_kl and run.objective.has_extra_terms
+            engine.name == "zero3" and by_heldout_kl and run.objective.has_hidden_terms
         ),
     }
     for message, asked in wrong.items():
@@ -149,28 +142,3 @@ def check_reporters(train: TrainConfig) -> None:
             raise UserError(
                 f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]', or leave it out"
             )
-
-
-def check_vocabulary(run: TrainingRun, teacher: Teacher | None) -> None:
-    size, tokens = _vocab_size(run.student), run.objective.vocab_size
-    rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
-    if tokens is None and rows != size:
-        raise UserError(
-            f"the vocabularies differ: {rows} tokens in the teacher, {size} in the student;"
-            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher, or"
-            " set objective.vocab_size if one vocabulary is padded differently"
-        )
-    if tokens is not None and not len(run.tokenizer) <= tokens <= size:
-        raise UserError(
-            f"objective.vocab_size {tokens}: must be between the {len(run.tokenizer)} tokens of the tokenizer and the"
-            f" {size} rows of the head"
-        )
-    if len(run.tokenizer) > size:
-        raise UserError(
-            f"the tokenizer has {len(run.tokenizer)} tokens, the model's vocabulary only {size};"
-            " use the tokenizer that belongs to the model"
-        )
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().vocab_size

@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from fcsd.distill.arguments import Scorer, TrainingRun
@@ -31,18 +30,13 @@ def keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
     if first:
         shutil.rmtree(beside, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    with writing(best), _scored_weights(trainer):
+    with writing(best), trainer.scored_weights():
         write_state(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks, weights_only=True)
     trainer.accelerator.wait_for_everyone()
     if first:
         check_state(beside)
         replace_folder(beside, best)
     trainer.accelerator.wait_for_everyone()
-
-
-def _scored_weights(trainer: DistillTrainer) -> AbstractContextManager[None]:
-    """The weights that are scored and kept: with train.ema_decay their average."""
-    return trainer.average.applied() if trainer.average is not None else nullcontext()
 
 
 def drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
@@ -65,7 +59,7 @@ def scored(stopper: EarlyStopper, score: Scorer, trainer: DistillTrainer) -> Cal
 
     def score_step(step: int) -> Score:
         try:
-            with stopper.time.scoring(), _scored_weights(trainer):
+            with stopper.time.scoring(), trainer.scored_weights():
                 own = score(trainer.plain_model)
             if not math.isfinite(own.value):
                 raise UserError(f"the score is {own.value}: the model gives figures that are not finite")

@@ -181,6 +181,11 @@ class GuardedTrainer(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @property
+    def events_folder(self) -> Path:
+        """Where `events.jsonl` is left: beside the folder of the checkpoints."""
+        return Path(str(self.args.output_dir)).parent
+
+    @property
     def ending(self) -> bool:
         """Whether a signal has made this step the last one; the same on all ranks."""
         return bool(self._received)
@@ -259,7 +264,7 @@ class GuardedTrainer(Trainer):
         return loader
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
-        """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""
+        """Plan as the Trainer does, with room for the data that rewinds skip: `max_steps` ends the run, not an epoch."""
         _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
             args, dataloader
         )
@@ -272,6 +277,8 @@ class GuardedTrainer(Trainer):
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
+        if self.args.ignore_data_skip:
+            return self.state.global_step // num_update_steps_per_epoch, 0
         epoch, steps = divmod(self.state.global_step + self.guard.passed_steps, num_update_steps_per_epoch)
         return epoch, steps * self.args.gradient_accumulation_steps
 
@@ -283,8 +290,8 @@ class GuardedTrainer(Trainer):
             tqdm.write(line, file=sys.stderr)
 
     def write_events(self) -> None:
-        """Leave `events.jsonl` beside the folder of the checkpoints; nothing while nothing has happened."""
+        """Leave `events.jsonl` in its folder; nothing while nothing has happened."""
         text = events_text(self.guard.events)
         if text != self._written and self.is_world_process_zero():
-            write_text(Path(str(self.args.output_dir)).parent / "events.jsonl", text)
+            write_text(self.events_folder / "events.jsonl", text)
         self._written = text

@@ -1,4 +1,4 @@
-"""Score a student in training by its KL to the teacher on held-out text: the same rows and tokens every time."""
+"""Loss on held-out text, as a score of a model in training: the same rows and tokens every time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,79 @@ from fcsd.losses.kl import read_rows, sums_by_row
 from fcsd.models.preserve import preserved
 
 
-class HeldoutKL:
+class HeldoutCE:
+    """Cross-entropy in nats per kept token on `rows`, of a student in training, with its loss head.
+
+    In a launch of several processes each has its share of the rows, and all of them call it.
+
+    Args: rows of `fcsd.data.dataset.build_dataset`.
+    """
+
+    def __init__(self, rows: Sequence[Any], launch: Launch):
+        self.rows, self.launch = rows, launch
+        self.batches: list[Batch] | None = None  # of this rank
+
+    def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        return read_rows(
+            self.rows,
+            self._add_target,
+            model=student,
+            device=self.launch.device,
+            ranks=self.launch.ranks,
+            trim=True,
+        )
+
+    @torch.no_grad()
+    def __call__(self, student: PreTrainedModel) -> Score:
+        """Compute the loss of `student` as it is now, and leave its training mode and the random state as they were.
+
+        Raises:
+            UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
+        """
+        with preserved(student):
+            student.eval()
+            if self.batches is None:
+                self.batches = self._prepare(student)
+            sums, counts = sums_by_row(
+                self.batches,
+                len(self.rows),
+                lambda batch: self._sum(student, batch),
+                device=self.launch.device,
+                ranks=self.launch.ranks,
+            )
+        if not sum(counts):
+            raise UserError(
+                "data.heldout: no row has a token to predict; use other text or a larger max_length"
+            )
+        return Score(sums, counts, higher_is_better=False)
+
+    def _sum(self, student: Any, batch: Batch) -> Tensor:
+        """Compute the summed loss inside the student's forward pass, where the head is whole under every engine."""
+        keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        target = self._target(batch, targets)
+        return student(input_ids=ids, position_ids=positions, keep=keep, **target)["loss"]
+
+    def _add_target(self, batch: Batch) -> None:
+        """Put what the student is compared with into a batch; of the data it is there."""
+
+    def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
+        return {"objective": "ce", "labels": targets}
+
+
+class HeldoutKL(HeldoutCE):
     """KL(teacher || student) in nats per kept token on `rows`, of a student in training, with its loss head.
 
     Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
-    In a launch of several processes each has its share of the rows, and all of them call it.
 
-    Args: rows of `fcsd.data.dataset.build_dataset`; `original` loads the model that the student is compared with, for
-    runs whose own teacher cannot be run on other rows (a cache), or that have none (sft).
+    Args: as above; `original` loads the model that the student is compared with, for runs whose own teacher cannot be
+    run on other rows (a cache), or that have none (sft).
     """
 
     def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
-        self.rows, self.original, self.launch = rows, original, launch
+        super().__init__(rows, launch)
+        self.original = original
         self.teacher: Teacher | None = None
-        self.batches: list[Batch] = []  # of this rank
         self.head: nn.Module | None = None
 
     def set_teacher(self, teacher: Teacher | None, *, sharded: bool) -> None:
@@ -49,52 +108,18 @@ class HeldoutKL:
                 " teacher.backend: sharded, with an objective that has a teacher"
             )
 
-    def _prepare(self, student: PreTrainedModel) -> None:
-        device = self.launch.device
-        # Another copy of the original does not stay in memory.
-        teacher = self.teacher or ModelTeacher(nn.Module.to(self.original(), device))
-        self.batches = read_rows(
-            self.rows,
-            lambda batch: teacher.prepare([batch]),
-            model=student,
-            device=device,
-            ranks=self.launch.ranks,
-            trim=True,
-        )
-        self.head = teacher.head
+    def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        own = self.teacher
+        if own is None:
+            self.teacher = ModelTeacher(nn.Module.to(self.original(), self.launch.device))
+        batches = super()._prepare(student)
+        assert self.teacher is not None
+        self.head, self.teacher = self.teacher.head, own  # one that was loaded for this does not stay
+        return batches
 
-    @torch.no_grad()
-    def __call__(self, student: PreTrainedModel) -> Score:
-        """Compute the KL of `student` as it is now, and leave its training mode and the random state as they were.
+    def _add_target(self, batch: Batch) -> None:
+        assert self.teacher is not None
+        self.teacher.prepare([batch])
 
-        Raises:
-            UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
-        """
-        with preserved(student):
-            student.eval()
-            if self.head is None:
-                self._prepare(student)
-            sums, counts = sums_by_row(
-                self.batches,
-                len(self.rows),
-                lambda batch: self._sum(student, batch),
-                device=self.launch.device,
-                ranks=self.launch.ranks,
-            )
-        if not sum(counts):
-            raise UserError(
-                "data.heldout: no row has a token to predict; use other text or a larger max_length"
-            )
-        return Score(sums, counts, higher_is_better=False)
-
-    def _sum(self, student: Any, batch: Batch) -> Tensor:
-        """Compute the summed KL inside the student's forward pass, where the head is whole under every engine."""
-        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-        return student(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            keep=keep,
-            objective="kl",
-            teacher_hidden=batch["teacher_hidden"],
-            teacher_head=self.head,
-        )["loss"]
+    def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
+        return {"objective": "kl", "teacher_hidden": batch["teacher_hidden"], "teacher_head": self.head}

@@ -12,40 +12,32 @@
 A run may be continued by another number of processes, and by another engine (`fcsd.distributed.state`).
 """
 
-import itertools
 import json
 import shutil
 import signal
 import traceback
-from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, Subset
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 
 from fcsd.data.batches import Collator
 from fcsd.distill.arguments import (
     TrainingRun,
     check_reporters,
-    check_vocabulary,
-    freeze_embeddings_and_head,
     refuse_what_cannot_be_spread,
     training_arguments,
 )
 from fcsd.distill.best import best_folder, drop_others, keep_best, scored
 from fcsd.distill.callbacks import ScoreFailure, StopWhenScoreStalls, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
+from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.distill.interrupt import Signals
 from fcsd.distill.out_of_memory import explain_oom
+from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_student, read_ahead, whole_steps
 from fcsd.distill.safety import Guard
-from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.distill.teachers.lora import leave_adapters
 from fcsd.distill.trainer import DistillTrainer
 from fcsd.distributed.engine import (
@@ -54,12 +46,10 @@ from fcsd.distributed.engine import (
     engine_environment,
     finish_zero_settings,
 )
-from fcsd.distributed.shard import shard_student, shard_teacher, whole_model
 from fcsd.distributed.state import read_state
 from fcsd.errors import Interrupted, ScorerError, UserError
 from fcsd.files import new_folder, write_json, write_text
-from fcsd.losses.head import attach_loss_head, detach_loss_head
-from fcsd.losses.hidden_terms import freeze_routers
+from fcsd.losses.head import detach_loss_head
 from fcsd.models.load import to_dtype
 
 
@@ -85,23 +75,14 @@ def train(run: TrainingRun) -> dict[str, Any]:
 def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     set_seed(run.seed)
     student = run.student
-    student.config.use_cache = False
-    teacher = _teacher(run, engine)
-    check_vocabulary(run, teacher)
+    teacher = place_teacher(run.teacher, run.launch)
+    check_vocabulary(student, teacher, run.tokenizer, run.objective)
     if isinstance(run.score, HeldoutKL):
         run.score.set_teacher(teacher, sharded=engine.shards)
-    if run.objective.freeze_embeddings_and_head:
-        freeze_embeddings_and_head(student)
-    if run.objective.freeze_routers:
-        freeze_routers(student)
     check_reporters(run.train)
     arguments = training_arguments(run)
-    if teacher is not None and teacher.ahead is not None:  # a process of its own looks one step ahead
-        arguments.dataloader_num_workers = 1
-        arguments.dataloader_prefetch_factor = max(2, arguments.gradient_accumulation_steps)
-    attach_loss_head(student, run.objective.vocab_size)
-    if engine.shards:
-        shard_student(student, run.launch, run.train)
+    read_ahead(arguments, teacher)
+    prepare_student(student, run.objective, run.train, run.launch)
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
     bar, stops = None, None
@@ -117,7 +98,9 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             stopper=run.stopper,
             guard=Guard(run.safety),
             signals=signals,
-            train_dataset=_whole_steps(run),
+            train_dataset=whole_steps(
+                run.rows, run.train.batch_size_tokens // run.max_length, run.max_length
+            ),
             data_collator=Collator(teacher.ahead if teacher is not None else None),
             callbacks=_tensorboard(run),
         )
@@ -166,14 +149,6 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     if trainer.deepspeed is not None:
         trainer.deepspeed.destroy()
     return results
-
-
-def _teacher(run: TrainingRun, engine: Engine) -> Teacher | None:
-    if run.teacher is None or isinstance(run.teacher, Teacher):
-        return run.teacher
-    if engine.shards:
-        return ModelTeacher(run.teacher, shard_teacher(run.teacher, run.launch))
-    return ModelTeacher(torch.nn.Module.to(run.teacher, run.launch.device))
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
@@ -227,64 +202,16 @@ def _leave_model(trainer: DistillTrainer, run: TrainingRun, engine: Engine) -> N
 
     All ranks call this.
     """
-    student: PreTrainedModel | None = run.student
     first = trainer.is_world_process_zero()
     if trainer.average is not None:
         trainer.average.apply()
     if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
         best = best_folder(run, run.stopper.best_step)
         read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
-    if engine.shards:
-        student = whole_model(run.student, run.save_dtype, run.launch)
-    if not first or student is None:
-        return
-    student.config.use_cache = True
-    if run.adapters is not None:
+    if first and run.adapters is not None:
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)
-    to_dtype(student, run.save_dtype)
-    with new_folder(run.folder / "model") as folder:
-        student.save_pretrained(folder)
-        run.tokenizer.save_pretrained(folder)
-
-
-def _whole_steps(run: TrainingRun) -> Any:
-    """Rows such that every optimiser step has the same batch: without those behind the last whole step of an epoch."""
-    needed = run.train.batch_size_tokens // run.max_length
-    if not hasattr(run.rows, "__len__"):
-        return EndlessRows(run.rows, needed, run)
-    if len(run.rows) < needed:
-        raise _too_little_data(run, len(run.rows), needed)
-    return Subset(run.rows, range(len(run.rows) // needed * needed))
-
-
-def _too_little_data(run: TrainingRun, found: int, needed: int) -> UserError:
-    return UserError(
-        f"data.train: gives {found} rows of {run.max_length} tokens, one batch of train.batch_size_tokens"
-        f" {run.train.batch_size_tokens} needs {needed}; use more data or a smaller batch"
-    )
-
-
-class EndlessRows(IterableDataset):
-    """A stream that begins again, in another order, where it ends.
-
-    The Trainer would end an epoch there, with part of a step whose gradient would leak into the next one.
-    """
-
-    def __init__(self, rows: Any, needed: int, run: TrainingRun):
-        self.rows, self.needed, self.run = rows, needed, run
-
-    def __iter__(self) -> Iterator[Any]:
-        """Rows without end.
-
-        Raises:
-            UserError: the whole stream is shorter than one batch.
-        """
-        for epoch in itertools.count():
-            self.rows.set_epoch(epoch)
-            found = 0
-            for row in self.rows:
-                found += 1
-                yield row
-            if found < self.needed:
-                raise _too_little_data(self.run, found, self.needed)
+    if not engine.shards:
+        to_dtype(run.student, run.save_dtype)  # in place, for a device that has no room for both
+    with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
+        write_model(run.student, folder, tokenizer=run.tokenizer, dtype=run.save_dtype, launch=run.launch)

@@ -7,7 +7,7 @@ exact continuation needs.
 
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,8 @@ class DistillTrainer(GuardedTrainer):
         **kwargs: Any,
     ):
         self.launch, self.engine = launch, launch.engine
+        if args.n_gpu > 1:  # a process has one device; transformers would copy the model to all that it sees
+            args._n_gpu = 1
         args.save_only_model = (
             self.engine.name == "ep"
         )  # else the Trainer refuses to write checkpoints; ours are not its
@@ -96,15 +98,14 @@ class DistillTrainer(GuardedTrainer):
             )
         self.objective: ObjectiveConfig = objective
         self.teacher = teacher
-        self.terms = AuxiliaryLosses(objective, model, args.max_steps) if objective.has_extra_terms else None
+        self.terms = AuxiliaryLosses(objective, model, args.max_steps) if objective.has_hidden_terms else None
         self.stopper = stopper
         self.settings = settings
         self.average: WeightAverage | None = None
         if settings.ema_decay is not None:
             self.average = WeightAverage(model, settings.ema_decay, skipped=lambda: self._verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which `train` adds
-        self._save_total_limit = args.save_total_limit or 1
-        args.save_total_limit = None  # rotation happens after the rename, in `_save_checkpoint`
+        self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
         self._sums: dict[str, Tensor] = {}  # since the last log: this rank's part of each mean
         self._counts: Tensor | None = None  # since the last log: this rank's tokens by their divergence
         self._clock = time.perf_counter()
@@ -283,8 +284,11 @@ class DistillTrainer(GuardedTrainer):
     ) -> tuple[nn.Module, Any]:
         # What `Trainer` would load, and when, depends on the engine; `restore` is the same for all.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if self.terms is not None:
+            self.terms.steps = max_steps
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
+            self._known_checkpoints.add(Path(resume_from_checkpoint).name)
         self._reset_meters()
         return prepared
 
@@ -323,6 +327,11 @@ class DistillTrainer(GuardedTrainer):
 
     # ---- checkpoints
 
+    def scored_weights(self) -> AbstractContextManager[None]:
+        """Within the block the model has the weights that are scored and kept: with ema_decay their average."""
+        average = self.average
+        return average.applied() if average is not None and average.average else nullcontext()
+
     @property
     def plain_model(self) -> Any:
         """The model without DDP's or DeepSpeed's wrapper."""
@@ -336,21 +345,27 @@ class DistillTrainer(GuardedTrainer):
         if self.average is not None:
             self.average.load(checkpoint)
 
+    @property
+    def is_writing_checkpoint(self) -> bool:
+        """Whether a checkpoint is being written beside its place."""
+        return getattr(self, "_writing", False)
+
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return str(Path(folder) / _PARTIAL) if getattr(self, "_writing", False) else folder
+        return str(Path(folder) / _PARTIAL) if self.is_writing_checkpoint else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
         folder = Path(str(self.args.output_dir))
         name = f"checkpoint-{self.state.global_step}"
-        if (folder / name).is_dir():
+        if name in self._known_checkpoints and (folder / name).is_dir():
             return
         self._writing = True
         try:
             with writing(folder / name):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save:
+                    self._name_best_checkpoint(folder, folder / _PARTIAL / name)
                     write_json(folder / _PARTIAL / name / GUARD_FILE, self.guard.state())
                     if self.stopper is not None:
                         write_json(folder / _PARTIAL / name / STOPPER_FILE, self.stopper.state())
@@ -365,9 +380,22 @@ class DistillTrainer(GuardedTrainer):
                 note_files(folder / _PARTIAL / name)
             replace_folder(folder / _PARTIAL / name, folder / name)
             shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
-            for old in checkpoints(folder)[: -self._save_total_limit]:
-                remove(old)
+            self._remove_old_checkpoints(folder)
+        self._known_checkpoints.add(name)
         self.accelerator.wait_for_everyone()
+
+    def _name_best_checkpoint(self, folder: Path, beside: Path) -> None:
+        """Let the state name the best checkpoint by the name that it gets when it is renamed."""
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder / beside.name)
+            self.state.save_to_json(str(beside / "trainer_state.json"))
+
+    def _remove_old_checkpoints(self, folder: Path) -> None:
+        """Keep the newest `save_total_limit`, and the best one; None keeps all."""
+        if self.args.save_total_limit is not None:
+            for old in checkpoints(folder)[: -self.args.save_total_limit]:
+                if str(old) != self.state.best_model_checkpoint:
+                    remove(old)
 
     # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
     # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are. Under
@@ -399,7 +427,7 @@ class DistillTrainer(GuardedTrainer):
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         self.restore_progress(checkpoint)
         self.guard.load(guard_state(checkpoint))
-        done = state.global_step >= self.args.max_steps
+        done = state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps)
         if self.stopper is not None:
             self.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
             is_due = self.stopper.is_due(state.global_step, self.args.max_steps)

@@ -165,7 +165,7 @@ def _without_shared_memory_op() -> None:
 
 
 def check_precision(train: TrainConfig, engine: Engine) -> None:
-    """Raises UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
+    """Raise UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed == "bf16" and not train.bf16:
         raise UserError(
@@ -215,7 +215,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def finish_zero_settings(arguments: Any, train: TrainConfig) -> None:
-    """What DeepSpeed is told by the recipe and by us, whatever accelerate's configuration says."""
+    """Tell DeepSpeed what the recipe and we want, whatever accelerate's configuration says."""
     config = arguments.deepspeed_plugin.deepspeed_config
     config["bf16"] = {"enabled": train.bf16}
     arguments.bf16 = train.bf16  # only now: without a GPU the arguments refuse it, DeepSpeed does not
@@ -226,7 +226,7 @@ def finish_zero_settings(arguments: Any, train: TrainConfig) -> None:
 
 
 def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
-    """What transformers is to spread while it loads a model; None: nothing, `fcsd.distributed.shard` does it.
+    """Return what transformers is to spread while it loads a model; None: nothing, `fcsd.distributed.shard` does it.
 
     bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
     """
@@ -243,7 +243,7 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
 
 
 def checkpoints_activations(train: TrainConfig, model: nn.Module) -> bool:
-    """`train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
+    """Return `train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
     if train.gradient_checkpointing is not None:
         return train.gradient_checkpointing
     supported = getattr(model, "supports_gradient_checkpointing", False)

@@ -45,7 +45,7 @@ def watch_ranks() -> None:
 
 
 def stop_watching() -> None:
-    """The end of a command."""
+    """Stop to watch, at the end of a command."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -53,7 +53,7 @@ def stop_watching() -> None:
 
 
 def first_failure(text: str, status: int, error: BaseException) -> tuple[str | None, int]:
-    """What this process should print about its error, None when it is another's to print, and the status to end with.
+    """Return what this process prints about its error (None: another prints it), and the status to end with.
 
     text, status: the error as this process would print it, and end, if it were alone.
     """
@@ -133,7 +133,7 @@ class Watch:
     # ---- in both threads
 
     def _counts(self) -> dict[int, str]:
-        """How far each rank has counted; "" for one that has not begun."""
+        """Return how far each rank has counted; "" for one that has not begun."""
         keys = {rank: f"count/{rank}" for rank in range(self.world_size)}
         return {
             rank: self.store.get(key).decode() if self.store.check([key]) else ""
@@ -144,7 +144,7 @@ class Watch:
         return json.loads(self.store.get("failure"))
 
     def _claim(self, text: str, status: int) -> bool:
-        """Whether this is the first failure."""
+        """Return whether this is the first failure."""
         mine = json.dumps({"rank": self.rank, "text": text, "status": status})
         return self.store.compare_set("failure", "", mine).decode() == mine
 
@@ -169,7 +169,7 @@ class Watch:
             return text, status
 
     def _behind(self, error: BaseException) -> str | None:
-        """A broken collective is mostly another rank's error: the ranks that were killed, if that is what happened."""
+        """Blame a broken collective on the ranks that were killed, if that is what happened: it is seldom the cause."""
         before, begun = self._counts(), time.monotonic()
         while time.monotonic() - begun < _DEAD_S and not self.store.check(["failure"]):
             self._stopped.wait(_PERIOD_S / 5)

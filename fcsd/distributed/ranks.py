@@ -8,15 +8,15 @@ All ranks make these calls, with the same arguments, and all of them get the sam
 writes and runs programs. It works on a model in training as well, under every engine (`fcsd.distributed.engine`):
 
 copies      every rank has the whole model (of DDP the model inside). A rank asks its own share, at its own pace.
-in step     the weights are spread over the ranks (FSDP2, ZeRO-3, expert parallelism), so a forward pass needs all of
-            them at the same time. A rank that has run dry goes on with rows that nobody reads, and generation lasts as
-            long as the longest of the ranks.
+lockstep    the weights are sharded over the ranks (FSDP2, ZeRO-3, expert parallelism), so a forward pass needs all of
+            them at the same time. Ranks that finish early run dummy forwards, and generation lasts as long as the
+            longest of the ranks.
 
 The batches are those that one process would make, in its order, dealt one by one: the number of ranks changes neither
 what a sequence is padded with nor the seed that it is sampled with.
 
-An error of one rank in its share is raised on all ranks, where they are copies. In step, and for everything that is not
-an `Exception`, the others wait in a collective, and `fcsd.distributed.failure` ends them.
+An error of one rank in its share is raised on all ranks, where they are copies. In lockstep, and for everything that
+is not an `Exception`, the others wait in a collective, and `fcsd.distributed.failure` ends them.
 
 Not covered: ranks that must see the same batch (tensor parallelism, and the `all_reduce` kind of expert parallelism).
 """
@@ -51,11 +51,11 @@ class Ranks:
         return self.rank == 0
 
     def deal(self, batches: Sequence[Item]) -> list[Item]:
-        """This rank's share, in order."""
+        """Return this rank's share, in order."""
         return list(batches[self.rank :: self.size])
 
     def idle_passes(self, num_batches: int) -> int:
-        """How many batches this rank has less than the first; in step it passes something else through the model."""
+        """Return how many batches this rank has less than the first; in lockstep it runs as many dummy forwards."""
         own = len(range(self.rank, num_batches, self.size))
         return math.ceil(num_batches / self.size) - own if self.lockstep else 0
 
@@ -83,7 +83,7 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def from_first(self, call: Callable[[], Result]) -> Result:
-        """What call() gives on the first rank, which alone makes it, on all ranks; so for an error. Plain data only."""
+        """Call on the first rank alone, and return or raise on all ranks what it gives there. Plain data only."""
         if self.size == 1:
             return call()
         found: Result | None = None
@@ -106,7 +106,7 @@ ALONE = Ranks()
 
 
 def _told(error: Exception | None) -> tuple[bool, str] | None:
-    """An error as the other ranks learn of it: whether it is a user's mistake, and its text, a bug's with the trace."""
+    """Return an error as the other ranks learn of it: whether it is a user's mistake, and its text (a bug's: trace)."""
     if error is None or isinstance(error, UserError):
         return None if error is None else (True, str(error))
     return False, "".join(traceback.format_exception(error))
@@ -123,12 +123,12 @@ def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None])
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Whether all ranks have raised this error, or one of the same text, and can go on together."""
+    """Return whether all ranks have raised this error, or one of the same text, and can go on together."""
     return getattr(error, "of_all_ranks", False)
 
 
 def is_spread(model: "nn.Module") -> bool:
-    """Whether this rank holds a part of the weights only: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
+    """Return whether this rank holds a shard of the weights: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
     return any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in model.parameters())
 
 

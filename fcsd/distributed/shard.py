@@ -1,8 +1,8 @@
-"""Spreads a model over the ranks with FSDP2 or DeepSpeed ZeRO-3, and puts it together again.
+"""Shard a model over the ranks with FSDP2 or DeepSpeed ZeRO-3, and put it together again.
 
 Unit by unit (a decoder layer, the embedding, the head, what is left): the first rank has the weights on its CPU, the
-others a model without storage; a unit is sent to all devices and every rank keeps its part. So no device ever holds
-more than its part and one unit, and no host but the first rank's holds a whole model.
+others a model without storage; a unit is sent to all devices and every rank keeps its shard. So no device ever holds
+more than its shard and one unit, and no host but the first rank's holds a whole model.
 
 This is done here, and not by accelerate, because
 - accelerate shards the layers of the first class that has a decoder layer's name; a model of which some layers are
@@ -107,8 +107,7 @@ def _without_root(model: PreTrainedModel, device: torch.device) -> nn.Module:
 
 
 def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
-    """A copy of the head of a model that is spread by FSDP2 or expert parallelism, or is not spread, whole on every
-    rank; all ranks call this."""
+    """Return a copy of a model's head, whole on every rank, however the model is sharded; all ranks call this."""
     head, _ = head_and_body(model)
     whole = nn.Linear(1, 1, bias=False, device="meta")
     for name, parameter in head.named_parameters():
@@ -174,7 +173,7 @@ def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
 
 
 def _plain_class(model: PreTrainedModel) -> Any:
-    """The model's class without what FSDP2 puts in front of it."""
+    """Return the model's class without what FSDP2 puts in front of it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
@@ -321,7 +320,7 @@ def _partition(
 
 
 def zero_settings() -> dict[str, Any]:
-    """`zero_optimization` of accelerate's configuration, without what is to be filled in later."""
+    """Return `zero_optimization` of accelerate's configuration, without what is to be filled in later."""
     from accelerate.utils import DeepSpeedPlugin
 
     settings = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
@@ -353,7 +352,7 @@ def moe_leaves(model: PreTrainedModel) -> None:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """(name, bytes on this rank) of all parameters: what of a model a rank holds between steps."""
+    """Yield (name, bytes on this rank) of all parameters: what of a model a rank holds between steps."""
     for name, parameter in model.named_parameters():
         local: Any = parameter
         if hasattr(local, "ds_tensor"):

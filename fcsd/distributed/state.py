@@ -62,7 +62,7 @@ class _Part:
     offset: int = 0
 
     def of(self, tensor: Any) -> Tensor:
-        """A view of this run in the slot, or in a state that is laid out like it."""
+        """Return a view of this run in the slot, or in a state that is laid out like it."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         return local.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
 
@@ -107,12 +107,12 @@ def write_state(
 
 
 def _groups(inner: torch.optim.Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """(number of the group that it is part of, group): a group of one process is several where meshes differ."""
+    """Return (number of the group that it is part of, group): a group of one process is several where meshes differ."""
     return [(group.get(PART_OF, i), group) for i, group in enumerate(inner.param_groups)]
 
 
 def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
-    """A learning-rate schedule's state, its lists with one entry for each parameter group of one process."""
+    """Return a learning-rate schedule's state, its lists with one entry for each parameter group of one process."""
     indices = [index for index, _ in _groups(_inner(optimizer))]
     state: dict[str, Any] = scheduler.state_dict()
     lists = {
@@ -129,7 +129,7 @@ def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None
 
 
 def _cut(parts: list[_Part], states: Any) -> list[list[tuple[str, _Part, Any]]]:
-    """(name in the file, part, tensor that holds it) of all that is stored, by file."""
+    """Return (name in the file, part, tensor that holds it) of all that is stored, by file."""
     files: list[list[tuple[str, _Part, Any]]] = [[]]
     size = 0
     for part in parts:
@@ -147,7 +147,7 @@ def _cut(parts: list[_Part], states: Any) -> list[list[tuple[str, _Part, Any]]]:
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """The files of a rank: state-….safetensors, state-….1.safetensors, …"""
+    """Return the files of a rank: state-….safetensors, state-….1.safetensors, …"""
     return path.with_suffix(f".{number}{path.suffix}") if number else path
 
 
@@ -173,7 +173,7 @@ def read_state(
 
 
 def check_state(folder: Path) -> None:
-    """Raises UserError unless all files that belong together are there, and none is cut off."""
+    """Raise UserError unless all files that belong together are there, and none is cut off."""
     with ExitStack() as stack:
         _Stored(folder, stack)
 
@@ -238,7 +238,7 @@ class _Stored:
         return int(metadata.get("files", "1"))
 
     def states(self, name: str) -> list[str]:
-        """Names of the optimiser's states of a parameter."""
+        """Return names of the optimiser's states of a parameter."""
         return [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
 
     def read(self, name: str, part: _Part, into: Tensor) -> None:
@@ -280,7 +280,7 @@ def _zero(optimizer: Any) -> Any:
 
 
 def _writers(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
-    """How many ranks write, and which of them this one is; None: it writes nothing."""
+    """Return how many ranks write, and which of them this one is; None: it writes nothing."""
     rank, world = ranks.rank, ranks.size
     first: Any = next(model.parameters())
     if hasattr(first, "ds_id"):
@@ -293,7 +293,7 @@ def _writers(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
 
 
 def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_Part]:
-    """This rank's part of every trained parameter, in the model's order."""
+    """Yield this rank's part of every trained parameter, in the model's order."""
     for name, parameter in model.named_parameters():
         p: Any = parameter
         if not p.requires_grad:
@@ -316,7 +316,7 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_P
 
 
 def _first_row(parameter: Any) -> int:
-    """Where this rank's rows begin: FSDP2 shards by rows, the last ranks have fewer. Experts: see `Engine`."""
+    """Return where this rank's rows begin: FSDP2 shards by rows, the last ranks have fewer. Experts: see `Engine`."""
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     *outer, index = mesh.get_coordinate()
     first = 0
@@ -353,7 +353,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _check_written(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises OSError unless the file is on the disk, and holds what was written."""
+    """Raise OSError unless the file is on the disk, and holds what was written."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
     with safe_open(path, framework="pt") as file:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.config.data import SourceConfig
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.errors import UserError
@@ -33,16 +33,16 @@ def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> I
         )
 
 
-def _code_items(row: TaskConfig, data_root: Path | None) -> Iterator[Item]:
+def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     revision = row.revision if location == row.dataset else None
-    for index, problem in enumerate(_load(location, row.dataset_name, row.split or "test", revision)):
+    for index, problem in enumerate(_load(location, row.dataset_name, row.split, revision)):
         shown = {name: value for name, value in problem.items() if name not in _CODE_LEFT_OUT}
         yield Item(row.task, str(problem.get("task_id", index)), tuple(all_texts(shown)))
 
 
 def _lm_eval_items(
-    row: TaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+    row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
 ) -> Iterator[Item]:
     for name, task in load_task(row, suite, data_root, tokenizer).items():
         for index, document in enumerate(task.eval_docs):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fcsd
-from fcsd.config.suite import TaskConfig, pass_k
+from fcsd.config.suite import CodeTaskConfig, TaskConfig, pass_k
 from fcsd.errors import UserError
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.code.scorer import Outcome, pass_at_k
@@ -36,7 +36,11 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 def code_sample(
-    row: TaskConfig, problem: Problem, prompt: str, completions: Sequence[str], outcomes: Sequence[Outcome]
+    row: CodeTaskConfig,
+    problem: Problem,
+    prompt: str,
+    completions: Sequence[str],
+    outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
     """Keep what is needed of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
     sample: dict[str, Any] = {

@@ -13,11 +13,12 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import CodeTaskConfig, SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.batch import BatchSize, BatchSizer, check_batch_size
@@ -26,12 +27,6 @@ from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.lm_eval import tasks as likelihood
 from fcsd.evaluate.progress import Progress, Work
-from fcsd.evaluate.store import TaskStore
-from fcsd.models.preserve import preserved
-from fcsd.stats import plain_mean
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.evaluate.results import (
     SCHEMA_VERSION,
     Samples,
@@ -40,8 +35,12 @@ from fcsd.evaluate.results import (
     task_result,
     text_hash,
 )
+from fcsd.evaluate.store import TaskStore
+from fcsd.models.preserve import preserved
+from fcsd.stats import plain_mean
 
-Judge = Callable[["PreTrainedModel", str], tuple[dict[str, Any], Samples]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def evaluate(
@@ -58,7 +57,7 @@ def evaluate(
     store: TaskStore | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[dict[str, Any], Samples]:
-    """Judge `model` on every task of `suite`: (result, samples), both JSON-able.
+    """Evaluate `model` on every task of `suite`; return (result, samples), both JSON-able.
 
     All data, templates and the sandbox are checked before the model is asked anything. The model's training
     mode and settings, the tokenizer, and the random generators are as before afterwards.
@@ -87,8 +86,8 @@ def evaluate(
         "store": store,
         "ranks": ranks,
     }
-    with preserved(model, tokenizer), prepare_evaluation(tokenizer, suite, **options) as judge:
-        result, samples = judge(model, name)
+    with preserved(model, tokenizer), prepare_evaluation(tokenizer, suite, **options) as prepared:
+        result, samples = prepared(model, name)
     return result | {"wall_s": ranks.from_first(lambda: time.monotonic() - start)}, samples
 
 
@@ -105,8 +104,8 @@ def prepare_evaluation(
     store: TaskStore | None = None,
     ranks: Ranks = ALONE,
     any_direction: bool = False,
-) -> Iterator[Judge]:
-    """`evaluate` for one model after another, as a function of model and name; data and sandbox are prepared once.
+) -> Iterator["PreparedEvaluation"]:
+    """Prepare data and sandbox once, to evaluate one model after another; gives a function of model and name.
 
     any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
@@ -125,24 +124,16 @@ def prepare_evaluation(
         prepared: dict[str, Any] = {}
         facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
         for row in missing:
-            if row.kind == "code":
-                problems = load_problems(row, data_root)
-                prompts(tokenizer, problems[:1], row)
-                prepared[row.task], total, higher_is_better = problems[:limit], len(problems), True
-            else:
-                prepared[row.task] = likelihood.load_task(row, suite, data_root, tokenizer)
-                total = likelihood.num_items(prepared[row.task], None)
-                higher_is_better = likelihood.higher_is_better(prepared[row.task], row)
-            if not (higher_is_better or any_direction):
+            prepared[row.task], facts[row.task] = _prepare_task(row, suite, data_root, tokenizer, limit)
+            if not (facts[row.task]["higher_is_better"] or any_direction):
                 raise UserError(
                     f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
                     " better, so choose one of those, or leave the task out"
                 )
-            facts[row.task] = {"num_items_total": total, "higher_is_better": higher_is_better}
         scorer: CodeScorer | None = None
 
         def checked() -> dict[str, Any] | None:
-            """Start the sandbox, of which one is enough for all ranks; its layers."""
+            """Start the sandbox, of which one is enough for all ranks, and return its layers."""
             nonlocal scorer
             for row in missing:
                 if row.kind == "code":
@@ -158,53 +149,99 @@ def prepare_evaluation(
         for row in missing:
             if row.kind == "code":
                 facts[row.task]["sandbox"] = layers
+        settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
+        finished = {task: samples for task, (samples, _) in kept.items()}
+        yield PreparedEvaluation(
+            tokenizer, suite, settings, finished, missing, prepared, facts, scorer, store, ranks, progress
+        )
+
+
+def _prepare_task(
+    row: TaskConfig,
+    suite: SuiteConfig,
+    data_root: Path | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    limit: int | None,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the items of a task, and the facts of its result that are known before a model is asked."""
+    if row.kind == "code":
+        problems = load_problems(row, data_root)
+        prompts(tokenizer, problems[:1], row)
+        return problems[:limit], {"num_items_total": len(problems), "higher_is_better": True}
+    task = likelihood.load_task(row, suite, data_root, tokenizer)
+    return task, {
+        "num_items_total": likelihood.num_items(task, None),
+        "higher_is_better": likelihood.higher_is_better(task, row),
+    }
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """A suite whose data and sandbox are ready: call it with a model and its name.
+
+    settings: limit, batch size, data root. finished: samples of tasks that were found. missing: the rows to run.
+    prepared: their items. facts: of each task, for its result.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    suite: SuiteConfig
+    settings: dict[str, Any]
+    finished: Samples
+    missing: Sequence[TaskConfig]
+    prepared: Mapping[str, Any]
+    facts: Mapping[str, Mapping[str, Any]]
+    scorer: CodeScorer | None
+    store: TaskStore | None
+    ranks: Ranks
+    progress: bool
+
+    def __call__(self, model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
+        """Return result and samples of a model, both JSON-able."""
+        start = time.monotonic()
+        samples, limit = dict(self.finished), self.settings["limit"]
+        batch = BatchSizer(self.settings["batch_size"], model)
         work = {
-            row.task: _code_work(row, prepared[row.task])
+            row.task: _code_work(row, self.prepared[row.task])
             if row.kind == "code"
-            else likelihood.work(row, prepared[row.task], limit)
-            for row in missing
+            else likelihood.work(row, self.prepared[row.task], limit)
+            for row in self.missing
         }
+        steps = Progress(work, len(self.finished))
+        with preserved(model, self.tokenizer):
+            model.eval()
+            wrapper = None
+            for row in self.missing:
+                if self.progress and self.ranks.first:
+                    steps.start(row.task)
+                if row.kind != "code" and wrapper is None:
+                    wrapper = likelihood.language_model(
+                        model, self.tokenizer, batch, progress=self.progress, ranks=self.ranks
+                    )
+                try:
+                    samples[row.task] = self._samples(model, row, wrapper, batch)
+                except (UserError, ScorerError) as error:
+                    if self.store is None or not samples:
+                        raise
+                    kind = UserError if isinstance(error, UserError) else ScorerError
+                    raise kind(f"{error} ({_kept_text(len(samples))}; run again to go on)") from error
+                if self.store is not None and self.ranks.first:
+                    self.store.put(row, samples[row.task], self.facts[row.task])
+        ordered = {row.task: samples[row.task] for row in self.suite.tasks}
+        result = _result(model, self.tokenizer, self.suite, ordered, self.facts, self.settings, name)
+        seconds = self.ranks.from_first(lambda: time.monotonic() - start)
+        return result | {"wall_s": seconds}, ordered
 
-        def judge(model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
-            start = time.monotonic()
-            samples = {task: found for task, (found, _) in kept.items()}
-            batch = BatchSizer(batch_size, model)
-            steps = Progress(work, len(kept))
-            with preserved(model, tokenizer):
-                model.eval()
-                wrapper = None
-                for row in missing:
-                    if progress and ranks.first:
-                        steps.start(row.task)
-                    try:
-                        if row.kind == "code":
-                            samples[row.task] = _run_code(
-                                model, tokenizer, row, prepared[row.task], scorer, batch, ranks, progress
-                            )
-                        else:
-                            wrapper = wrapper or likelihood.language_model(
-                                model, tokenizer, batch, progress=progress, ranks=ranks
-                            )
-                            samples[row.task] = likelihood.run_task(wrapper, row, prepared[row.task], limit)
-                    except (UserError, ScorerError) as error:
-                        if store is None or not samples:
-                            raise
-                        kept_text = (
-                            "the finished task is kept"
-                            if len(samples) == 1
-                            else f"the {len(samples)} finished tasks are kept"
-                        )
-                        kind = UserError if isinstance(error, UserError) else ScorerError
-                        raise kind(f"{error} ({kept_text}; run again to go on)") from error
-                    if store is not None and ranks.first:
-                        store.put(row, samples[row.task], facts[row.task])
-            settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
-            ordered = {row.task: samples[row.task] for row in suite.tasks}
-            result = _result(model, tokenizer, suite, ordered, facts, settings, name)
-            seconds = ranks.from_first(lambda: time.monotonic() - start)
-            return result | {"wall_s": seconds}, ordered
+    def _samples(
+        self, model: "PreTrainedModel", row: TaskConfig, wrapper: Any, batch: BatchSizer
+    ) -> list[dict[str, Any]]:
+        items = self.prepared[row.task]
+        if row.kind == "code":
+            return _run_code(model, self.tokenizer, row, items, self.scorer, batch, self.ranks, self.progress)
+        return likelihood.run_task(wrapper, row, items, self.settings["limit"])
 
-        yield judge
+
+def _kept_text(number: int) -> str:
+    return "the finished task is kept" if number == 1 else f"the {number} finished tasks are kept"
 
 
 def _result(
@@ -248,15 +285,15 @@ def _result(
     }
 
 
-def _code_work(row: TaskConfig, problems: Sequence[Problem]) -> Work:
-    tokens = len(problems) * (row.num_samples or 1) * (row.max_new_tokens or 0)
+def _code_work(row: CodeTaskConfig, problems: Sequence[Problem]) -> Work:
+    tokens = len(problems) * row.num_samples * row.max_new_tokens
     return Work(len(problems), "tokens", tokens)
 
 
 def _run_code(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    row: TaskConfig,
+    row: CodeTaskConfig,
     problems: Sequence[Problem],
     scorer: CodeScorer | None,
     batch: BatchSizer,

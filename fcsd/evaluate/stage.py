@@ -158,7 +158,7 @@ def _identity(model: ModelFolder) -> dict[str, str]:
 def _store(
     stage: Stage, suite: SuiteConfig, cache: Path | None, limit: int | None, loading: dict[str, Any]
 ) -> TaskStore:
-    """Where finished tasks are kept: under the fingerprints of what was evaluated, never under its path."""
+    """Return where finished tasks are kept: under the fingerprints of what was evaluated, never under its path."""
     identity = {
         **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
         "loading": loading,

@@ -67,7 +67,7 @@ class TaskStore:
         return self.folder / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def get(self, row: TaskConfig) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-        """(samples, facts) of a finished task; None when it is not there or damaged."""
+        """Return (samples, facts) of a finished task; None when it is not there or damaged."""
         try:
             found = json.loads(self._path(row).read_text(encoding="utf-8"))
             if found["key"] == json.loads(json.dumps(self._key(row))):

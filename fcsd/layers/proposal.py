@@ -33,7 +33,7 @@ def plan_layers(
     model: str | None = None,
     verify: Launch | None = None,
 ) -> dict[str, Any]:
-    """The proposal for `budget` (`90%` or a number of layers) from the study in `folder`; all of it JSON-able.
+    """Return the proposal for `budget` (`90%` or a number of layers) from the study in `folder`; all of it JSON-able.
 
     Args:
         metric: of the study; None: the KL, or else the first task.
@@ -93,7 +93,7 @@ def plan_layers(
 
 
 def parse_budget(text: str, num_layers: int) -> int:
-    """A share such as `90%` (of the decoder layers, rounded as selections are) or a number, as a number of layers."""
+    """Return a share such as `90%` (rounded as selections are) or a number as a number of decoder layers."""
     if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
         share = float(match[1])
         count = int(share * num_layers / 100 + 0.5)
@@ -108,7 +108,7 @@ def parse_budget(text: str, num_layers: int) -> int:
 
 
 def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
-    """The `count` layers with the smallest sensitivity, sorted by index; of equal ones the later (paper Fig. 3)."""
+    """Return the `count` layers with the smallest sensitivity, by index; of equal ones the later (paper Fig. 3)."""
     ranked = sorted(range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer))
     return sorted(ranked[:count])
 
@@ -127,7 +127,7 @@ def selection_text(layers: Sequence[int]) -> str:
 def overlapped_collectives(
     layers: Sequence[int], moe_layers: Sequence[int], attention: str, mlp: str
 ) -> tuple[int, int]:
-    """(collectives that no longer block, all): dispatch and combine of each MoE layer under expert parallelism.
+    """Return (collectives that no longer block, all): dispatch and combine of each MoE layer under expert parallelism.
 
     The dispatch of a rewired MoE layer does not wait for its own attention (mlp: outdated). Its combine is not waited
     for by the attention of the next layer if that is rewired too (attention: partial): few long runs overlap more.
@@ -140,7 +140,7 @@ def overlapped_collectives(
 
 
 def _sensitivities(study: dict[str, Any], metric: str, folder: Path) -> tuple[list[float], list[float]]:
-    """What each layer alone costs: its KL, or what the task's score loses against the original."""
+    """Return what each layer alone costs: its KL, or what the task's score loses against the original."""
     points = {p["layers"][0]: p["values"][metric] for p in study["points"] if p["side"] == "single"}
     if not points:
         raise UserError(f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides single")
@@ -152,7 +152,7 @@ def _sensitivities(study: dict[str, Any], metric: str, folder: Path) -> tuple[li
 
 
 def _in_study(study: dict[str, Any], layers: Sequence[int], metric: str) -> dict[str, Any] | None:
-    """What the study itself has measured of this selection."""
+    """Return what the study itself has measured of this selection."""
     return next((p["values"][metric] for p in study["points"] if p["layers"] == list(layers)), None)
 
 
@@ -191,7 +191,7 @@ def _verify(
 
 
 def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:
-    """The proposal for people (table, comparison, `--layers` text, YAML of a recipe), or as JSON."""
+    """Return the proposal for people (table, comparison, `--layers` text, YAML of a recipe), or as JSON."""
     if as_json:
         return json.dumps(plan, indent=2)
     metric = plan["metric"]
@@ -231,7 +231,7 @@ def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:
 
 
 def _verdict(plan: dict[str, Any]) -> str:
-    """One honest sentence: is the proposal better than the last N layers?"""
+    """Return one honest sentence: is the proposal better than the last N layers?"""
     first, second = plan["selections"]
     if first["layers"] == second["layers"]:
         return f"The proposal is the {second['name']} layers."
@@ -255,7 +255,7 @@ def _number(row: dict[str, Any]) -> str:
 
 
 def study_table(study: dict[str, Any]) -> str:
-    """`fcsd layers`: one row a number of layers, or a single layer, with every metric from each side."""
+    """Return the table of `fcsd layers`: a row for each number of layers or single layer, with every metric."""
     names = [row["name"] for row in study["metrics"]]
     labels = {"none": "original", "first": "first {}", "last": "last {}", "single": "only {}"}
     rows = [

@@ -98,22 +98,11 @@ class Study(Strict):
 
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
-    """The study that the options of `fcsd layers` describe.
+    """Return the study that the options of `fcsd layers` describe.
 
     Raises:
         UserError: an option that does not make sense.
     """
-    same = (
-        "attention",
-        "mlp",
-        "text_examples",
-        "max_length",
-        "loss_on",
-        "suite",
-        "data_root",
-        "batch_size",
-        "limit",
-    )
     text = options["text"]
     if text is not None:
         found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
@@ -127,13 +116,14 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         if wrong := [word for word in words if not word.strip().isdigit()]:
             raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
         counts = [int(word) for word in words]
-    model = {
-        "path": options["model"], "revision": options["revision"], "dtype": options["dtype"],
-        "trust_remote_code": options["trust_remote_code"],
-    }  # fmt: skip
+    model = _of_their_names(ModelConfig, options) | {"path": options["model"]}
     own = {"model": model, "text": text, "tasks": options["task"], "sides": sides, "counts": counts}
-    own |= {"every": options["every"], "allow_weak_sandbox": options["allow_weak_sandbox"]}
-    return validate(Study, own | {name: options[name] for name in same}, "the study")
+    return validate(Study, _of_their_names(Study, options) | own, "the study")
+
+
+def _of_their_names(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are called like a field of `kind`."""
+    return {name: options[name] for name in kind.model_fields if name in options}
 
 
 @dataclass(frozen=True)
@@ -256,7 +246,7 @@ def layer_mask(model: ModelFolder) -> list[bool]:
 
 
 def suite_of(study: Study) -> SuiteConfig | None:
-    """The chosen tasks of the study's suite, in the order given; None without tasks."""
+    """Return the chosen tasks of the study's suite, in the order given; None without tasks."""
     if not study.tasks:
         return None
     suite = load_suite(study.suite)
@@ -272,7 +262,7 @@ def suite_of(study: Study) -> SuiteConfig | None:
 
 
 def metrics(study: Study) -> list[dict[str, str]]:
-    """What is measured: name, unit, and whether `higher` or `lower` is better."""
+    """Return what is measured: name, unit, and whether `higher` or `lower` is better."""
     suite = suite_of(study)
     rows = suite.tasks if suite is not None else []
     kl = [{"name": KL, "unit": "nats per token", "better": "lower"}] if study.text is not None else []
@@ -280,7 +270,7 @@ def metrics(study: Study) -> list[dict[str, str]]:
 
 
 def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
-    """The study's points as (side, rewired layers), in the order in which they are measured."""
+    """Return the study's points as (side, rewired layers), in the order in which they are measured."""
     counts = study.counts
     if counts is None:
         counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
@@ -360,7 +350,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
 
 def kl_value(items: Sequence[tuple[float, int]], model: str, layers: Sequence[int]) -> Value:
-    """Nats per token of (sum, tokens) per row."""
+    """Return nats per token of (sum, tokens) per row."""
     found = ratio([total for total, _ in items], [count for _, count in items])
     if found["kl"] is None or not math.isfinite(found["kl"]):
         raise UserError(
@@ -380,7 +370,7 @@ def difference(one: Measured, other: Measured, metric: str) -> Value:
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """The finished study in `folder`: what `layers.json` holds.
+    """Return the finished study in `folder`: what `layers.json` holds.
 
     Raises:
         UserError: not a study, one that is not finished, or one of another version.

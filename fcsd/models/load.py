@@ -23,7 +23,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a recipe's word."""
+    """Return the torch dtype of a recipe's word."""
     return _DTYPES[name]
 
 
@@ -116,7 +116,7 @@ def to_device(model: "PreTrainedModel", name: str | Path, device: torch.device) 
 
 
 def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
-    """The error of weights that are larger than what is left of a device."""
+    """Return the error of weights that are larger than what is left of a device."""
     return UserError(
         f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
         " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"

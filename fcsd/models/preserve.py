@@ -53,8 +53,10 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
 
 
 def _devices(model: "PreTrainedModel") -> list[int]:
-    """The CUDA devices that the model computes on, and no others: each that is asked costs a context of 0.5 GB there,
-    which the ranks of the other devices would pay as well."""
+    """Return the CUDA devices that the model computes on, and no others.
+
+    Each that is asked costs a context of 0.5 GB there, which the ranks of the other devices would pay as well.
+    """
     import torch
 
     if not torch.cuda.is_available():

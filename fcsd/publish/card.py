@@ -21,7 +21,7 @@ from fcsd.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import paired_table, score_table
 from fcsd.report.verdict import LEGEND, quick_look, verdict
-from fcsd.text import items_text, plus_minus, stopping_text
+from fcsd.text import items_text, plus_minus, scored_row, stopping_text
 
 """Stands in a card for the repository id as long as there is none."""
 
@@ -116,7 +116,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
-    """Link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
+    """Link link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
     here."""
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
@@ -247,9 +247,10 @@ def _training(facts: Facts) -> str:
         + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
     ]
     if results.get("best_step") is not None:
-        stopping, found = settings.get("early_stopping") or {}, results.get("early_stopping") or {}
+        stopping = dict(scored_row(settings.get("early_stopping") or {}))
+        found = results.get("early_stopping") or {}
         if stopping.get("dataset"):
-            stopping = stopping | {"dataset": _public(stopping["dataset"])}
+            stopping |= {"dataset": _public(stopping["dataset"])}
         lines.append(f"The checkpoint of step {results['best_step']} was chosen by {stopping_text(stopping)}")
         if found:
             score = plus_minus(results["best_score"], found["best_stderr"])

@@ -12,7 +12,7 @@ from fcsd.artifact import versions
 from fcsd.config.layout import RunLayout
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
-from fcsd.config.stopping import EarlyStoppingConfig
+from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.results import read_result
 from fcsd.files import new_folder, read_json, write_json, write_text
@@ -195,9 +195,9 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
 
 def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:
     """Warn of a checkpoint chosen by the items that it is then evaluated on: it looks better there than it is."""
-    if stopping.metric == "heldout_kl":
+    if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
-    same = (stopping.dataset, stopping.dataset_name, stopping.split)
+    same = (stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
     judged = {
         row["task"]
         for each in models.values()

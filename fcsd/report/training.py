@@ -32,7 +32,7 @@ def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, st
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
     """Format for every training with early stopping (name -> its manifest): best score, items, and what the scores took
     of the time; "" for none."""
-    from fcsd.text import items_text, plus_minus
+    from fcsd.text import items_text, plus_minus, scored_row
 
     rows = []
     for name, manifest in training.items():
@@ -41,9 +41,10 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
         if found is not None and plan is not None:
             best = results["best_score"]
             score = "-" if best is None else plus_minus(best, found["best_stderr"])
+            metric = scored_row(plan)["metric"]
             rows.append(
                 f"| {name} | {score} | {results['best_step']} |"
-                f" {items_text(plan['metric'], found['num_items'], found['num_items_total'])} | {found['num_scores']} |"
+                f" {items_text(metric, found['num_items'], found['num_items_total'])} | {found['num_scores']} |"
                 f" {duration(found['scoring_s'])}, {100 * found['share_of_time']:.1f} % |"
             )
     if not rows:
@@ -57,14 +58,14 @@ def _stopping_curves(
 ) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
     """Return (metric, what it is of) -> the points of every training that was stopped by it."""
     from fcsd.distill.history import read_scores
-    from fcsd.text import stopping_text
+    from fcsd.text import scored_row, stopping_text
 
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():
         found = read_scores(path)
         plan = read_json(path / "manifest.json")["settings"].get("early_stopping")
         if found is not None and plan is not None:
-            curves.setdefault((plan["metric"], stopping_text(plan)), {})[name] = found["points"]
+            curves.setdefault((scored_row(plan)["metric"], stopping_text(plan)), {})[name] = found["points"]
     return curves
 
 

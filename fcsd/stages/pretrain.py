@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import CrossEntropyObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import train
@@ -46,7 +46,7 @@ def pretrain(run: Run) -> Stage:
         tokenizer=tokenizer,
         rows=rows,
         max_length=plan.data.max_length,
-        objective=ObjectiveConfig(name="ce"),
+        objective=CrossEntropyObjectiveConfig(name="ce"),
         train=plan.train,
         seed=recipe.seed,
         save_dtype=dtype_of(plan.train.dtype),
@@ -58,7 +58,7 @@ def pretrain(run: Run) -> Stage:
 
 
 def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
-    """A model with fresh random weights; the caller sets the seed.
+    """Return a model with fresh random weights; the caller sets the seed.
 
     Raises:
         UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
@@ -85,7 +85,7 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:
-    """What the tokenizer decides about a new model; the recipe may say it too, but not differently."""
+    """Return what the tokenizer decides about a new model; the recipe may say it too, but not differently."""
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,

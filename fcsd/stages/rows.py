@@ -81,7 +81,7 @@ def left_out(record: Decontaminator | None, folder: Path, launch: Launch) -> dic
 
 
 def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
-    """What identifies the bytes of the training sources, and of the test items that are kept out of them."""
+    """Return what identifies the bytes of the training sources, and of the test items that are kept out of them."""
     inputs = {
         f"data.train.{index}": data_fingerprint(source.path, source.revision)
         for index, source in enumerate(data.train)

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config.data import DataConfig
-from fcsd.config.stopping import EarlyStoppingConfig
+from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.distill.arguments import Scorer
@@ -30,7 +30,7 @@ from fcsd.stages.context import Run
 def early_stopping(
     run: Run, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
-    """The stopper and the score function of a recipe; None, None where it has no such section.
+    """Give the stopper and the score function of a recipe; None, None where it has no such section.
 
     Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
     scorer that fails them would stop every run.
@@ -45,13 +45,12 @@ def early_stopping(
     stopper = EarlyStopper(
         every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
     )
-    if plan.metric == "heldout_kl":
+    if isinstance(plan, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
             rows = _rows(recipe.data, tokenizer)
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
-    assert plan.batch_size is not None
-    row = plan.row
+    row = plan.task
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
             evaluate = stack.enter_context(
@@ -81,18 +80,18 @@ def early_stopping(
 
 
 def scored_data(run: Run) -> dict[str, str]:
-    """What identifies the items that early stopping scores, as inputs of a stage."""
+    """Return what identifies the items that early stopping scores, as inputs of a stage."""
     recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:
         return {}
-    if plan.metric == "heldout_kl":
+    if isinstance(plan, HeldoutKLStoppingConfig):
         assert recipe.data.heldout is not None  # the recipe has checked it
         return test_set_fingerprints([], None, recipe.data.heldout)
-    return test_set_fingerprints([plan.row], run.data_root)
+    return test_set_fingerprints([plan.task], run.data_root)
 
 
 def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
-    """The part of the section that a result depends on: no score depends on the batch size beyond float noise."""
+    """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
     return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
 
 

@@ -26,6 +26,7 @@ from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.graded import split_names
 from fcsd.config.overrides import set_dotted, to_yaml
 from fcsd.config.recipe import Recipe
+from fcsd.config.stopping import TaskStoppingConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
 from fcsd.config.training import TrainConfig
@@ -125,10 +126,10 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     raw["train"] |= _small_train(recipe.train, length)
     if recipe.early_stopping is not None:
         put("early_stopping.every_steps", _NUM_STEPS // 2)
-        if recipe.early_stopping.metric != "heldout_kl":
+        if isinstance(recipe.early_stopping, TaskStoppingConfig):
             put("early_stopping.limit", 2)
-            if recipe.early_stopping.kind != "likelihood":
-                put("early_stopping.max_new_tokens", 8)
+            if recipe.early_stopping.task.kind != "likelihood":
+                put("early_stopping.task.max_new_tokens", 8)
     if recipe.sweep is not None:
         batches = [_small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens]
         raw["sweep"] |= {"batch_size_tokens": batches, "steps": 2, "last_steps": 1}
@@ -322,7 +323,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
 def _test_sets(recipe: Recipe) -> set[str]:
     """Collect the test sets whose rows are known here."""
     stopping = recipe.early_stopping
-    found = {stopping.dataset} if stopping is not None and stopping.dataset is not None else set()
+    found = {stopping.task.dataset} if isinstance(stopping, TaskStoppingConfig) else set()
     suites = {recipe.evaluation.suite}
     for data in _data_sections(recipe):
         if data.decontaminate is not None:

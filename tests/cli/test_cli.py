@@ -269,7 +269,8 @@ def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> Non
         r"96 is not a multiple of 64 \(per_device_train_batch_size 2 x data\.max_length 32",
     )
     wrong("connectivity.layers=[7]", r"7")
-    wrong("early_stopping.dataset=absent/absent", r"absent/absent")
+    absent = "{task: {kind: code, task: absent, dataset: absent/absent, chat_template: true}}"
+    wrong(f"early_stopping={absent}", r"absent/absent")
     wrong("pretrain=1", r"pretrain")
     wrong("variants.x={connectivty.layers: all}", r"did you mean 'connectivity'\?")
     refused("distill", recipe, "--variant", "sfd", message=r"has no variant 'sfd'; allowed: sft")

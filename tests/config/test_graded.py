@@ -67,7 +67,8 @@ def test_a_local_copy_and_a_file_of_one_are_known(tmp_path: Path, root: Path) ->
 
 
 def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(tmp_path: Path) -> None:
-    stopping = {"early_stopping": {"dataset": "a/code", "split": "validation"}}
+    task = {"kind": "code", "task": "mine", "dataset": "a/code", "split": "validation"}
+    stopping = {"early_stopping": {"task": task}}
     with pytest.raises(UserError, match="is what early_stopping is graded on"):
         load(tmp_path, {"path": "a/code", "split": "validation"}, **stopping)
     load(tmp_path, {"path": "a/code", "split": "train"}, **stopping)

@@ -7,11 +7,13 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from fcsd.config.load import load_recipe
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
-from fcsd.config.strict import Strict
+from fcsd.config.strict import Strict, validate
+from fcsd.config.suite import TaskConfig, load_suite
 from fcsd.config.training import ObjectiveConfig
 from fcsd.errors import UserError
 from fcsd.files import data_dir
@@ -60,7 +62,7 @@ def test_set_replaces_one_value_by_its_dotted_key(tmp_path: Path) -> None:
     assert recipe.data.train[0].split == "dev"
     assert (
         load_recipe(
-            path, ["early_stopping={dataset: a/b}", "early_stopping.patience=3"]
+            path, ["early_stopping={metric: heldout_kl}", "data.heldout.path=h", "early_stopping.patience=3"]
         ).early_stopping.patience
         == 3
     )
@@ -72,7 +74,7 @@ def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
     variant = recipe.variant("sft")
     assert variant.objective.name == "sft" and variant.train.max_steps == 2500 and variant.seed == 3
     expected = recipe.dump() | {"variants": {}}
-    expected["objective"] = expected["objective"] | {"name": "sft", "temperature": None}
+    expected["objective"] = {"name": "sft"}
     expected["train"]["max_steps"] = 2500
     expected["teacher"] = None
     assert variant == Recipe.model_validate(expected)
@@ -95,7 +97,7 @@ def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_be
     value = MINIMAL | {"objective": {"name": base} | BASES[base], "variants": {"v": {"objective.name": name}}}
     variant = load_recipe(write(tmp_path, value)).variant("v")
     alone = {key: value for key, value in BASES[base].items() if key in KEYS_OF[name]}
-    assert variant.objective == ObjectiveConfig.model_validate({"name": name} | alone)
+    assert variant.objective == validate(ObjectiveConfig, {"name": name} | alone, "alone")
 
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
@@ -111,13 +113,14 @@ def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(t
     path = write(tmp_path, MINIMAL | {"variants": {"sft": {"objective.name": "sft"}}})
     recipe = load_recipe(path, ["objective.name=kl+l2", "objective.l2_coefficient=0.1"])
     assert recipe.objective.l2_coefficient == 0.1
-    assert recipe.variant("sft").objective == ObjectiveConfig(name="sft")
+    assert recipe.variant("sft").objective == validate(ObjectiveConfig, {"name": "sft"}, "alone")
 
 
 def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
     variants = {"v": {"objective.l2_coefficient": 0.1, "objective.name": "sft"}}
     with pytest.raises(
-        UserError, match=r"variants\.v: objective: l2_coefficient is needed for objective 'kl\+l2'"
+        UserError,
+        match=r"variants\.v: objective\.l2_coefficient: no meaning for objective 'sft', only for kl\+l2",
     ):
         load_recipe(write(tmp_path, MINIMAL | {"variants": variants}))
 
@@ -135,10 +138,14 @@ def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Pa
 def test_defaults_are_those_of_the_objective(
     name: str, temperature: float | None, jsd_beta: float | None
 ) -> None:
-    objective = ObjectiveConfig.model_validate({"name": name})
+    objective = validate(ObjectiveConfig, {"name": name}, "alone")
     assert (objective.temperature, objective.jsd_beta, objective.clip) == (temperature, jsd_beta, None)
     assert objective.has_teacher == (name not in ("sft", "ce"))
-    assert ObjectiveConfig.model_validate(objective.model_dump()) == objective
+    assert validate(ObjectiveConfig, objective.model_dump(), "printed") == objective
+
+
+CODE = {"kind": "code", "task": "mine", "dataset": "a/b"}
+CHOICE = {"kind": "likelihood", "metric": "acc,none", "task": "piqa", "dataset": "baber/piqa"}
 
 
 WRONG = [
@@ -146,21 +153,31 @@ WRONG = [
     ({"train": {"learnin_rate": 1}}, r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?"),
     (
         {"data": {"train": [{"pth": "d"}]}},
-        r"data\.train\.0\.(pth: unknown key; did you mean 'path'|path: is required)",
+        r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more: data\.train\.0\.path: is required\)",
     ),
     ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
     ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
     ({"train": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"min_lr_rate is needed"),
     (
         {"objective": {"name": "kl", "l2_coefficient": 0.1}},
-        r"l2_coefficient is needed for objective 'kl\+l2' and for no other",
+        r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
     ),
-    ({"objective": {"name": "kl+l2"}}, r"l2_coefficient is needed"),
+    (
+        {"objective": {"l2_coefficient": 0.1}},
+        r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
+    ),
+    (
+        {"objective": {"name": "kl+l2"}},
+        r"objective\.l2_coefficient: is required for objective 'kl\+l2'",
+    ),
+    ({"objective": "sft"}, r"objective: a mapping of keys to values is needed, got 'sft'"),
+    ({"objective": {"name": "sfd"}}, r"objective\.name: Input should be .*, got 'sfd'"),
+    ({"objective": {"name": ["kl"]}}, r"objective\.name: Input should be .*, got \['kl'\]"),
     (
         {"objective": {"name": "kl", "l2_relative": True}},
-        r"l2_relative has no meaning for objective 'kl', only for kl\+l2",
+        r"objective\.l2_relative: no meaning for objective 'kl', only for kl\+l2",
     ),
-    ({"objective": {"name": "jsd", "l2_until": 0.5}}, r"l2_until has no meaning for objective 'jsd'"),
+    ({"objective": {"name": "jsd", "l2_until": 0.5}}, r"l2_until: no meaning for objective 'jsd'"),
     (
         {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_until": 1.5}},
         r"l2_until: .*less than or equal to 1",
@@ -171,47 +188,67 @@ WRONG = [
     ),
     (
         {"objective": {"name": "sft", "router_kl_coefficient": 1}},
-        r"router_kl_coefficient has no meaning for objective 'sft'",
+        r"router_kl_coefficient: no meaning for objective 'sft'",
     ),
     ({"train": {"ema_decay": 1.0}}, r"ema_decay: .*less than 1"),
     ({"train": {"layer_lr_ratio": 0}}, r"layer_lr_ratio: .*greater than 0"),
     ({"train": {"optimizer": "sgd"}}, r"optimizer: .*'adamw' or 'muon'"),
-    ({"early_stopping": {}}, r"dataset is required for metric 'pass@1' \(or set metric: heldout_kl\)"),
+    (
+        {"early_stopping": {}},
+        r"early_stopping\.task: is required: a row of a suite \(or set metric: heldout_kl\)",
+    ),
     (
         {"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
-        r"dataset has no meaning for metric 'heldout_kl', only for a task; the text is data\.heldout",
+        r"dataset: has no meaning for metric 'heldout_kl', only for a task; the text is data\.heldout",
     ),
     (
-        {"early_stopping": {"metric": "acc", "dataset": "a/b"}},
-        r"'pass@1' of a code task, 'heldout_kl', or lm-eval's key",
+        {"early_stopping": {"metric": "heldout_kl", "task": CODE}},
+        r"early_stopping\.task: has no meaning for metric 'heldout_kl', only for a task",
     ),
     (
-        {"early_stopping": {"metric": "acc,none", "dataset": "a/b"}},
-        r"early_stopping: kind is required for metric 'acc,none': likelihood or generation",
+        {"early_stopping": {"metric": "heldout_kl", "limit": 3}},
+        r"early_stopping\.limit: has no meaning for metric 'heldout_kl', only for a task",
     ),
     (
-        {"early_stopping": {"metric": "acc,none", "kind": "likelihood", "dataset": "a/b"}},
-        r"early_stopping: task is required for kind 'likelihood': lm-eval's name of the task",
+        {"early_stopping": {"metric": "acc", "task": CODE}},
+        r"early_stopping\.metric: is 'heldout_kl' or left out; that of a task moved, write early_stopping\.task\.m",
     ),
     (
-        {
-            "early_stopping": {
-                "metric": "acc,none",
-                "kind": "likelihood",
-                "task": "t",
-                "dataset": "a/b",
-                "timeout_s": 1,
-            }
-        },
-        r"early_stopping: timeout_s: no meaning for kind 'likelihood'",
+        {"early_stopping": {"task": CHOICE | {"metric": "acc"}}},
+        r"early_stopping\.task\.metric: metric is lm-eval's key 'metric,filter' \(for example 'acc,none'\), got 'acc'",
     ),
     (
-        {"early_stopping": {"dataset": "a/b", "num_fewshot": 2}},
-        r"num_fewshot and lm_eval_include have no meaning for kind 'code'",
+        {"early_stopping": {"task": {"task": "t", "dataset": "a/b"}}},
+        r"early_stopping\.task\.kind: is required: 'likelihood', 'generation' or 'code'",
     ),
     (
-        {"early_stopping": {"dataset": "a/b", "limit": 3, "max_problems": 4}},
-        r"max_problems is the former name of limit; give limit alone",
+        {"early_stopping": {"task": {"kind": "likelihood", "metric": "acc,none", "dataset": "a/b"}}},
+        r"early_stopping\.task\.task: is required",
+    ),
+    (
+        {"early_stopping": {"task": CHOICE | {"timeout_s": 1}}},
+        r"early_stopping\.task\.timeout_s: no meaning for kind 'likelihood', only for code",
+    ),
+    (
+        {"early_stopping": {"task": CODE | {"num_fewshot": 2}}},
+        r"early_stopping\.task\.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template",
+    ),
+    (
+        {"early_stopping": {"task": CODE | {"headline": False}}},
+        r"early_stopping: task\.headline has no meaning here, where there is no mean",
+    ),
+    (
+        {"early_stopping": {"task": CODE | {"num_sample": 3}}},
+        r"early_stopping\.task\.num_sample: unknown key; did you mean 'num_samples'\?",
+    ),
+    (
+        {"early_stopping": {"task": CODE, "max_problems": 4}},
+        r"early_stopping\.max_problems: is the former name of limit; write early_stopping\.limit",
+    ),
+    (
+        {"early_stopping": {"dataset": "a/b", "split": "test", "patience": 3}},
+        r"x\.yaml: early_stopping\.dataset: moved; write early_stopping\.task\.dataset"
+        r" \(and 2 more: early_stopping\.split: moved; write early_stopping\.task\.split; ",
     ),
     (
         {"early_stopping": {"metric": "heldout_kl"}},
@@ -223,13 +260,13 @@ WRONG = [
     ),
     (
         {"objective": {"name": "kl", "jsd_beta": 0.5}},
-        r"jsd_beta has no meaning for objective 'kl', only for jsd",
+        r"jsd_beta: no meaning for objective 'kl', only for jsd",
     ),
     (
         {"objective": {"name": "sft", "temperature": 2}},
-        r"temperature has no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2",
+        r"temperature: no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2",
     ),
-    ({"objective": {"name": "ce", "clip": 2}}, r"clip has no meaning for objective 'ce'"),
+    ({"objective": {"name": "ce", "clip": 2}}, r"clip: no meaning for objective 'ce'"),
     ({"objective": {"name": "jsd", "jsd_beta": 1}}, r"objective\.jsd_beta: .*less than 1, got 1"),
     ({"objective": {"temperature": 0}}, r"objective\.temperature: .*greater than 0, got 0"),
     ({"objective": {"clip": -1}}, r"objective\.clip: .*greater than 0, got -1"),
@@ -294,9 +331,12 @@ NUMBERS = sorted({key.removeprefix("pretrain.") for key in number_keys(Recipe)})
 @pytest.mark.parametrize("key", NUMBERS)
 def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> None:
     section = key.split(".")[0]
-    whole = {"early_stopping": {"dataset": "d"}, "sweep": {"learning_rate": [1e-5]}}
+    whole: dict[str, Any] = {"early_stopping": {"task": CODE}, "sweep": {"learning_rate": [1e-5]}}
     if key.startswith("data.heldout"):
         whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
+    if section == "objective":
+        name = "jsd" if key.endswith("jsd_beta") else "kl+l2"
+        whole["objective"] = {"name": name} | ({"l2_coefficient": 1.0} if name == "kl+l2" else {})
     path = write(tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {}))
     for value in (".nan", ".inf", "-.inf", "nan", "1e999"):
         with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: .*finite number") as caught:
@@ -305,10 +345,17 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
 
 
 @pytest.mark.parametrize(
-    "key", ["train.learning_rate", "train.max_steps", "objective.clip", "early_stopping.patience"]
+    "key",
+    [
+        "train.learning_rate",
+        "train.max_steps",
+        "objective.clip",
+        "early_stopping.patience",
+        "early_stopping.task.timeout_s",
+    ],
 )
 def test_true_is_no_number(tmp_path: Path, key: str) -> None:
-    path = write(tmp_path, MINIMAL | {"early_stopping": {"dataset": "d"}})
+    path = write(tmp_path, MINIMAL | {"early_stopping": {"task": CODE}})
     with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"):
         load_recipe(path, [f"{key}=true"])
 
@@ -351,14 +398,19 @@ LORA = {"lora": {"r": 8}}
     ("sections", "message"),
     [
         ({"teacher": {"backend": "adapter_off"}}, "adapter_off needs a `lora` section"),
-        ({"teacher": {"backend": "cache"}}, "teacher: backend 'cache' needs `cache`, the folder that"),
+        (
+            {"teacher": {"backend": "cache"}},
+            "teacher.cache: is required for backend 'cache': the folder that `fcsd cache-teacher` wrote",
+        ),
+        ({"teacher": {"cache": "c"}}, "teacher.cache: no meaning for backend 'sharded', only for cache"),
+        ({"teacher": {"cach": "c"}}, "teacher.cach: unknown key; allowed: backend, path, revision"),
         (
             {"teacher": {"backend": "caches"}},
             "teacher.backend: Input should be 'sharded', 'adapter_off' or 'cache'",
         ),
         (
             LORA | {"teacher": {"backend": "adapter_off", "path": "b"}},
-            "'adapter_off' runs the student's own weights",
+            "teacher.path: no meaning for backend 'adapter_off', only for sharded, cache",
         ),
         ({"teacher": {"revision": "b"}}, "teacher: revision belongs to `path`"),
         ({"teacher": {}, "objective": {"name": "sft"}}, "teacher: objective 'sft' compares with no teacher"),
@@ -407,24 +459,61 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
     plain = load_recipe(write(tmp_path, MINIMAL))
     assert plain.teacher.backend == "sharded" and plain.teacher_model == ("m", plain.model)
     with pytest.raises(UserError, match="objective 'sft' compares with no teacher"):
-        bad = {"v": {"objective.name": "sft", "teacher.backend": "sharded"}}
+        bad: dict[str, Any] = {"v": {"objective.name": "sft", "teacher.backend": "sharded"}}
         load_recipe(write(tmp_path, MINIMAL | {"variants": bad}))
 
 
-def test_a_stopping_task_has_the_defaults_of_its_kind_and_is_a_row_of_a_suite(tmp_path: Path) -> None:
-    code = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": {"dataset": "a/b", "max_problems": 7}}))
-    assert code.early_stopping is not None and code.early_stopping.row.kind == "code"
-    assert (code.early_stopping.limit, code.early_stopping.batch_size, code.early_stopping.split) == (
-        7,
-        32,
-        "test",
-    )
-    assert code.early_stopping.chat_template and code.early_stopping.row.stop == []
-    given = {"metric": "acc,none", "kind": "likelihood", "task": "piqa", "dataset": "baber/piqa"}
-    choice = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": given}))
-    assert choice.early_stopping is not None
-    row = choice.early_stopping.row
-    assert row.model_dump(exclude_unset=True) == given | {"num_fewshot": 0, "chat_template": False}
-    assert choice.early_stopping.max_new_tokens is None and choice.early_stopping.split is None
-    for recipe in (code, choice):  # what `fcsd recipe` prints is the same recipe
+def test_a_stopping_task_is_a_row_of_a_suite(tmp_path: Path) -> None:
+    for task in (CODE, CHOICE):
+        recipe = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": {"task": task, "limit": 7}}))
+        suite = tmp_path / "suite.yaml"
+        suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [task]}))
+        assert recipe.early_stopping.task == load_suite(suite).tasks[0]
+        assert (recipe.early_stopping.limit, recipe.early_stopping.batch_size) == (7, 32)
+        assert recipe.early_stopping.metric == task.get("metric", "pass@1")
         assert load_recipe(write(tmp_path, recipe.dump())) == recipe
+
+
+def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(tmp_path: Path) -> None:
+    data = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
+    variants: dict[str, Any] = {
+        "kl": {"early_stopping.metric": "heldout_kl"},
+        "choice": {f"early_stopping.task.{key}": value for key, value in CHOICE.items()},
+        "none": {"early_stopping": None},
+    }
+    stopping = {"task": CODE | {"timeout_s": 3.0, "chat_template": True}, "limit": 7, "every_steps": 5}
+    value = MINIMAL | {"data": data, "early_stopping": stopping, "variants": variants}
+    recipe = load_recipe(write(tmp_path, value))
+    assert recipe.variant("kl").early_stopping.model_dump() == {
+        "metric": "heldout_kl",
+        "every_steps": 5,
+        "patience": 20,
+        "min_delta": 0.02,
+    }
+    choice = recipe.variant("choice").early_stopping
+    assert choice.task == validate(TaskConfig, CHOICE | {"chat_template": True, "split": "test"}, "alone")
+    assert choice.limit == 7 and recipe.variant("none").early_stopping is None
+    variants["kl"]["early_stopping.limit"] = 3
+    with pytest.raises(UserError, match=r"variants\.kl: early_stopping\.limit: has no meaning for metric"):
+        load_recipe(write(tmp_path, value))
+
+
+def test_a_null_teacher_is_the_one_that_the_objective_needs(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": None}))
+    assert recipe == load_recipe(write(tmp_path, MINIMAL)) and recipe.teacher.backend == "sharded"
+    sft = load_recipe(write(tmp_path, MINIMAL | {"teacher": None, "objective": {"name": "sft"}}))
+    assert sft.teacher is None
+
+
+@pytest.mark.parametrize("path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_what_it_prints(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    for one in (recipe, *map(recipe.variant, recipe.variants)):
+        assert load_recipe(write(tmp_path, to_yaml(one.dump()))) == one
+
+
+def test_no_value_of_a_schema_can_be_changed(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    for record, key in ((recipe, "teacher"), (recipe.objective, "temperature"), (recipe.teacher, "path")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(record, key, None)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.config.suite import TaskConfig, load_suite, suite_names
+from fcsd.config.suite import CodeTaskConfig, load_suite, suite_names
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import dataset_location
 
@@ -49,13 +49,19 @@ def test_an_unknown_suite_lists_what_exists() -> None:
         ("{task: a, kind: code, dataset: null}", "tasks.0.dataset"),
         (
             "{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
-            "num_fewshot and lm_eval_include have no meaning",
+            "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template, got 3",
         ),
         ("{task: a, kind: code, dataset: x/y, metric: acc}", "metric of a code task is 'pass@k'"),
         ("{task: a, kind: code, dataset: x/y, metric: pass@10}", "pass@10 needs num_samples of 10 or more"),
         ("{task: a, kind: code, dataset: x/y, num_samples: 2}", "set a temperature above 0"),
         ("{task: a, kind: code, dataset: x/y, prompt_template: hi}", "must contain {prompt}"),
-        ("{task: a, dataset: x/y, kind: chat, metric: 'acc,none'}", "tasks.0.kind: Input should be"),
+        (
+            "{task: a, dataset: x/y, kind: chat, metric: 'acc,none'}",
+            "tasks.0.kind: Input should be 'likelihood',",
+        ),
+        ("{task: a, dataset: x/y}", "tasks.0.kind: is required: 'likelihood', 'generation' or 'code'"),
+        ("{task: a, dataset: x/y, kind: likelihood}", "tasks.0.metric: is required for kind 'likelihood'"),
+        ("piqa", "tasks.0: a mapping of keys to values is needed, got 'piqa'"),
         ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: -1}", "num_fewshot"),
     ],
 )
@@ -73,7 +79,7 @@ def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_code_row_records_its_defaults() -> None:
-    row = TaskConfig.model_validate(CODE)
+    row = CodeTaskConfig.model_validate(CODE)
     assert (row.split, row.max_new_tokens, row.timeout_s, row.prompt_template) == (
         "test",
         768,
@@ -83,7 +89,7 @@ def test_a_code_row_records_its_defaults() -> None:
 
 
 def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(tmp_path: Path) -> None:
-    row = TaskConfig.model_validate(CODE)
+    row = CodeTaskConfig.model_validate(CODE)
     assert dataset_location(row, None) == "owner/problems"
     with pytest.raises(UserError, match=r"task c: .*problems: no such folder; the data root must hold"):
         dataset_location(row, tmp_path)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from fcsd.config.data import SourceConfig
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import LikelihoodTaskConfig, SuiteConfig
 from fcsd.data.local import fresh_cache
 from fcsd.data.sources import load_source
 from fcsd.evaluate.code.problems import read_problems
@@ -44,7 +44,7 @@ def test_lm_eval_tasks_read_what_lies_there_too(tmp_path: Path) -> None:
         "task: mine\ndataset_path: someone/same-name\noutput_type: multiple_choice\ntest_split: test\n"
         "doc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
     )
-    row = TaskConfig(
+    row = LikelihoodTaskConfig(
         task="mine", kind="likelihood", metric="acc,none", dataset="someone/same-name", lm_eval_include="mine"
     )
     suite = SuiteConfig(name="s", tasks=[row], folder=str(tasks.parent))

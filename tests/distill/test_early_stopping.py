@@ -221,15 +221,16 @@ def test_small_figures_are_printed_with_more_digits(value: float, error: float |
 
 
 def test_what_is_scored_is_said_in_words() -> None:
-    code = {"metric": "pass@1", "kind": "code", "task": "early_stopping", "dataset": "a/b", "split": "test"}
-    assert stopping_text(code) == "pass@1 on `a/b`, split `test`"
+    code = {"metric": "pass@1", "kind": "code", "task": "mine", "dataset": "a/b", "split": "test"}
+    assert stopping_text({"task": code}) == "pass@1 on `a/b`, split `test`"
+    assert stopping_text(code) == "pass@1 on `a/b`, split `test`"  # of a manifest of schema_version 1
     task = {
         "metric": "acc_norm,none",
         "kind": "likelihood",
         "task": "hellaswag",
         "dataset": "Rowan/hellaswag",
     }
-    assert stopping_text(task) == "acc_norm of hellaswag on `Rowan/hellaswag`"
+    assert stopping_text({"task": task}) == "acc_norm of hellaswag on `Rowan/hellaswag`"
     assert stopping_text({"metric": "heldout_kl"}) == "KL to the original on held-out text"
     assert items_text("heldout_kl", 256, None) == "256 rows" and items_text("acc,none", 7, None) == "7 items"
 

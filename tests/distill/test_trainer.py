@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from fcsd.config.strict import validate
 from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill import run as run_module
@@ -79,7 +80,7 @@ def make(
 ) -> TrainingRun:
     student = copy.deepcopy(teacher).requires_grad_(True)
     convert_model(student, Connectivity("all"))
-    chosen = ObjectiveConfig.model_validate(objective or {"name": "kl"})
+    chosen = validate(ObjectiveConfig, objective or {}, "objective")
     return TrainingRun(
         launch=join_launch(),
         folder=folder,

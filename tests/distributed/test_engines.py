@@ -20,7 +20,7 @@ from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
 from fcsd.config.training import TrainConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
-from fcsd.distill.arguments import freeze_embeddings_and_head
+from fcsd.distill.prepare import freeze_embeddings_and_head
 from fcsd.distill.teachers.base import ModelTeacher
 from fcsd.distributed.engine import (
     Engine,

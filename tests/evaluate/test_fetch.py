@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fcsd.config.strict import validate
 from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
 from fcsd.data.local import data_fingerprint
 from fcsd.errors import UserError
@@ -27,7 +28,7 @@ COMMIT = "a" * 40
 
 def row(task: str, dataset: str, **changes: Any) -> TaskConfig:
     base = {"task": task, "kind": "likelihood", "metric": "acc,none", "dataset": dataset, "revision": COMMIT}
-    return TaskConfig.model_validate(base | changes)
+    return validate(TaskConfig, base | changes, "row")
 
 
 SUITE = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("sciq", "allenai/sciq")])

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from fcsd.config.model import ModelConfig
+from fcsd.config.strict import validate
 from fcsd.config.suite import TaskConfig
 from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import ALONE, Ranks
@@ -184,7 +185,7 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
 
 
 def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> None:
-    row = TaskConfig.model_validate(ROWS[0])
+    row = validate(TaskConfig, ROWS[0], "row")
     store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
     assert store.get(row) is None
     store.put(row, [{"score": 1.0}], {"num_items_total": 9})

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from fcsd.config.strict import validate
 from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
@@ -113,7 +114,7 @@ def test_values_and_gradients_are_those_of_the_equations(values: dict[str, Any],
     selected = {0, 1, 3} if "l2_points" in values else {0, 1, 2, 3}
     student, regular, teacher = make(sorted(selected))
     ids, keep = batch()
-    objective = ObjectiveConfig.model_validate(values)
+    objective = validate(ObjectiveConfig, values, "objective")
     hand = expected(objective, regular, teacher, ids, keep, selected)
     if checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
@@ -139,7 +140,7 @@ def test_values_and_gradients_are_those_of_the_equations(values: dict[str, Any],
 def test_nothing_is_collected_outside_the_context_and_no_hook_stays() -> None:
     student, _, _ = make()
     ids, _ = batch()
-    terms = AuxiliaryLosses(ObjectiveConfig.model_validate(OBJECTIVES[4]), student, 10)
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, OBJECTIVES[4], "objective"), student, 10)
     with terms.captured(student) as seen:
         student(ids, use_cache=False)
     student(ids, use_cache=False)
@@ -164,8 +165,10 @@ def test_bfloat16_streams_are_compared_in_float32() -> None:
 
 def test_the_coefficient_of_l2_falls_to_nothing_over_its_share_of_the_steps() -> None:
     student, _, _ = make()
-    objective = ObjectiveConfig.model_validate(
-        L2 | {"l2_until": 0.5, "l2_coefficient": 8.0, "router_kl_coefficient": 0.1}
+    objective = validate(
+        ObjectiveConfig,
+        L2 | {"l2_until": 0.5, "l2_coefficient": 8.0, "router_kl_coefficient": 0.1},
+        "objective",
     )
     terms = AuxiliaryLosses(objective, student, 8)
     assert [terms.coefficients(step).get("l2") for step in (0, 1, 3, 4, 7)] == [8.0, 6.0, 2.0, None, None]
@@ -174,7 +177,7 @@ def test_the_coefficient_of_l2_falls_to_nothing_over_its_share_of_the_steps() ->
 
 def test_models_of_different_depth_are_refused() -> None:
     student, _, _ = make()
-    terms = AuxiliaryLosses(ObjectiveConfig.model_validate(L2), student, 1)
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
     with pytest.raises(
         UserError, match=r"the student shows 2 decoder layers and the teacher 1: .* one by one"
     ):
@@ -185,7 +188,7 @@ def test_models_of_different_depth_are_refused() -> None:
 def test_points_that_the_connectivity_does_not_make_are_refused(points: str) -> None:
     student, _, _ = make([1, 3] if points == "merges" else "none")
     with pytest.raises(UserError, match=rf"objective\.l2_points: {points}: .* no such point"):
-        AuxiliaryLosses(ObjectiveConfig.model_validate(L2 | {"l2_points": points}), student, 1)
+        AuxiliaryLosses(validate(ObjectiveConfig, L2 | {"l2_points": points}, "objective"), student, 1)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_router_logits_are_the_routers_inputs_times_its_weights(model_type: str)
     found = routers(model)
     for module, _ in found:
         module.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0].detach()))
-    terms = AuxiliaryLosses(ObjectiveConfig.model_validate(OBJECTIVES[5]), model, 1)
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, OBJECTIVES[5], "objective"), model, 1)
     with torch.no_grad(), terms.captured(model) as seen:
         model(batch()[0], use_cache=False)
     assert len(seen.routers) == len(found) >= 1
@@ -221,7 +224,7 @@ def test_frozen_routers_are_all_that_is_frozen() -> None:
 
 def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> None:
     student, _, _ = make()
-    terms = AuxiliaryLosses(ObjectiveConfig.model_validate(L2), student, 1)
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
     with pytest.raises(UserError, match="decoder layers give 4 numbers a token and the teacher's 6"):
         terms.values(Captured([torch.zeros(1, 1, 4)]), Captured([torch.zeros(1, 1, 6)]), None, ["l2"])
     with pytest.raises(UserError, match="routers give 4 numbers a token and the teacher's 8"):

@@ -308,7 +308,7 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
     """Found by the weights that were judged, in a run and where any evaluation of its model lies; never of others."""
     training = tmp_path / "run" / "distill"
     (training / "model").mkdir(parents=True)
-    stopping = {"metric": "pass@1", "kind": "code", "dataset": "a/b", "split": "test"}
+    stopping = {"task": {"metric": "pass@1", "kind": "code", "dataset": "a/b", "split": "test"}}
     manifest = {"settings": {"early_stopping": stopping}, "outputs": {"model": "weights"}}
     write_json(training / "manifest.json", manifest)
     write_text(

@@ -56,6 +56,9 @@ def result(name: str, limit: int | None = None) -> tuple[dict[str, Any], dict[st
     return whole, samples
 
 
+MBPP = {"kind": "code", "task": "mbpp_plus", "dataset": "evalplus/mbppplus"}
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     return Recipe.model_validate(
@@ -64,7 +67,7 @@ def recipe(tmp_path: Path) -> Recipe:
             "output_dir": str(tmp_path / "run"),
             "model": {"path": "some/base"},
             "data": {"train": [{"path": "d"}]},
-            "early_stopping": {"dataset": "evalplus/mbppplus", "limit": 40},
+            "early_stopping": {"task": MBPP, "limit": 40},
             "publication": {"license": "apache-2.0", "repo_id": "me/x"},
         }
     )
@@ -166,7 +169,7 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
     for name in ("_figures", "write_details"):
         monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})  # they take long
     for dataset, said in (("a/code", True), ("a/other", False)):
-        stopping = {"dataset": dataset, "split": "test", "every_steps": 5, "patience": 2, "min_delta": 0.02}
+        stopping = {"task": MBPP | {"dataset": dataset}, "every_steps": 5, "patience": 2, "min_delta": 0.02}
         plan = Recipe.model_validate(recipe.dump() | {"early_stopping": stopping})
         write_report(plan, list(SCORES), run / "report")
         text = (run / "report" / "report.md").read_text()

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fcsd.cli.main import main
+from fcsd.config.strict import validate
 from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.distill import trainer as trainer_module
 from fcsd.errors import ScorerError, UserError
@@ -47,9 +48,14 @@ def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
     return {
         "code": bench.early_stopping | OFTEN,
         "likelihood": bench.choice | OFTEN,
-        "generation": bench.choice | OFTEN | answers | {"max_new_tokens": 2},
+        "generation": of(bench.choice | OFTEN, **answers, max_new_tokens=2),
         "heldout_kl": OFTEN | {"metric": "heldout_kl"},
     }
+
+
+def of(stopping: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The same section with other keys of its task."""
+    return stopping | {"task": stopping["task"] | changes}
 
 
 def recipe(bench: Bench, name: str, stopping: dict[str, Any] | None, **changes: Any) -> Path:
@@ -120,10 +126,7 @@ def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[st
     from fcsd.connectivity import load_model
 
     folder = bench.folder / "r" / "distill" / "model"
-    row = TaskConfig.model_validate(
-        {key: metrics["likelihood"][key] for key in ("metric", "kind", "task", "dataset", "lm_eval_include")}
-        | {"chat_template": True}
-    )
+    row = validate(TaskConfig, metrics["likelihood"]["task"], "row")
     result, _ = evaluate(
         load_model(folder), load_tokenizer(folder), SuiteConfig(name="s", tasks=[row]), data_root=None, batch_size=3,
         limit=4, progress=False,
@@ -160,7 +163,7 @@ def test_where_lm_eval_says_so_lower_is_better(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mistakes.yaml").write_text(yaml.safe_dump(task))
     monkeypatch.chdir(tmp_path)  # where the command runs: paths of a recipe begin there
-    stopping = metrics["likelihood"] | {"task": "mistakes", "lm_eval_include": "mine"}
+    stopping = of(metrics["likelihood"], task="mistakes", lm_eval_include="mine")
     tokenizer, model = load_tokenizer(bench.base), load_model(bench.base)
     for section, higher in ((stopping, False), (metrics["likelihood"], True)):
         with early_stopping(run_of(recipe(bench, "r", section)), tokenizer) as (_, score):
@@ -174,13 +177,13 @@ def test_where_lm_eval_says_so_lower_is_better(
         ("likelihood", {"kind": "generation"}, r"kind is 'generation', but lm-eval's output_type is multiple_choice"),
         ("likelihood", {"task": "tiny_choise"}, r"task tiny_choise: not defined in .*did you mean 'tiny_choice'"),
         ("likelihood", {"split": "validation"}, r"task tiny_choice: cannot be loaded"),
-        ("code", {"dataset": "absent/absent"}, r"task early_stopping: absent/absent: cannot read"),
+        ("code", {"dataset": "absent/absent"}, r"task problems: absent/absent: cannot read"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_scored_is_said_before_training(
     bench: Bench, metrics: dict[str, dict[str, Any]], kind: str, change: dict[str, Any], message: str
 ) -> None:
-    plan = run_of(recipe(bench, "r", metrics[kind] | change))
+    plan = run_of(recipe(bench, "r", of(metrics[kind], **change)))
     with pytest.raises(UserError, match=message), early_stopping(plan, load_tokenizer(bench.base)):
         pass
 

@@ -72,8 +72,11 @@ def pipeline(folder: Path) -> dict[str, Any]:
         },
         "train": TRAIN,
         "early_stopping": {
-            "dataset": "fcsd/tiny-code", "split": "validation", "every_steps": 2, "patience": 9, "max_problems": 2,
-            "max_new_tokens": 4,
+            "task": {
+                "kind": "code", "task": "tiny_code", "dataset": "fcsd/tiny-code", "split": "validation",
+                "chat_template": True, "stop": [], "max_new_tokens": 4,
+            },
+            "every_steps": 2, "patience": 9, "limit": 2,
         },
         "sweep": {
             "batch_size_tokens": [512, 1024], "learning_rate": [1e-3, 2e-3], "steps": 2, "warmup_steps": 0,
@@ -412,7 +415,7 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     monkeypatch.setattr("fcsd.models.load.weights_fingerprint", fingerprint)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
     task = {
-        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["dataset"],
+        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["task"]["dataset"],
         "lm_eval_include": "tiny", "chat_template": True,
     }  # fmt: skip
     suite = bench.folder / "suite.yaml"

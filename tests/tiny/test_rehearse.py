@@ -66,7 +66,7 @@ SWAPPED = {
     "train.save_steps",
     "early_stopping.every_steps",
     "early_stopping.limit",
-    "early_stopping.max_new_tokens",
+    "early_stopping.task.max_new_tokens",
     "sweep.batch_size_tokens",
     "sweep.steps",
     "sweep.warmup_steps",

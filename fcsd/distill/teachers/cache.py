@@ -42,7 +42,7 @@ Place = tuple[str, int, int]  # shard, first and last + 1 of its hidden states
 
 
 def row_keys(batch: Batch) -> list[bytes]:
-    """What identifies each row of a batch: a hash of its token ids, position ids and positions with loss."""
+    """Return what identifies each row of a batch: a hash of its token ids, position ids and positions with loss."""
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
     columns = [batch[name].to("cpu", torch.int32) for name in ("input_ids", "position_ids")]
     columns.append(keep.to("cpu", torch.uint8))
@@ -92,7 +92,7 @@ def _hash_of(identity: dict[str, Any]) -> str:
 
 
 def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Where each row of a shard lies; only its index is read.
+    """Return where each row of a shard lies; only its index is read.
 
     Raises: UserError for a file that is damaged, or of another teacher.
     """
@@ -117,7 +117,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
 
 
 def _layout(path: Path) -> tuple[int, int]:
-    """Where the hidden states begin in a shard, and the bytes of one of them."""
+    """Return where the hidden states begin in a shard, and the bytes of one of them."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         hidden = json.loads(file.read(length))["hidden"]
@@ -139,7 +139,7 @@ def verify_shard(path: Path) -> None:
 
 
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
-    """Raises: UserError when the cache in `folder` was made from another teacher, with what differs."""
+    """Raise UserError when the cache in `folder` was made from another teacher, with what differs."""
     found = read_json(folder / TEACHER)
     if changes := differences(found, json.loads(json.dumps(identity))):
         raise UserError(
@@ -215,7 +215,7 @@ class HiddenCache:
             raise UserError(f"{error}{advice}") from None
 
     def require(self, keys: Sequence[bytes]) -> None:
-        """Raises: UserError when not all of these rows are in the cache, with their number."""
+        """Raise UserError when not all of these rows are in the cache, with their number."""
         missing = sum(key not in self.places for key in keys)
         if missing:
             raise UserError(
@@ -240,7 +240,7 @@ class HiddenCache:
                 os.close(file)
 
     def read(self, keys: Sequence[bytes]) -> Tensor:
-        """(N, D) hidden states of these rows, one after the other."""
+        """Return (N, D) hidden states of these rows, one after the other."""
         self.require(keys)
         parts = []
         for name, begin, end in (self.places[key] for key in keys):
@@ -255,11 +255,11 @@ class CachedTeacher(Teacher):
         self.cache, self.head = cache, head.requires_grad_(False)
 
     def ahead(self, batch: Batch) -> None:
-        """The disk begins to read the rows of this micro-batch."""
+        """Let the disk begin to read the rows of this micro-batch."""
         self.cache.will_need(row_keys(batch))
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Reads the rows of all micro-batches."""
+        """Read the rows of all micro-batches."""
         for batch in batches:
             hidden = self.cache.read(row_keys(batch))
             batch["teacher_hidden"] = hidden.to(batch["input_ids"].device)

@@ -48,14 +48,14 @@ Row = dict[str, Any]
 
 
 def keyed(rows: Iterable[Row]) -> Iterator[tuple[bytes, Row]]:
-    """Each row with its key, in blocks that are hashed at once."""
+    """Yield each row with its key, in blocks that are hashed at once."""
     collate, iterator = Collator(), iter(rows)
     while block := list(itertools.islice(iterator, 256)):
         yield from zip(row_keys(collate(block)), block, strict=True)
 
 
 def finished_places(folder: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """The rows that shards in `folder` have, whether a manifest names them or not; damaged shards are removed."""
+    """Return the rows that shards in `folder` have, named in a manifest or not; damaged shards are removed."""
     places: dict[bytes, Place] = {}
     for path in sorted(folder.glob("hidden-*.safetensors")):
         try:
@@ -144,7 +144,7 @@ def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
 
 
 def _over_ranks(number: int, launch: Launch, operation: Any = dist.ReduceOp.SUM) -> int:
-    """The sum (or what `operation` says) over all processes."""
+    """Return the sum (or what `operation` says) over all processes."""
     if launch.ranks.size == 1:
         return number
     total = torch.tensor([number], dtype=torch.int64, device=launch.device)
@@ -205,7 +205,7 @@ def _compute(
 
 
 def _hidden_of_rows(teacher: Teacher, batch: dict[str, Tensor]) -> list[Tensor]:
-    """(n, D) on the CPU for each row of a batch."""
+    """Return (n, D) on the CPU for each row of a batch."""
     teacher.prepare([batch])
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
     return list(batch["teacher_hidden"].cpu().split(keep.sum(1).tolist()))

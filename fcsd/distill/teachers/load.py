@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.config.model import TeacherConfig
+from fcsd.config.model import CachedTeacherConfig, TeacherConfig
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
@@ -62,10 +62,9 @@ def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedMode
     _check_tokenizer(source)
     if plan.backend == "sharded":
         return _loaded(source)
-    assert plan.cache is not None
     if fill:
         fill_teacher_cache(source, Path(plan.cache))
-    return _cached_teacher(source, Path(plan.cache))
+    return _cached_teacher(source, plan)
 
 
 def _loaded(source: TeacherSource) -> PreTrainedModel:
@@ -78,10 +77,10 @@ def _loaded(source: TeacherSource) -> PreTrainedModel:
     )
 
 
-def _cached_teacher(source: TeacherSource, folder: Path) -> CachedTeacher:
-    rows, launch, num_checked = source.rows, source.launch, source.settings.spot_check_rows
+def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:
+    rows, launch, num_checked = source.rows, source.launch, plan.spot_check_rows
     facts = unloaded(source.model)
-    cache = HiddenCache(folder, identity(facts, source.model.weights))
+    cache = HiddenCache(Path(plan.cache), identity(facts, source.model.weights))
     if hasattr(rows, "__len__"):
         cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
     if num_checked:
@@ -148,7 +147,7 @@ def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = Fa
 
 
 def _endless(rows: Any) -> Iterator[Any]:
-    """The rows of a stream in the order in which a training reads them, epoch after epoch."""
+    """Yield the rows of a stream in the order in which a training reads them, epoch after epoch."""
     for epoch in itertools.count():
         rows.set_epoch(epoch)
         found = False

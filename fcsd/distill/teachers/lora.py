@@ -78,12 +78,12 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether adapters are in the model."""
+    """Return whether adapters are in the model."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
@@ -120,7 +120,7 @@ class AdapterOffTeacher(Teacher):
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """One forward without adapters that collects what the terms need."""
+        """Run one forward without adapters that collects what the terms need."""
         with as_original(self.student), terms.captured(self.student) as captured:
             hidden = self._hidden(batch)
         return hidden, captured

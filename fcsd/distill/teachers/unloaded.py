@@ -42,7 +42,7 @@ class Unloaded:
 
 
 def unloaded(source: ModelFolder) -> Unloaded:
-    """The model of a checkpoint as a recipe's `model` section would load it, on the meta device.
+    """Return the model of a checkpoint as a recipe's `model` section would load it, on the meta device.
 
     Raises: UserError as `fcsd.connectivity.load_model` before it reads weights.
     """
@@ -60,7 +60,7 @@ def unloaded(source: ModelFolder) -> Unloaded:
 
 
 def _dtype(checkpoint: Checkpoint, config: Any, model: ModelConfig) -> torch.dtype:
-    """What `from_pretrained` would choose."""
+    """Return what `from_pretrained` would choose."""
     if model.dtype != "auto":
         return dtype_of(model.dtype)
     if isinstance(config.dtype, torch.dtype):
@@ -74,7 +74,10 @@ def _dtype(checkpoint: Checkpoint, config: Any, model: ModelConfig) -> torch.dty
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
-    """What a teacher's hidden states depend on, besides the tokens. weights: fingerprint of the checkpoint's files."""
+    """Return what a teacher's hidden states depend on, besides the tokens.
+
+    weights: fingerprint of the checkpoint's files.
+    """
     config = teacher.model.config
     text = config.get_text_config()
     return {
@@ -100,7 +103,7 @@ def _config_hash(config: Any) -> str:
 
 
 def read_head(teacher: Unloaded) -> nn.Linear:
-    """The teacher's head, on the CPU: two tensors of the checkpoint's files, or the embeddings where they are tied.
+    """Return the teacher's head, on the CPU: two tensors of the files, or the embeddings where they are tied.
 
     Carries `logit_scale` and `softcap` of its family for the loss head.
     """

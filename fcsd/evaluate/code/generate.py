@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fcsd.config.suite import TaskConfig
+from fcsd.config.suite import CodeTaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSizer
@@ -40,13 +40,15 @@ def first_stop(text: str, stop: Sequence[str]) -> int:
     return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
 
 
-def prompts(tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: TaskConfig) -> list[str]:
+def prompts(
+    tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: CodeTaskConfig
+) -> list[str]:
     """Write the texts that the model is given: as one user turn, or as they are with a line break.
 
     Raises:
         UserError: a chat template is asked for and the tokenizer has none.
     """
-    template = task.prompt_template or "{prompt}"
+    template = task.prompt_template
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
     require_chat_template(tokenizer, task)
@@ -67,7 +69,7 @@ def generate_completions(
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[Problem],
     *,
-    task: TaskConfig,
+    task: CodeTaskConfig,
     batch_size: int | BatchSizer,
     progress: bool = True,
     ranks: Ranks = ALONE,
@@ -91,7 +93,6 @@ def generate_completions(
     """
     import torch
 
-    assert task.max_new_tokens is not None and task.stop is not None and task.num_samples is not None
     tokens = _prompt_tokens(model, tokenizer, problems, task)
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     rows = [index for index in order for _ in range(task.num_samples)]
@@ -143,10 +144,9 @@ def _prompt_tokens(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[Problem],
-    task: TaskConfig,
+    task: CodeTaskConfig,
 ) -> list[list[int]]:
     """Tokenize the prompts, and refuse one that leaves no room for its completion."""
-    assert task.max_new_tokens is not None
     texts = prompts(tokenizer, problems, task)
     # A chat template writes its own special tokens.
     tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
@@ -164,14 +164,14 @@ def _generate(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     rows: Sequence[list[int]],
-    task: TaskConfig,
+    task: CodeTaskConfig,
     ranks: Ranks,
 ) -> list[str]:
     """Generate the completions of one batch of token rows."""
     import torch
     from transformers import GenerationConfig, StoppingCriteriaList
 
-    stop = task.stop or []
+    stop = task.stop
     ends = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
     width = max(map(len, rows))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fcsd.config.suite import TaskConfig
+from fcsd.config.suite import CodeTaskConfig
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError
 from fcsd.evaluate.code.evalplus import grading, num_base_inputs
@@ -68,7 +68,7 @@ class Problem:
         return re.sub(r"\{(?:prompt|tests?)\}", lambda match: parts[match[0]], template)
 
 
-def load_problems(task: TaskConfig, data_root: Path | None = None) -> list[Problem]:
+def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[Problem]:
     """Load the problems of a code task, in the order of the data set.
 
     Raises:
@@ -77,9 +77,7 @@ def load_problems(task: TaskConfig, data_root: Path | None = None) -> list[Probl
     """
     location = dataset_location(task, data_root)
     try:
-        return read_problems(
-            location, task.split or "test", task.dataset_name, task.revision, tests=task.tests or "all"
-        )
+        return read_problems(location, task.split, task.dataset_name, task.revision, tests=task.tests)
     except UserError as error:
         advice = "" if Path(location).exists() else hub_advice(data_root)
         raise UserError(f"task {task.task}: {error}{advice}") from error

@@ -22,7 +22,7 @@ from typing import Any
 
 import fcsd
 from fcsd.config.strict import did_you_mean
-from fcsd.config.suite import TaskConfig, load_suite
+from fcsd.config.suite import CodeTaskConfig, load_suite
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code
 from fcsd.evaluate.code.problems import Problem, load_problems
@@ -119,7 +119,7 @@ def score_file(
     return result
 
 
-def _row(dataset: str, timeout_s: float | None) -> TaskConfig:
+def _row(dataset: str, timeout_s: float | None) -> CodeTaskConfig:
     known = {row.task: row for row in load_suite("paper11").tasks if row.kind == "code"}
     row = known.get(dataset)
     if row is None:
@@ -129,10 +129,9 @@ def _row(dataset: str, timeout_s: float | None) -> TaskConfig:
                 " (or give the path of a data set)"
             )
         place = Path(dataset)
-        row = TaskConfig(
+        row = CodeTaskConfig(
             task=place.stem,
             kind="code",
-            metric="pass@1",
             dataset=str(place.resolve() if place.exists() else place),
         )
     return row if timeout_s is None else row.model_copy(update={"timeout_s": timeout_s})
@@ -218,7 +217,7 @@ def _ids(known: Mapping[str, Any]) -> str:
 
 
 def evalplus_outcomes(
-    row: TaskConfig,
+    row: CodeTaskConfig,
     problems: Sequence[Problem],
     programs: Mapping[str, Sequence[str]],
     data: Path | None,

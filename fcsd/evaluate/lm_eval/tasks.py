@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fcsd.config.strict import did_you_mean
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.data.local import fresh_cache
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
@@ -55,7 +55,9 @@ def language_model(
         return InMemory(model, tokenizer, batch, ranks, progress=progress)
 
 
-def load_task(row: TaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> dict[str, Any]:
+def load_task(
+    row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> dict[str, Any]:
     """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
 
     Raises:
@@ -107,7 +109,7 @@ def load_task(row: TaskConfig, suite: SuiteConfig, data_root: Path | None, token
     return tasks
 
 
-def _name_the_row(row: TaskConfig, known: Any, location: str) -> None:
+def _name_the_row(row: LMEvalTaskConfig, known: Any, location: str) -> None:
     """Name the row and the column at fault, if there is one, where lm-eval could not read the data."""
     if row.task not in COLUMNS:
         return
@@ -120,13 +122,13 @@ def _name_the_row(row: TaskConfig, known: Any, location: str) -> None:
             check_files(row.task, location, row.dataset_name or settings.get("dataset_name"), split)
 
 
-def _advice(row: TaskConfig, data_root: Path | None) -> str:
+def _advice(row: LMEvalTaskConfig, data_root: Path | None) -> str:
     """Say what to do when lm-eval cannot load a task."""
     columns = ", ".join(COLUMNS.get(row.task, {}))
     return hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
 
 
-def _check_data(name: str, task: Any, row: TaskConfig, location: str) -> None:
+def _check_data(name: str, task: Any, row: LMEvalTaskConfig, location: str) -> None:
     """Check the rows of the graded split and of the one that the shots come from, and whether those are enough."""
     graded = task.config.test_split or task.config.validation_split
     shots = task.config.fewshot_split or task.config.training_split
@@ -142,7 +144,7 @@ def _check_data(name: str, task: Any, row: TaskConfig, location: str) -> None:
         )
 
 
-def _task_folder(row: TaskConfig, suite: SuiteConfig) -> Path:
+def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
     """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
     import lm_eval
 
@@ -159,7 +161,7 @@ def _task_folder(row: TaskConfig, suite: SuiteConfig) -> Path:
     )
 
 
-def _apply(task: Any, row: TaskConfig) -> None:
+def _apply(task: Any, row: LMEvalTaskConfig) -> None:
     """Apply the settings that lm-eval does not take as overrides."""
     likelihood = task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
     if likelihood != (row.kind == "likelihood"):
@@ -174,10 +176,11 @@ def _apply(task: Any, row: TaskConfig) -> None:
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
     settings: dict[str, Any] = {}
-    if row.max_new_tokens is not None:
-        settings["max_gen_toks"] = row.max_new_tokens
-    if row.stop is not None:
-        settings["until"] = row.stop
+    if isinstance(row, GenerationTaskConfig):
+        if row.max_new_tokens is not None:
+            settings["max_gen_toks"] = row.max_new_tokens
+        if row.stop is not None:
+            settings["until"] = row.stop
     if settings:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
@@ -188,7 +191,7 @@ def num_items(tasks: dict[str, Any], limit: int | None) -> int:
     return sum(counts if limit is None else [min(count, limit) for count in counts])
 
 
-def work(row: TaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
+def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
     """Estimate what a row asks of a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if row.kind == "generation":
@@ -215,14 +218,14 @@ def _characters_read(task: Any, document: Any) -> int:
     return sum(len(context) + len(choice) for context, choice in (asked[:1] if letters else asked))
 
 
-def higher_is_better(tasks: dict[str, Any], row: TaskConfig) -> bool:
+def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
     """Ask lm-eval about the row's metric; of one it knows nothing about, yes."""
     metric = row.metric.split(",", 1)[0]
     return all(task.higher_is_better().get(metric) is not False for task in tasks.values())
 
 
 def run_task(
-    language_model: Any, row: TaskConfig, tasks: dict[str, Any], limit: int | None
+    language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
 ) -> list[dict[str, Any]]:
     """Evaluate one row; its samples in the order of the data set (group members one after another).
 
@@ -279,7 +282,7 @@ def _no_bars_while_building() -> Iterator[None]:
         task.tqdm = bar
 
 
-def _require_mean(row: TaskConfig, value: float, scores: list[float]) -> None:
+def _require_mean(row: LMEvalTaskConfig, value: float, scores: list[float]) -> None:
     if not math.isclose(value, math.fsum(scores) / len(scores), rel_tol=1e-6, abs_tol=1e-9):
         raise UserError(
             f"task {row.task}: metric {row.metric!r} is not a mean over items (lm-eval gives {value:.6g});"
@@ -287,7 +290,7 @@ def _require_mean(row: TaskConfig, value: float, scores: list[float]) -> None:
         )
 
 
-def _sample(item: dict[str, Any], score: float, row: TaskConfig, task: str) -> dict[str, Any]:
+def _sample(item: dict[str, Any], score: float, row: LMEvalTaskConfig, task: str) -> dict[str, Any]:
     doc_id = int(item["doc_id"])
     sample: dict[str, Any] = {
         "doc_id": doc_id if task == row.task else f"{task}/{doc_id}",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fcsd.cli.main import main
 from fcsd.config.model import AdapterConfig
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.teachers.base import ModelTeacher
@@ -91,7 +91,7 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     found = hidden(AdapterOffTeacher(student), rows)
     assert torch.equal(found, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
-    terms = AuxiliaryLosses(ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+    terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     _, seen = AdapterOffTeacher(student).hidden_and_captured(rows, terms)
     _, expected = ModelTeacher(original).hidden_and_captured(rows, terms)
     assert len(seen.streams) == len(expected.streams) == 4

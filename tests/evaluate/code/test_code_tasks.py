@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from fcsd.config.suite import TaskConfig
+from fcsd.config.suite import CodeTaskConfig
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code, generate_completions, prompts
 from fcsd.evaluate.code.problems import Problem, load_problems, read_problems
@@ -25,7 +25,7 @@ ROW: dict[str, Any] = {
 ROW["code"] = "import math\n" + ROW["code"]
 
 
-def row(**changes: Any) -> TaskConfig:
+def row(**changes: Any) -> CodeTaskConfig:
     base = {
         "task": "t",
         "kind": "code",
@@ -34,7 +34,7 @@ def row(**changes: Any) -> TaskConfig:
         "max_new_tokens": 8,
         "stop": [],
     }
-    return TaskConfig.model_validate(base | changes)
+    return CodeTaskConfig.model_validate(base | changes)
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

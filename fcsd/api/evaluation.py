@@ -1,0 +1,136 @@
+"""Evaluate a model in memory on a suite, and compare two evaluations item by item.
+
+Not covered: stages that go on where they were cut off; `fcsd evaluate` and recipes have them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fcsd.config.suite import SuiteConfig, load_suite
+from fcsd.distributed.failure import stop_watching
+from fcsd.distributed.launch import Launch, join_launch
+from fcsd.errors import UserError
+from fcsd.evaluate.results import Samples, write_result
+from fcsd.evaluate.runner import evaluate
+from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Evaluation(dict[str, Any]):
+    """What `results.json` of an evaluation holds (docs/results.md); `samples` has the answers to every item."""
+
+    def __init__(self, result: Mapping[str, Any], samples: Samples):
+        super().__init__(result)
+        self.samples = samples
+
+    def save(self, folder: str | Path) -> Path:
+        """Leave results.json and samples_<task>.jsonl in a folder, as `fcsd evaluate` does; `fcsd compare` reads it."""
+        write_result(dict(self), self.samples, Path(folder))
+        return Path(folder)
+
+
+class Comparison(dict[str, Any]):
+    """The paired comparison of two evaluations, as `fcsd compare --json` prints it; `str` of it is the table."""
+
+    def __init__(self, comparison: Mapping[str, Any], text: str):
+        super().__init__(comparison)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def evaluate_model(
+    model: Any,
+    suite: str | Path | SuiteConfig = "tiny",
+    *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    data_root: str | Path | None = None,
+    batch_size: int | Literal["auto"] = 16,
+    limit: int | None = None,
+    allow_weak_sandbox: bool = False,
+    progress: bool = True,
+    name: str = "model",
+    launch: Launch | None = None,
+) -> Evaluation:
+    """Evaluate a model on every task of a suite; all ranks of a launch call this and get the same.
+
+    The model is left as it was: training mode, settings and random generators, too.
+
+    Args:
+        model: a model in memory; or the path of a checkpoint, which is loaded with its tokenizer.
+        suite: the name of one that ships with fcsd, the path of a suite file, or a suite.
+        data_root: folder that holds the data sets in hub layout; None: the Hub.
+        batch_size: sequences in one forward pass, or "auto".
+        limit: only the first items of every task, for a quick look.
+        allow_weak_sandbox: run generated code even where it cannot be kept off the network.
+
+    Raises:
+        UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
+        ScorerError: the scorer of the code tasks failed; never a score of 0.
+    """
+    if isinstance(model, str | Path):
+        from fcsd.api.models import load
+
+        name = str(model) if name == "model" else name
+        model, own = load(model)
+        tokenizer = tokenizer or own
+    if tokenizer is None:
+        raise UserError(
+            "tokenizer: is needed for a model in memory; give the tokenizer that it was trained with"
+        )
+    if launch is None:
+        launch = join_launch()
+        stop_watching()  # a script may go on after the evaluation
+    result, samples = evaluate(
+        model,
+        tokenizer,
+        suite if isinstance(suite, SuiteConfig) else load_suite(suite),
+        data_root=None if data_root is None else Path(data_root),
+        batch_size=batch_size,
+        limit=limit,
+        allow_weak_sandbox=allow_weak_sandbox,
+        progress=progress,
+        name=name,
+        ranks=launch.ranks,
+    )
+    return Evaluation(result, samples)
+
+
+def compare(
+    original: Evaluation | str | Path, converted: Evaluation | str | Path, *, tasks: list[str] | None = None
+) -> Comparison:
+    """Compare two evaluations of the same items, paired, with intervals and tests: what `fcsd compare` prints.
+
+    Args:
+        original, converted: what `evaluate_model` gave, or folders that `fcsd evaluate` wrote.
+        tasks: only these.
+
+    Raises:
+        UserError: results of other items or settings; a folder that is no result.
+    """
+    evaluated: dict[str, Any] = {}
+    if isinstance(original, str | Path) and isinstance(converted, str | Path):
+        evaluated = read_evaluated(Path(original), [Path(converted)])
+    else:
+        for name, given in (("original", original), ("converted", converted)):
+            evaluated[name] = _evaluated(given)
+    comparisons = compare_all(evaluated, tasks)
+    (found,) = comparisons.values()
+    return Comparison(found, comparison_text(comparisons, evaluated))
+
+
+def _evaluated(given: Evaluation | str | Path) -> dict[str, Any]:
+    if isinstance(given, Evaluation):
+        return {"result": dict(given), "samples": given.samples, "training": None}
+    if not isinstance(given, str | Path):
+        raise UserError(
+            f"compare: a {type(given).__name__}; what evaluate_model gave, or the folder of an evaluation is needed"
+        )
+    from fcsd.evaluate.results import read_result
+
+    result, samples = read_result(Path(given))
+    return {"result": result, "samples": samples, "training": None}

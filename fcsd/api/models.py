@@ -1,0 +1,151 @@
+"""Convert a model in memory or a checkpoint, and load either with its tokenizer.
+
+Not covered: models that are wrapped already (PEFT, FSDP, DDP): convert them before.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from fcsd.connectivity import Connectivity, Selection
+from fcsd.connectivity.convert import convert_model, unconvert_model
+from fcsd.connectivity.export import convert_checkpoint as convert_folder
+from fcsd.connectivity.load import load_model
+from fcsd.errors import UserError
+from fcsd.families import family_of, moe_mask
+from fcsd.models.load import find_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Model = TypeVar("Model")
+Attention = Literal["partial", "full"]
+Mlp = Literal["outdated", "full"]
+
+
+def connectivity_of(
+    layers: Selection | Connectivity, attention: Attention = "partial", mlp: Mlp = "outdated"
+) -> Connectivity:
+    """Return the connectivity that a selection and two sides, or a `Connectivity`, say.
+
+    Raises:
+        UserError: a `Connectivity` with sides beside it; what `Connectivity` refuses.
+    """
+    if not isinstance(layers, Connectivity):
+        return Connectivity(layers, attention, mlp)
+    if (attention, mlp) != ("partial", "outdated"):
+        raise UserError("attention, mlp: are sides of the Connectivity that is given; set them there")
+    return layers
+
+
+def convert(
+    model: Model,
+    layers: Selection | Connectivity = "all",
+    *,
+    attention: Attention = "partial",
+    mlp: Mlp = "outdated",
+) -> Model:
+    """Rewire a loaded transformers model in place, and return it.
+
+    Weights, their names and the tokenizer stay; what the model saves is a FarSkip checkpoint. A model that is converted
+    otherwise is converted anew.
+
+    Args:
+        layers: "all", "moe", "none", "first:8", "last:90%", "0,2,5", [0, 2, 5], {"last": "90%"}, or a `Connectivity`.
+        attention: "partial" reads the stream without the routed output that is in flight, "full" waits for it.
+        mlp: "outdated" reads the input of the layer, "full" the regular input.
+
+    Raises:
+        UserError: unsupported family or class, a dense model, a selection that the model does not have, a model that is
+            converted with this connectivity already.
+    """
+    connectivity = connectivity_of(layers, attention, mlp)
+    own = getattr(getattr(model, "config", None), "farskip", None)
+    if own is not None:
+        config: Any = model.config  # type: ignore[attr-defined]
+        if connectivity.field(moe_mask(config, family_of(config))) == own:
+            raise UserError(
+                f"{type(model).__name__}: is already converted with this connectivity (layers {own['layers']})"
+            )
+    convert_model(model, connectivity)
+    return model
+
+
+def unconvert(model: Model) -> Model:
+    """Give a converted model its original class, config and wiring back in place, and return it.
+
+    Raises:
+        UserError: it is not converted.
+    """
+    if getattr(getattr(model, "config", None), "farskip", None) is None:
+        raise UserError(f"{type(model).__name__}: is not converted, nothing to undo")
+    unconvert_model(model)
+    return model
+
+
+def convert_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    *,
+    layers: Selection | Connectivity | None = None,
+    attention: Attention = "partial",
+    mlp: Mlp = "outdated",
+    revision: str | None = None,
+) -> Path:
+    """Write a FarSkip checkpoint with the weights of another one, which are linked or copied and never loaded.
+
+    The result loads without fcsd with `trust_remote_code=True`.
+
+    Args:
+        model: a folder, or `owner/name` on the Hub.
+        out: a new folder.
+        layers: as `convert`; None: what the checkpoint says in another project's keys, else all.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        UserError: as `fcsd convert`.
+    """
+    nothing_said = layers is None and (attention, mlp) == ("partial", "outdated")
+    wanted = None if nothing_said else connectivity_of("all" if layers is None else layers, attention, mlp)
+    convert_folder(model, out, wanted, revision=revision)
+    return Path(out)
+
+
+def load(
+    path: str | Path,
+    *,
+    layers: Selection | Connectivity | None = None,
+    attention: Attention = "partial",
+    mlp: Mlp = "outdated",
+    original: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> "tuple[Any, PreTrainedTokenizerBase]":
+    """Load a checkpoint, base or FarSkip, and its tokenizer: (model in eval mode, tokenizer).
+
+    Args:
+        path: a folder, or `owner/name` on the Hub.
+        layers: convert a base checkpoint while it is loaded, as `convert` would; None: as the checkpoint says.
+        original: a FarSkip checkpoint's weights with regular connectivity.
+        options: `dtype`, `attn_implementation`, `experts_implementation`, `device_map`, … of `from_pretrained`.
+
+    Raises:
+        UserError: what is missing, damaged or does not fit (`fcsd.connectivity.load_model`).
+    """
+    from fcsd.config.model import ModelConfig
+
+    found = find_model(ModelConfig(path=str(path), revision=revision))
+    tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
+    wanted = None if layers is None else connectivity_of(layers, attention, mlp)
+    if layers is None and (attention, mlp) != ("partial", "outdated"):
+        raise UserError("attention, mlp: are sides of the layers to convert; give layers, too")
+    model = load_model(
+        found.folder,
+        connectivity=wanted,
+        original=original,
+        trust_remote_code=trust_remote_code,
+        **options,
+    )
+    return model, tokenizer

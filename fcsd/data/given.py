@@ -1,0 +1,132 @@
+"""Rows of data that a caller holds already: a `datasets.Dataset`, a stream, a list of examples, or packed rows.
+
+What its columns mean is seen from their names, or said with `columns` in the words of a recipe.
+
+Not covered: reading data sets (`fcsd.data.sources`); several data sets in one mixture, which a recipe has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+
+from fcsd.data.dataset import rows_of_loaded
+from fcsd.data.sources import GivenSource
+from fcsd.errors import UserError
+
+_PACKED = ("input_ids", "position_ids", "labels")
+# The first of these whose columns are all there is what a data set holds: what each column means, by its name.
+_KNOWN: tuple[dict[str, str], ...] = (
+    {"input_ids": "input_ids"},
+    {"messages": "messages"},
+    {"messages": "conversations"},
+    {"prompt": "prompt", "response": "response"},
+    {"prompt": "prompt", "response": "completion"},
+    {"text": "text"},
+)
+_BESIDE = {"input_ids": ("labels", "attention_mask"), "prompt": ("input",)}  # taken where they are there
+_KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
+
+
+def given_rows(
+    data: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    max_length: int,
+    packing: bool = True,
+    loss_on: str = "response",
+    columns: Mapping[str, str] | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_proc: int | None = None,
+) -> Any:
+    """Make packed rows of `data`, as `fcsd.data.dataset.build_dataset` does of sources, in the same order for a seed.
+
+    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are.
+
+    Args:
+        name: what errors call the data, for example "train_dataset".
+        columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
+            columns; None: seen from the names. input_ids (and labels) are tokens, and are packed as they are.
+
+    Raises:
+        UserError: no such columns, no examples, what `tokenize_example` refuses, packed rows of another length.
+    """
+    if isinstance(data, Mapping):  # a DatasetDict, too
+        splits = ", ".join(map(repr, data))
+        raise UserError(f"data set {name}: holds several ({splits}); give one of them")
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        data = datasets.Dataset.from_list([dict(example) for example in data])
+    names = _column_names(data, name)
+    if set(_PACKED) <= set(names) and columns is None:
+        return _packed(data, name, max_length)
+    if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
+        raise UserError(
+            f"data set {name}: a {type(data).__name__}; a datasets.Dataset or IterableDataset, or a list of examples is"
+            f" needed, or packed rows with {', '.join(_PACKED)}"
+        )
+    source = GivenSource(name, _meaning(names, name, columns))
+    # Tensors of a format that was set would not tokenize.
+    plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
+    return rows_of_loaded(
+        [(source, plain)],
+        tokenizer,
+        max_length=max_length,
+        packing=packing,
+        loss_on=loss_on,
+        seed=seed,
+        shuffle=shuffle,
+        num_proc=num_proc,
+    )
+
+
+def _column_names(data: Any, name: str) -> list[str]:
+    if isinstance(data, datasets.Dataset):
+        if len(data) == 0:
+            raise UserError(f"data set {name}: it is empty")
+        return data.column_names
+    if isinstance(data, datasets.IterableDataset) and data.column_names is not None:
+        return data.column_names
+    first = next(iter(data), None) if hasattr(data, "__iter__") or hasattr(data, "__getitem__") else None
+    if first is None:
+        what = "it is empty" if hasattr(data, "__getitem__") or hasattr(data, "__iter__") else f"{data!r}"
+        raise UserError(f"data set {name}: {what}")
+    return list(first) if isinstance(first, Mapping) else []
+
+
+def _meaning(names: Sequence[str], name: str, columns: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what each column that is read means: meaning -> its name."""
+    shown = ", ".join(map(repr, names))
+    if columns is not None:
+        if set(columns) not in _KINDS:
+            raise UserError(
+                "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'),"
+                f" got {', '.join(sorted(columns)) or 'nothing'}"
+            )
+        if missing := [column for column in columns.values() if column not in names]:
+            raise UserError(
+                f"data set {name}: no column {', '.join(map(repr, missing))}; it has {shown}; name the right ones under"
+                " `columns`"
+            )
+        return dict(columns)
+    found = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
+    if found is None:
+        raise UserError(
+            f"data set {name}: no column 'messages', 'text', 'prompt' with 'response', or 'input_ids'; it has {shown};"
+            " name the right ones under `columns`, for example columns={'text': 'content'}"
+        )
+    beside = [column for key in found for column in _BESIDE.get(key, ()) if column in names]
+    return found | {column: column for column in beside}
+
+
+def _packed(data: Any, name: str, max_length: int) -> Any:
+    row = data[0] if hasattr(data, "__getitem__") else next(iter(data))
+    if (length := len(row["input_ids"])) != max_length:
+        raise UserError(
+            f"data set {name}: its rows are packed already, with {length} tokens, and max_length is {max_length}; set"
+            f" max_length to {length}"
+        )
+    return data

@@ -1,0 +1,200 @@
+"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and of a recipe.
+
+Not covered: what a recipe says about a whole run (evaluation, sweep, variants); `fcsd.load_recipe` reads one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from fcsd.config.model import ModelConfig
+from fcsd.config.strict import Strict, validate
+from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.connectivity import Connectivity
+from fcsd.errors import UserError
+
+# Keys of a recipe's `objective` section, which are arguments of their own here.
+OBJECTIVE_KEYS = (
+    "temperature", "jsd_beta", "clip", "l2_coefficient", "l2_relative", "l2_points", "l2_until",
+    "router_kl_coefficient", "vocab_size", "freeze_embeddings_and_head", "freeze_routers",
+)  # fmt: skip
+
+# What would change nothing, or something else than it says: argument -> (its neutral values, what to do instead).
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp16": ((False,), "use bf16=True"),
+    "label_smoothing_factor": ((0, 0.0), "use temperature, or the objective jsd, for a softer target"),
+    "auto_find_batch_size": ((False,), "set per_device_train_batch_size; the batch of a step stays what it is"),
+    "save_only_model": ((False,), "a checkpoint is for an exact continuation; save_model() leaves the model alone"),
+    "use_liger_kernel": ((False,), "head and loss are fused already"),
+    "bf16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
+    "fp16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
+    "fsdp": ((None, "", [], False), "launch with accelerate and configs/fsdp2_8.yaml"),
+    "deepspeed": ((None,), "launch with accelerate and configs/zero3_8.yaml"),
+}  # fmt: skip
+
+
+class _Sections(Strict):
+    """The sections of a recipe that the arguments fill, checked as those of a recipe are."""
+
+    objective: ObjectiveConfig
+    train: TrainConfig
+    safety: SafetyConfig
+
+
+@dataclass
+class FCSDConfig(TrainingArguments):
+    """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
+
+    All of transformers' arguments are there. These are fcsd's own, named as in a recipe:
+
+    Args:
+        objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft" or "ce". Its settings are
+            `temperature`, `jsd_beta`, `clip`, `l2_coefficient`, `l2_relative`, `l2_points`, `l2_until`,
+            `router_kl_coefficient`, `vocab_size`, `freeze_embeddings_and_head` and `freeze_routers`
+            (`fcsd.config.training.ObjectiveConfig`).
+        layers: selection of the layers to rewire in a model that is not converted yet, for example "last:90%";
+            None: the model is converted already. `attention` and `mlp` are the sides (`fcsd.Connectivity`).
+        max_length: tokens in a row.
+        packing: several examples share a row; they do not see each other.
+        loss_on: "response" (what the assistant says) or "all".
+        columns: what the data set's columns mean, as in a recipe: {"messages": NAME}, {"text": NAME} or
+            {"prompt": NAME, "response": NAME}; None: seen from their names.
+        dataset_num_proc: processes that tokenize.
+        batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
+        dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
+        optimizer: "adamw", or "muon" for the matrices of the layers.
+        layer_lr_ratio: the last layer's learning rate over the first one's.
+        ema_decay: the moving average of the weights is what is evaluated and saved.
+        safety: the `safety` section of a recipe: what happens when a step goes wrong.
+        model_init_kwargs: `dtype`, `revision`, `attn_implementation`, `experts_implementation` of a model given by its
+            path; `trust_remote_code` stands by itself.
+        teacher_model_init_kwargs: the same of a teacher given by its path.
+
+    Defaults that differ from transformers' are a recipe's: learning_rate 2e-5, cosine schedule, adam_beta2 0.95,
+    per_device_train_batch_size 1, logging_steps 10; remove_unused_columns is False.
+
+    Raises:
+        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer has no use for.
+    """
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "columns", "safety", "model_init_kwargs", "teacher_model_init_kwargs",
+    ]  # fmt: skip
+
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Rows of one forward pass."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "The initial learning rate."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning-rate schedule."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's beta2."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between two logs."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Steps that go wrong are skipped."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Rows have no other columns."})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "See DDP."})
+
+    objective: str = field(default="kl", metadata={"help": "kl, reverse_kl, jsd, kl+l2, sft or ce."})
+    temperature: float | None = field(default=None, metadata={"help": "Of both softmaxes; 1."})
+    jsd_beta: float | None = field(
+        default=None, metadata={"help": "Share of the teacher in jsd's mixture; 0.5."}
+    )
+    clip: float | None = field(default=None, metadata={"help": "Nats above which a token has no gradient."})
+    l2_coefficient: float | None = field(
+        default=None, metadata={"help": "Of the hidden-state distance, for kl+l2."}
+    )
+    l2_relative: bool | None = field(default=None, metadata={"help": "Distance over the teacher's square."})
+    l2_points: str | None = field(default=None, metadata={"help": "blocks, merges or sublayers."})
+    l2_until: float | None = field(default=None, metadata={"help": "Share of the steps after which l2 is 0."})
+    router_kl_coefficient: float | None = field(default=None, metadata={"help": "Of the routers' KL."})
+    vocab_size: int | None = field(default=None, metadata={"help": "Rows of the head that are tokens."})
+    freeze_embeddings_and_head: bool = field(default=False, metadata={"help": "Keep them as they are."})
+    freeze_routers: bool = field(default=False, metadata={"help": "Keep them as they are."})
+
+    layers: list[int] | str | dict | None = field(default=None, metadata={"help": "Layers to rewire."})
+    attention: str = field(default="partial", metadata={"help": "partial or full."})
+    mlp: str = field(default="outdated", metadata={"help": "outdated or full."})
+
+    max_length: int = field(default=4096, metadata={"help": "Tokens in a row."})
+    packing: bool = field(default=True, metadata={"help": "Several examples share a row."})
+    loss_on: str = field(default="response", metadata={"help": "response or all."})
+    columns: dict[str, str] | str | None = field(default=None, metadata={"help": "Meaning of the columns."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    batch_size_tokens: int | None = field(default=None, metadata={"help": "Tokens of one optimiser step."})
+
+    dtype: str = field(default="float32", metadata={"help": "Of the trained weights."})
+    optimizer: str = field(default="adamw", metadata={"help": "adamw or muon."})
+    layer_lr_ratio: float = field(
+        default=1.0, metadata={"help": "Last layer's learning rate over the first's."}
+    )
+    ema_decay: float | None = field(default=None, metadata={"help": "Of the weights' moving average."})
+    safety: dict[str, Any] | str | None = field(default=None, metadata={"help": "When a step goes wrong."})
+
+    trust_remote_code: bool = field(default=False, metadata={"help": "Of a tokenizer given by its path."})
+    model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of the model."})
+    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Of the teacher."}
+    )
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu, self.dataloader_pin_memory = True, False
+        if self.metric_for_best_model in ("kl", "eval_kl") and self.greater_is_better is None:
+            self.greater_is_better = False  # transformers would take all but "loss" for better when greater
+        super().__post_init__()
+        for name, (neutral, instead) in _REFUSED.items():
+            if getattr(self, name) not in neutral:
+                raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
+        if self.loss_on not in ("response", "all"):
+            raise UserError(f"FCSDConfig: loss_on: must be 'response' or 'all', got {self.loss_on!r}")
+        if self.max_length < 2:
+            raise UserError(f"FCSDConfig: max_length: must be at least 2, got {self.max_length}")
+        self._sections()
+        self.connectivity()
+
+    def _sections(self) -> _Sections:
+        given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+        train = {
+            "max_steps": max(1, self.max_steps),
+            "warmup_steps": 0,
+            "batch_size_tokens": self.batch_size_tokens or 1,
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "gradient_checkpointing": bool(self.activation_checkpointing),
+        }
+        same = ("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16")
+        raw = {
+            "objective": {"name": self.objective, **given},
+            "train": train | {name: getattr(self, name) for name in same},
+            "safety": self.safety or {},
+        }
+        return validate(_Sections, raw, "FCSDConfig")
+
+    def objective_config(self) -> ObjectiveConfig:
+        """Return the objective and its settings as a recipe has them."""
+        return self._sections().objective
+
+    def train_config(self) -> TrainConfig:
+        """Return what a recipe's `train` section says and transformers' arguments do not."""
+        return self._sections().train
+
+    def safety_config(self) -> SafetyConfig:
+        """Return what happens when a step goes wrong."""
+        return self._sections().safety
+
+    def connectivity(self) -> Connectivity | None:
+        """Return what is rewired in a model that is not converted yet; None: nothing is said."""
+        if self.layers is None:
+            if (self.attention, self.mlp) != ("partial", "outdated"):
+                raise UserError(
+                    "FCSDConfig: attention and mlp are sides of the layers to rewire; give layers, too"
+                )
+            return None
+        return Connectivity(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
+
+    def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
+        """Return how a model given by its path is loaded."""
+        given = (self.teacher_model_init_kwargs if teacher else self.model_init_kwargs) or {}
+        name = "teacher_model_init_kwargs" if teacher else "model_init_kwargs"
+        values = {"path": path, "trust_remote_code": self.trust_remote_code, **dict(given)}  # type: ignore[arg-type]
+        if isinstance(dtype := values.get("dtype"), torch.dtype):
+            values["dtype"] = str(dtype).removeprefix("torch.")
+        return validate(ModelConfig, values, f"FCSDConfig: {name}")

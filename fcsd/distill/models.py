@@ -1,0 +1,103 @@
+"""The models that `FCSDTrainer` is given: a model in memory, or the path of a checkpoint; converted already, or not.
+
+Not covered: models of a recipe (`fcsd.stages.distill`, `fcsd.distill.teachers.load`).
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fcsd.connectivity import convert_model, unconvert_model
+from fcsd.connectivity.checkpoint import read_config
+from fcsd.distill.fcsd_config import FCSDConfig
+from fcsd.distributed.engine import distributed_config
+from fcsd.distributed.launch import Launch
+from fcsd.errors import UserError
+from fcsd.families import family_of, moe_mask
+from fcsd.models.load import find_model, load_checkpoint
+
+
+def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
+    """Return the model to train, with its connectivity; one in memory is converted in place where that is asked for.
+
+    Raises:
+        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says;
+            what `load_model` and `convert_model` refuse.
+    """
+    if isinstance(model, str | Path):
+        return _loaded_student(str(model), args, launch)
+    if not isinstance(model, PreTrainedModel):
+        adapted = type(model).__name__.startswith("Peft")
+        raise UserError(
+            f"model: a {type(model).__name__}; a transformers model or the path of a checkpoint is needed"
+            + ("; adapters are a recipe's `lora` section" if adapted else "")
+        )
+    connectivity = args.connectivity()
+    own = getattr(model.config, "farskip", None)
+    if own is None:
+        if connectivity is None:
+            raise _not_converted(type(model).__name__)
+        convert_model(model, connectivity)
+    elif connectivity is not None:
+        wanted = connectivity.field(moe_mask(model.config, family_of(model.config)))
+        if wanted != own:
+            raise UserError(
+                f"{type(model).__name__}: this model is already converted with {_shown(own)}, but {_shown(wanted)} is"
+                " asked for; leave layers out to train it as it is, or convert it first"
+            )
+    return model
+
+
+def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
+    found = find_model(args.model_config(path))
+    connectivity = args.connectivity()
+    if connectivity is None and read_config(found.folder)[2] is None:
+        raise _not_converted(path)
+    return load_checkpoint(
+        found,
+        connectivity,
+        weights=launch.loads_weights,
+        distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=args.bf16),
+    )
+
+
+def _not_converted(what: str) -> UserError:
+    return UserError(
+        f"{what}: is not converted; set layers in FCSDConfig (for example layers='last:90%'), or convert it with"
+        " fcsd.convert (layers='none' trains the regular model)"
+    )
+
+
+def original_of(student: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a converted model with regular connectivity: the teacher, before anything is trained."""
+    original = copy.deepcopy(student)
+    unconvert_model(original)
+    return original
+
+
+def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
+    """Return the model to compare with, or the `Teacher` that was given.
+
+    Raises:
+        UserError: it is the student itself; what `load_model` refuses.
+    """
+    if teacher is None:
+        return original_of(student)
+    if teacher is student:
+        raise UserError(
+            "teacher: is the model that is trained; leave it out, and a copy with the original connectivity is made"
+        )
+    if not isinstance(teacher, str | Path):
+        return teacher
+    found = find_model(args.model_config(str(teacher), teacher=True))
+    return load_checkpoint(
+        found,
+        weights=launch.loads_weights,
+        distributed_config=distributed_config(launch.engine, launch.ranks.size),
+    )
+
+
+def _shown(field: dict[str, Any]) -> str:
+    return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"
