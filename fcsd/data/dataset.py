@@ -101,7 +101,8 @@ def rows_of_loaded(
     num_proc: int | None = None,
     decontaminator: Decontaminator | None = None,
 ) -> PackedRows | datasets.IterableDataset:
-    """`build_dataset` of sources whose examples are loaded already; of a source its name, columns and weight count.
+    """Return `build_dataset` of sources whose examples are loaded already; of a source its name, columns and weight
+    count.
 
     One that is an IterableDataset streams.
 

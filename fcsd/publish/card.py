@@ -116,7 +116,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
-    """Link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
+    """Link link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
     here."""
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():

@@ -43,7 +43,7 @@ class Teacher(ABC):
         """
 
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """(N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
+        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
 
         Raises: UserError when this kind of teacher has no layers at hand.
         """
@@ -76,7 +76,7 @@ class ModelTeacher(Teacher):
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """One forward that collects what the terms need."""
+        """Run one forward that collects what the terms need."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         with terms.captured(self.model) as captured:
             hidden = final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)

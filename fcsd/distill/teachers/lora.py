@@ -120,7 +120,7 @@ class AdapterOffTeacher(Teacher):
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """One forward without adapters that collects what the terms need."""
+        """Run one forward without adapters that collects what the terms need."""
         with as_original(self.student), terms.captured(self.student) as captured:
             hidden = self._hidden(batch)
         return hidden, captured
