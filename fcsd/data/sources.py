@@ -26,7 +26,7 @@ _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDataset:
-    """The examples of `source`, untouched but for `max_examples`.
+    """Load the examples of `source`, untouched but for `max_examples`.
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
     """
@@ -75,6 +75,6 @@ def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of `error`, or of its cause where that says more, on one line."""
+    """Return the message of `error`, or of its cause where that says more, on one line."""
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
     return one_line(cause or error)

@@ -35,7 +35,7 @@ from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.distill.interrupt import Signals
-from fcsd.distill.out_of_memory import explained
+from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_student, read_ahead, whole_steps
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.lora import leave_adapters
@@ -118,7 +118,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             )
         done = run.launch.ranks.from_first(lambda: newest_usable(run.folder / "checkpoints"))
         if done is None or not trainer.restore_if_complete(done):
-            with signals, explained(student, teacher, run.train, run.max_length, run.launch.device):
+            with signals, explain_oom(student, teacher, run.train, run.max_length, run.launch.device):
                 trainer.train(resume_from_checkpoint=str(done) if done else None)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
@@ -152,7 +152,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
-    """The Trainer's own callback would write into the folder of checkpoints, which does not stay."""
+    """Make the callback that writes beside the checkpoints; the Trainer's own would write among them, and they go."""
     if "tensorboard" not in run.train.report_to:
         return []
     callback = TensorBoardCallback()
@@ -173,7 +173,7 @@ def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
 
 
 def _not_scored(trainer: DistillTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
-    """What ends a run whose score failed: one line; of an error that nobody has foreseen the traceback before it."""
+    """Return what ends a run whose score failed: one line; an unforeseen error's traceback is printed before it."""
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
     if step == 0:

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import Collator, next_token_targets, trim_padding
+from fcsd.data.batches import Batch, Collator, next_token_targets, trim_padding
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.distributed.shard import whole_head
 from fcsd.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.losses.fused import fused_linear_kl
 from fcsd.losses.head import attach_loss_head, detach_loss_head, final_hidden, refuse_packing
 from fcsd.stats import ratio
-
-Batch = dict[str, Tensor]
 
 
 def read_rows(
@@ -176,7 +174,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
     training = model.training
     model.eval()
-    # Weights that transformers has spread are gathered by hooks of the whole model, so its body cannot be called alone.
+    # Sharded weights are gathered by hooks of the whole model, so that its body cannot be called alone.
     as_a_whole = isinstance(model, FSDPModule)
     if as_a_whole:
         attach_loss_head(model)

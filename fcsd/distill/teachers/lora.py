@@ -25,7 +25,7 @@ from fcsd.distill.teachers.base import Batch, Teacher
 from fcsd.errors import UserError, one_line
 from fcsd.families.structure import output_head
 from fcsd.losses.head import body_hidden
-from fcsd.losses.hidden_terms import ExtraTerms, Seen
+from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
 def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype) -> Any:
@@ -119,11 +119,11 @@ class AdapterOffTeacher(Teacher):
                 batch["teacher_hidden"] = self._hidden(batch)
 
     @torch.no_grad()
-    def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
         """Run one forward without adapters that collects what the terms need."""
-        with as_original(self.student), terms.seen(self.student) as seen:
+        with as_original(self.student), terms.captured(self.student) as captured:
             hidden = self._hidden(batch)
-        return hidden, seen
+        return hidden, captured
 
     def _hidden(self, batch: Batch) -> Tensor:
         batch = trim_padding(batch)
