@@ -264,7 +264,7 @@ class GuardedTrainer(Trainer):
         return loader
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
-        """Plan as the Trainer does, with room for the data that rewinds skip: `max_steps` ends the run, not an epoch."""
+        """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""
         _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
             args, dataloader
         )
