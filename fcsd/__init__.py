@@ -1,6 +1,63 @@
 """fcsd: FarSkip-Collective self-distillation for Hugging Face MoE checkpoints.
 
-Importing this package loads neither torch nor transformers and never touches the network.
+    import fcsd
+
+    model, tokenizer = fcsd.load("Qwen/Qwen3-30B-A3B", layers="last:90%")
+    trainer = fcsd.FCSDTrainer(model=model, args=fcsd.FCSDConfig(...), train_dataset=..., processing_class=tokenizer)
+    trainer.train()
+
+Importing this package loads neither torch nor transformers and never touches the network: each name is imported when it
+is first asked for. docs/python.md has the whole of it.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fcsd.api.evaluation import Comparison, Evaluation, compare, evaluate_model
+    from fcsd.api.models import convert, convert_checkpoint, load, unconvert
+    from fcsd.api.recipes import load_recipe, run_stage
+    from fcsd.connectivity.spec import Connectivity
+    from fcsd.distill.fcsd_config import FCSDConfig
+    from fcsd.distill.fcsd_trainer import FCSDTrainer
+    from fcsd.errors import UserError
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "Connectivity",
+    "Evaluation",
+    "FCSDConfig",
+    "FCSDTrainer",
+    "UserError",
+    "compare",
+    "convert",
+    "convert_checkpoint",
+    "evaluate_model",
+    "load",
+    "load_recipe",
+    "run_stage",
+    "unconvert",
+]
+
+_MODULES = {
+    "fcsd.api.evaluation": ("Comparison", "Evaluation", "compare", "evaluate_model"),
+    "fcsd.api.models": ("convert", "convert_checkpoint", "load", "unconvert"),
+    "fcsd.api.recipes": ("load_recipe", "run_stage"),
+    "fcsd.connectivity.spec": ("Connectivity",),
+    "fcsd.distill.fcsd_config": ("FCSDConfig",),
+    "fcsd.distill.fcsd_trainer": ("FCSDTrainer",),
+    "fcsd.errors": ("UserError",),
+}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *globals()])

@@ -126,8 +126,7 @@ class Stage:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """List dotted keys that differ between two plain values, absent or null alike: `train.learning_rate: 2e-05 ->
-    4e-05`."""
+    """List dotted keys that differ between two values, absent or null alike: `train.learning_rate: 2e-05 -> 4e-05`."""
     both = [*old, *new] if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) else []
     if both and all(isinstance(each, dict) for each in both):
         old, new = dict(enumerate(old)), dict(enumerate(new))

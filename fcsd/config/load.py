@@ -1,6 +1,7 @@
 """Load a recipe from its file, with all checks that need no model."""
 
 from pathlib import Path
+from typing import Any
 
 from fcsd.config.overrides import set_dotted
 from fcsd.config.recipe import Recipe
@@ -31,12 +32,21 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not separator or not key:
             raise UserError(f"--set {override}: must look like train.learning_rate=4e-5")
         set_dotted(raw, key, parse_yaml(text, f"--set {override}"), f"--set {override}")
-    recipe = validate(Recipe, raw, str(path))
+    return check_recipe(raw, str(path))
+
+
+def check_recipe(raw: Any, where: str) -> Recipe:
+    """Make a recipe of plain data, with all checks that need no model; `where` is what errors call it.
+
+    Raises:
+        UserError: as `load_recipe`.
+    """
+    recipe = validate(Recipe, raw, where)
     for name in recipe.variants:
         recipe.variant(name)  # a mistake inside a variant is found now, not hours later
     from fcsd.config.graded import refuse_graded
 
-    refuse_graded(recipe, str(path))
+    refuse_graded(recipe, where)
     return recipe
 
 

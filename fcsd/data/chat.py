@@ -57,7 +57,7 @@ def tokenize_example(
 
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    """Return an example that is tokens already."""
+    """Take an example that is tokens already."""
     ids = list(example[columns["input_ids"]])
     labels = list(example[columns["labels"]]) if "labels" in columns else ids
     seen = list(example[columns["attention_mask"]]) if "attention_mask" in columns else [1] * len(ids)

@@ -9,6 +9,7 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ class FCSDTrainer(DistillTrainer):
 
     @contextlib.contextmanager
     def _with_loss_head(self) -> Iterator[None]:
-        """The loss head is on the model while it is trained or evaluated, and accelerate leaves sharding to us."""
+        """Put the loss head on the model while it is trained or evaluated, and keep accelerate from sharding."""
         model: Any = self.model
         attached = self.launch.engine.shards or "_forward_before_loss_head" in model.__dict__
         with engine_environment(self.launch.engine, self.launch.device):
@@ -278,8 +279,11 @@ class FCSDTrainer(DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
+        start = time.perf_counter()
         with self._with_loss_head():
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self.leave_out_time(time.perf_counter() - start)
+        return found
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Logits (rows, tokens, vocabulary) and labels of the packed rows of a data set, and its held-out loss."""
@@ -294,7 +298,7 @@ class FCSDTrainer(DistillTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The Trainer's where logits are asked for; the loss is that of all ranks' rows, token by token."""
+        """Run the Trainer's loop where logits are asked for; the loss is that of all ranks' rows, token by token."""
         rows, training = dataloader.dataset, self.plain_model.training
         only_loss = (
             prediction_loss_only if prediction_loss_only is not None else self.args.prediction_loss_only
@@ -393,7 +397,10 @@ class FCSDTrainer(DistillTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             card = Path(str(self.args.output_dir)) / "README.md"
-            card.write_text(card.read_text(encoding="utf-8") + _LOADING, encoding="utf-8")
+            loading = _LOADING.format(
+                name=self.hub_model_id or self.args.hub_model_id or self.args.output_dir
+            )
+            card.write_text(card.read_text(encoding="utf-8") + loading, encoding="utf-8")
 
 
 _LOADING = """
@@ -404,8 +411,8 @@ The model has FarSkip connectivity, whose code is in this repository:
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("OWNER/NAME", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("OWNER/NAME")
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 """
 

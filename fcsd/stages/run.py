@@ -42,6 +42,14 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     distill(run, fill_cache=True)
     for name in recipe.variants:
         distill(run, name, fill_cache=True)
+    evaluate_models(run)
+    if recipe.evaluation.layer_study:
+        layers(run)
+    launch.ranks.from_first(lambda: publish(run, as_json=as_json))
+
+
+def evaluate_models(run: Run) -> None:
+    """Evaluate every model of the run that is there, on the same items."""
     original = run.original
     for name, path in run.models().items():
         evaluate_stage(
@@ -49,13 +57,10 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
             original if name == "original" else ModelFolder(original.config, path),
             original,
             folder=run.layout.evaluation(name),
-            evaluation=recipe.evaluation,
-            data=recipe.data,
-            launch=launch,
+            evaluation=run.recipe.evaluation,
+            data=run.recipe.data,
+            launch=run.launch,
         )
-    if recipe.evaluation.layer_study:
-        layers(run)
-    launch.ranks.from_first(lambda: publish(run, as_json=as_json))
 
 
 def layers(run: Run) -> Stage:

@@ -102,9 +102,7 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
         "deepseek_v2": "deepseek-v2-lite",
         "llama4": "llama-4-scout",
     }.items():
-        small = rehearse(
-            load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe, join_launch()
-        )
+        small = rehearse(load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe)
         config = AutoConfig.from_pretrained(small.model.path)
         assert config.model_type == family and config.dtype == torch.bfloat16
     hub = tmp_path / "llama-4-scout" / "hub"

@@ -1,0 +1,90 @@
+"""Recipes in Python: load one by its path or name, and run a stage of it.
+
+Not covered: the launch; `accelerate launch` a script that calls these.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fcsd.config.load import check_recipe
+from fcsd.config.load import load_recipe as load_file
+from fcsd.config.recipe import Recipe
+from fcsd.distributed.failure import stop_watching
+from fcsd.distributed.launch import join_launch
+from fcsd.errors import UserError
+
+STAGES = ("pretrain", "convert", "sweep", "distill", "evaluate", "report", "publish", "run")
+
+
+def load_recipe(path: str | Path, overrides: Mapping[str, Any] | list[str] | None = None) -> Recipe:
+    """Load and check a recipe.
+
+    Args:
+        path: of the file, or the name of a recipe that ships with fcsd ("tiny/demo").
+        overrides: {"train.learning_rate": 4e-5}, or texts as `--set` takes them.
+
+    Raises:
+        UserError: no such recipe, unknown keys, values out of range.
+    """
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    return load_file(path, overrides)
+
+
+def run_stage(
+    stage: str,
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    variant: str | None = None,
+    expert_parallel: int = 1,
+) -> Path:
+    """Run one stage of a recipe, or all of them ("run"), as the command of that name; what is finished is found.
+
+    Args:
+        stage: pretrain, convert, sweep, distill, evaluate (every model that is there), report, publish or run.
+        recipe: a recipe, its path or shipped name, or what its file would hold.
+        variant: of "distill", one of the recipe's variants.
+        expert_parallel: ranks that hold the experts of an MoE layer among them.
+
+    Returns:
+        The folder that the stage left; of "evaluate" that of all evaluations, of "run" the run's.
+
+    Raises:
+        UserError: no such stage; what the command refuses. Interrupted: a signal came, and a checkpoint is written.
+    """
+    if stage not in STAGES:
+        raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
+    if variant is not None and stage != "distill":
+        raise UserError(f"run_stage: stage {stage!r} has no variants; leave variant out")
+    if isinstance(recipe, Mapping):
+        recipe = check_recipe(dict(recipe), "recipe")
+    elif not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    from fcsd.stages.context import Run
+
+    launch = join_launch(expert_parallel=expert_parallel)
+    try:
+        return _run(stage, Run(recipe, launch), variant)
+    finally:
+        stop_watching()
+
+
+def _run(stage: str, run: Any, variant: str | None) -> Path:
+    from fcsd.stages.convert import convert
+    from fcsd.stages.distill import distill, sweep
+    from fcsd.stages.pretrain import pretrain
+    from fcsd.stages.publish import publish, report
+    from fcsd.stages.run import evaluate_models, run_all
+
+    if stage == "distill":
+        return Path(distill(run, variant).folder)
+    if stage in ("pretrain", "convert", "sweep"):
+        stages = {"pretrain": pretrain, "convert": convert, "sweep": sweep}
+        return Path(stages[stage](run).folder)
+    if stage in ("report", "publish"):
+        steps = {"report": report, "publish": publish}
+        return Path(run.launch.ranks.from_first(lambda: str(steps[stage](run))))
+    {"evaluate": evaluate_models, "run": run_all}[stage](run)
+    return Path(run.recipe.folder / "evaluate" if stage == "evaluate" else run.recipe.folder)

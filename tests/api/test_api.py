@@ -1,0 +1,206 @@
+"""The functions of `import fcsd`: models in memory, evaluation and recipes, with the command line's errors."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import fcsd
+from fcsd.cli.main import main
+from fcsd.config.suite import SuiteConfig
+from fcsd.connectivity import farskip_layers
+from fcsd.errors import UserError
+from fcsd.files import read_json
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from tests.support import Bench, write_rows
+
+X = torch.arange(3, 19)[None]
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    return tiny_model("qwen2_moe", num_hidden_layers=4, vocab_size=300, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ("last:75%", [1, 2, 3]),
+        ([0, 2], [0, 2]),
+        ({"first": 2}, [0, 1]),
+        (fcsd.Connectivity("0-2", mlp="full"), [0, 1, 2]),
+    ],
+)
+def test_a_model_in_memory_is_converted_in_place_and_back(
+    original: Any, layers: Any, found: list[int]
+) -> None:
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        regular = model(X, use_cache=False).logits
+        assert fcsd.convert(model, layers) is model
+        assert farskip_layers(model) == found == model.config.farskip["layers"]
+        assert not torch.equal(model(X, use_cache=False).logits, regular)
+        assert fcsd.unconvert(model) is model
+        assert torch.equal(model(X, use_cache=False).logits, regular)
+
+
+def test_sides_are_given_once(original: Any) -> None:
+    model = fcsd.convert(copy.deepcopy(original), "all", attention="full")
+    assert model.config.farskip["attention"] == "full" and model.config.farskip["mlp"] == "outdated"
+    with pytest.raises(UserError, match="attention, mlp: are sides of the Connectivity that is given"):
+        fcsd.convert(model, fcsd.Connectivity("all"), mlp="full")
+    fcsd.convert(model, "all", mlp="full")  # another connectivity is put in the place of the first
+    assert model.config.farskip["mlp"] == "full"
+
+
+def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = fcsd.convert_checkpoint(str(base_checkpoint), tmp_path / "out", layers="last:1")
+    assert out == tmp_path / "out"
+    model, tokenizer = fcsd.load(out)
+    while_loaded, _ = fcsd.load(base_checkpoint, layers=[1])
+    back, _ = fcsd.load(str(out), original=True)
+    regular, _ = fcsd.load(base_checkpoint, dtype="bfloat16")
+    assert farskip_layers(model) == farskip_layers(while_loaded) == [1] and not model.training
+    assert type(back).__name__ == "Qwen2MoeForCausalLM" and regular.dtype == torch.bfloat16
+    assert len(tokenizer) == 300
+    with torch.no_grad():
+        one, other = (each(X, use_cache=False).logits for each in (model, while_loaded))
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The error of a command, without its name."""
+    assert main(list(words)) == 2
+    return capsys.readouterr().err.strip().splitlines()[-1].partition(": error: ")[2]
+
+
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return " ".join(str(caught.value).split())
+
+
+def test_a_dense_model_a_wrong_text_and_a_second_conversion_are_refused_as_on_the_command_line(
+    original: Any, base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    dense = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, vocab_size=99, head_dim=8, **sizes))
+    dense.save_pretrained(tmp_path / "dense")
+    said = printed(capsys, "convert", str(tmp_path / "dense"), str(tmp_path / "out"))
+    assert raised(lambda: fcsd.convert(dense, "all")) == said.removeprefix(
+        f"{tmp_path / 'dense' / 'config.json'}: "
+    )
+    assert raised(lambda: fcsd.convert_checkpoint(tmp_path / "dense", tmp_path / "out")) == said
+
+    said = printed(capsys, "convert", str(base_checkpoint), str(tmp_path / "out"), "--layers", "lst:3")
+    assert raised(lambda: fcsd.convert(copy.deepcopy(original), "lst:3")) == said
+    assert said.startswith("layers: 'lst:3' is not a selection; allowed: all, moe")
+
+    model = fcsd.convert(copy.deepcopy(original), "all")
+    fcsd.convert_checkpoint(base_checkpoint, tmp_path / "once")
+    said = printed(capsys, "convert", str(tmp_path / "once"), str(tmp_path / "twice"))
+    assert said == f"{tmp_path / 'once'}: is already converted with this connectivity (layers [0, 1])"
+    assert raised(lambda: fcsd.convert(model, "all")) == (
+        "FarSkipQwen2MoeForCausalLM: is already converted with this connectivity (layers [0, 1, 2, 3])"
+    )
+    assert (
+        raised(lambda: fcsd.convert(model, "last:9")) == "layers: last:9: the model has only 4 decoder layers"
+    )
+    assert "is not converted, nothing to undo" in raised(lambda: fcsd.unconvert(copy.deepcopy(original)))
+    assert "not a transformers model" in raised(lambda: fcsd.convert(torch.nn.Linear(2, 2)))
+
+
+def test_data_and_tokenizers_are_refused_as_in_a_recipe(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trainer(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> Any:
+        arguments = fcsd.FCSDConfig(output_dir=str(tmp_path / "run"), layers="all", max_length=32, **settings)
+        return fcsd.FCSDTrainer(
+            str(bench.base),
+            arguments,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+
+    write_rows(tmp_path / "texts" / "rows.jsonl", [{"story": "a"}])
+    file = tmp_path / "texts" / "rows.jsonl"
+    data = {"train": [{"path": str(file), "columns": {"text": "words"}}], "max_length": 32}
+    said = printed(capsys, "distill", str(bench.recipe("columns", data=data)))
+    assert said.startswith(f"data set {file}: no column 'words'; it has 'story'; name the right ones")
+    assert raised(lambda: trainer([{"story": "a"}], columns={"text": "words"})) == said.replace(
+        str(file), "train_dataset"
+    )
+
+    plain = tmp_path / "plain"
+    fcsd.load(bench.base)[0].save_pretrained(plain)
+    tiny_tokenizer(300, chat_template=False).save_pretrained(plain)
+    said = printed(capsys, "distill", str(bench.recipe("plain", model={"path": str(plain)})))
+    messages = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    own = fcsd.load(plain)[1]
+    assert raised(lambda: trainer(messages, own)) == said and "no chat template, needed" in said
+
+
+def suite() -> SuiteConfig:
+    row = {
+        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": "choice",
+        "lm_eval_include": "tiny", "chat_template": True,
+    }  # fmt: skip
+    return SuiteConfig.model_validate({"name": "quick", "tasks": [row]})
+
+
+def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
+    base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": f"{n}+1", "choices": ["1", "2", "3 is it"], "answer": n % 3} for n in range(8)]
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "choice" / "test.jsonl", rows)
+    model, tokenizer = fcsd.load(base_checkpoint)
+    options: dict[str, Any] = {"data_root": tmp_path / "data", "progress": False}
+    model.train()
+    before = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
+    assert model.training and before["suite"] == "quick" and len(before.samples["tiny_choice"]) == 8
+    assert json.loads(json.dumps(before)) == before
+    fcsd.convert(model, "all")
+    after = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
+    comparison = fcsd.compare(before, after)
+    assert comparison["tasks"]["tiny_choice"]["num_items"] == 8 and "tiny_choice" in str(comparison)
+    folders = [result.save(tmp_path / name) for name, result in (("before", before), ("after", after))]
+    assert dict(fcsd.compare(*folders)) == dict(fcsd.compare(before, folders[1])) == dict(comparison)
+    capsys.readouterr()
+    assert main(["compare", *map(str, folders)]) == 0
+    assert capsys.readouterr().out.strip() == str(fcsd.compare(*folders))
+    with pytest.raises(UserError, match="tokenizer: is needed for a model in memory"):
+        fcsd.evaluate_model(model, suite(), **options)
+    with pytest.raises(UserError, match="suite 'tini': no such suite"):
+        fcsd.evaluate_model(model, "tini", tokenizer=tokenizer, **options)
+    with pytest.raises(UserError, match="compare: a dict; what evaluate_model gave, or the folder"):
+        fcsd.compare(dict(before), after)  # type: ignore[arg-type]
+
+
+def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(bench: Bench) -> None:
+    recipe = fcsd.load_recipe(
+        "tiny/demo", overrides={"train.learning_rate": 1e-5, "connectivity.layers": [0]}
+    )
+    assert recipe.train.learning_rate == 1e-5 and recipe.connectivity.layers == [0]
+    path = bench.recipe("python")
+    folder = fcsd.run_stage("distill", path)
+    assert folder == bench.folder / "python" / "distill" and (folder / "model" / "config.json").is_file()
+    plain = fcsd.load_recipe(path).dump() | {"output_dir": str(bench.folder / "plain")}
+    again = fcsd.run_stage("distill", plain)
+    results = [read_json(each / "manifest.json")["results"] for each in (folder, again)]
+    assert results[0]["last_loss"] == results[1]["last_loss"]
+    assert fcsd.run_stage("convert", plain) == bench.folder / "plain" / "convert"
+    with pytest.raises(UserError, match="run_stage: no stage 'destill'; allowed: pretrain, convert, sweep"):
+        fcsd.run_stage("destill", path)
+    with pytest.raises(UserError, match="stage 'convert' has no variants"):
+        fcsd.run_stage("convert", path, variant="sft")
+    with pytest.raises(UserError, match=r"recipe: train.max_step: unknown key; did you mean 'max_steps'"):
+        fcsd.run_stage("distill", plain | {"train": {"max_step": 3}})

@@ -1,0 +1,60 @@
+"""The Python door: `import fcsd` is light, its names are those that are written down, the docs and the example run."""
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fcsd
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "python.md"
+
+
+def test_importing_it_loads_neither_torch_nor_transformers() -> None:
+    code = "import fcsd, sys; print(*{m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'datasets'})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_every_name_is_there_and_type_checkers_see_it() -> None:
+    for name in fcsd.__all__:
+        assert getattr(fcsd, name) is not None and name in dir(fcsd)
+    tree = ast.parse(Path(fcsd.__file__).read_text())
+    seen = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fcsd.")
+        for alias in node.names
+    }
+    assert seen == set(fcsd.__all__)
+    with pytest.raises(AttributeError, match="module 'fcsd' has no attribute 'train'"):
+        _ = fcsd.train
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def test_every_code_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    names: dict[str, object] = {"__name__": "page"}
+    assert len(blocks()) >= 8
+    for number, block in enumerate(blocks()):
+        exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
+
+
+def test_the_example_trains_saves_and_loads_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    runpy.run_path(str(ROOT / "examples" / "distill_in_python.py"))
+    said = capsys.readouterr().out
+    found = re.search(r"held-out KL to the original: ([\d.]+) before, ([\d.]+) after 40 steps", said)
+    assert found is not None and float(found[2]) < 0.6 * float(found[1])
+    assert "saved and loaded again: FarSkipQwen3MoeForCausalLM in" in said
