@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.config.suite import load_suite
+from fcsd.config.suite import LMEvalTaskConfig, load_suite
 from fcsd.errors import UserError
 from fcsd.files import data_dir
 from fcsd.tiny.tasks import LETTERS, OPERATIONS, WORDS, split_of, write_tiny_data
@@ -228,7 +228,7 @@ def test_suite_and_task_files_name_the_data_that_is_written(folder: Path) -> Non
     suite = load_suite("tiny")
     for row in suite.tasks:
         assert row.dataset is not None and (folder / "data" / row.dataset / f"{row.split}.jsonl").is_file()
-        if row.lm_eval_include is not None:
+        if isinstance(row, LMEvalTaskConfig) and row.lm_eval_include is not None:
             path = data_dir("eval") / "tasks" / row.lm_eval_include / f"{row.task}.yaml"
             task = yaml.safe_load(path.read_text())
             assert (task["task"], task["dataset_path"], task["test_split"]) == (
