@@ -48,7 +48,7 @@ class Stage:
     inputs: dict[str, str]
 
     def state(self) -> Literal["absent", "unfinished", "finished"]:
-        """Where this stage stands.
+        """Tell where this stage stands.
 
         Raises:
             UserError: the folder holds the same stage with other settings or inputs, or something else altogether. A
@@ -90,7 +90,7 @@ class Stage:
         write_json(self.folder / "manifest.json", record)
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of a finished stage."""
+        """Read the manifest of a finished stage."""
         return read_json(self.folder / "manifest.json")
 
     def _record(self) -> dict[str, Any]:
@@ -126,7 +126,10 @@ class Stage:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """Dotted keys that differ between two plain values: `train.learning_rate: 2e-05 -> 4e-05`."""
+    """List dotted keys that differ between two values, absent or null alike: `train.learning_rate: 2e-05 -> 4e-05`."""
+    both = [*old, *new] if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) else []
+    if both and all(isinstance(each, dict) for each in both):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         found = []
         for key in sorted(set(old) | set(new)):
@@ -142,7 +145,7 @@ def _short(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on."""
+    """Collect the versions of the packages that a result depends on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -27,6 +27,11 @@ class ScorerError(RuntimeError):
     """
 
 
+def one_line(error: BaseException) -> str:
+    """Return a library's error as one line of a message; its kind where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 _NO_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -37,7 +42,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of a device or of the host, was too small: torch says so in several ways."""
+    """Tell whether memory, of a device or of the host, was too small: torch says so in several ways."""
     if isinstance(error, MemoryError):
         return True
     text = str(error).lower()

@@ -48,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary sibling of `path` to write into; it becomes `path` when the block ends well, and is removed when not.
+    """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
 
     An existing `path` is replaced only at the end.
 
@@ -97,7 +97,7 @@ def replace_folder(source: Path, destination: Path) -> None:
 
 
 def disk_error(path: Path, error: BaseException) -> UserError:
-    """One line for a write that failed (full disk, no permission): what, where, and that nothing was left behind."""
+    """Say in one line what could not be written (full disk, no permission), where, and that nothing was left behind."""
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     return UserError(
         f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
@@ -105,7 +105,7 @@ def disk_error(path: Path, error: BaseException) -> UserError:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """SHA-256 over names and bytes of the safetensors files of a checkpoint folder: the identity of its weights.
+    """Hash names and bytes of the safetensors files of a checkpoint folder: the identity of its weights.
 
     A file is read once a process, unless its size, time or inode has changed: every stage asks for the original's.
     """
@@ -126,7 +126,7 @@ def _sha256_of_state(file: Path, *state: int) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of one file."""
+    """Hash one file with SHA-256."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -135,6 +135,6 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def data_dir(name: str) -> Path:
-    """The shipped folder `name` (eval, recipes, configs), inside an installed wheel or beside it in a checkout."""
+    """Find the shipped folder `name` (eval, recipes, configs), inside an installed wheel or beside it in a checkout."""
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

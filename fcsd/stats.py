@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 
 def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
-    """Ratio estimate and its standard error (Cochran, Sampling Techniques, 6.4): residuals s_i - r c_i over rows."""
+    """Compute the ratio estimate and its standard error (Cochran, Sampling Techniques, 6.4): residuals s_i - r c_i over
+    rows."""
     num_tokens = sum(counts)
     if num_tokens == 0:
         return {"kl": None, "stderr": None, "num_tokens": 0}
@@ -27,7 +28,7 @@ _Z = 1.959963984540054  # 97.5 % point of the normal distribution
 
 
 def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as lm-eval's; 0 for one item."""
+    """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as lm-eval's; 0 for one item."""
     count = len(scores)
     if count < 2:
         return 0.0
@@ -36,8 +37,8 @@ def standard_error(scores: Sequence[float]) -> float:
 
 
 def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
-    """Standard error of the mean over all items of a group of tasks, from the variance within its tasks alone:
-    sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N), as lm-eval's; None where a task has a single item."""
+    """Compute the standard error of the mean over all items of a group of tasks, from the variance within its tasks
+    alone: sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N), as lm-eval's; None where a task has a single item."""
     sizes = [len(group) for group in groups]
     if min(sizes) < 2:
         return None
@@ -48,7 +49,7 @@ def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
 
 
 def plain_mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Unweighted mean of (value, standard error) and its own standard error sqrt(sum se^2) / n, tasks
+    """Compute the unweighted mean of (value, standard error) and its own standard error sqrt(sum se^2) / n, tasks
     independent."""
     if not values:
         raise ValueError("mean of no values")
@@ -58,7 +59,8 @@ def plain_mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number (Holm 1979): the i-th smallest of m times m - i + 1, never falling, at most 1.
+    """Return p-values adjusted for their number (Holm 1979): the i-th smallest of m times m - i + 1, never falling, at
+    most 1.
 
     Calling every task different whose adjusted p is below alpha is wrong about any of them with probability alpha.
     """
@@ -70,7 +72,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def centre_and_error(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Centre and standard error of the 95 % interval of a mean paired difference; None where one item cannot tell.
+    """Return centre and standard error of the 95 % interval of a mean paired difference; None where one item cannot
+    tell.
 
     Where all are -1, 0 or 1, half an item is added to each cell of the 2 x 2 table (Agresti and Min 2005): the plain
     interval would have no width where no item changed, as if nothing could. Elsewhere the mean, and its standard error

@@ -15,7 +15,7 @@ def scored_row(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stopping_text(plan: Mapping[str, Any]) -> str:
-    """What a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
+    """Name what a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm of hellaswag on
     `Rowan/hellaswag`, split `train`"."""
     row = scored_row(plan)
     if row.get("metric") == "heldout_kl":
@@ -27,7 +27,7 @@ def stopping_text(plan: Mapping[str, Any]) -> str:
 
 
 def plus_minus(value: float, error: float | None, sign: str = "") -> str:
-    """`0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
+    """Format `0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
     size = max(abs(value), error or 0.0)
     digits = 4 if size >= 0.01 or not size else min(12, 2 - math.floor(math.log10(size)))
     text = f"{value:{sign}.{digits}f}"
@@ -35,14 +35,14 @@ def plus_minus(value: float, error: float | None, sign: str = "") -> str:
 
 
 def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
-    """`40 of 378 items`; of held-out text `256 rows`."""
+    """Format `40 of 378 items`; of held-out text `256 rows`."""
     if metric in RELATIVE or num_items_total is None:
         return f"{num_items} {'rows' if metric in RELATIVE else 'items'}"
     return f"{num_items} of {num_items_total} items"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`."""
+    """Format `45 s`, `12 min`, `3 h 05 min`."""
     minutes = round(seconds / 60)
     if seconds < 60:
         return f"{seconds:.0f} s"
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
 
 
 def size(value: int) -> str:
-    """`31.4 GiB`, `512.0 KiB`."""
+    """Format `31.4 GiB`, `512.0 KiB`."""
     number, unit = float(value), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":
@@ -63,7 +63,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
-    """A Markdown table that also reads well as plain text: columns padded, all but the first `left` of them
+    """Format a Markdown table that also reads well as plain text: columns padded, all but the first `left` of them
     aligned to the right."""
     widths = [max(len(line[index]) for line in [header, *rows]) for index in range(len(header))]
 

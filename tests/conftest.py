@@ -1,11 +1,13 @@
 """A small base checkpoint with its tokenizer and data."""
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.float64 import in_float64
 from tests.support import Bench, make_bench
 
 
@@ -40,6 +42,13 @@ def base_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4).save_pretrained(folder)
     tiny_tokenizer(300).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """For `usefixtures`: models are made and called in float64 throughout."""
+    with in_float64():
+        yield
 
 
 @pytest.fixture

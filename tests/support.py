@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import yaml
 
+from tests.float64 import BOUND, error, logits_in_float64
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -101,15 +103,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any], tolerance: float = 5e-5) -> None:
-    """Weights to the last bit. Logits but for the order of summation, which the alignment of a memory-mapped
-    file changes."""
+def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:
+    """Weights to the last bit. Logits in float64 but for the order of summation, which the alignment of a
+    memory-mapped file changes."""
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-    with torch.no_grad():
-        one, other = (each(**inputs, use_cache=False).logits for each in (loaded, model))
-    assert (one - other).abs().max() < tolerance
+    one, other = (logits_in_float64(each, inputs) for each in (loaded, model))
+    assert error(one, other) < BOUND
 
 
 def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fcsd.chat.terminal import GAP, ending, printable, side_by_side
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class Speaker:
     thinking: bool = True
 
     def prompt(self) -> Any:
-        """Token ids and mask of the conversation and the beginning of a reply.
+        """Return the token ids and mask of the conversation and the beginning of a reply.
 
         Raises:
             UserError: the template does not take the messages, or they are longer than the model's positions.
@@ -83,7 +83,7 @@ class Speaker:
         return found
 
     def settings(self, greedy: bool) -> str:
-        """How it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
+        """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
         own: Any = self.model.generation_config
         how = "greedy"
         if own is not None and own.do_sample and not greedy:
@@ -126,7 +126,7 @@ def load_speaker(
     except ValueError as error:
         if device_map is None:
             raise
-        raise UserError(f"--device-map {device_map}: {' '.join(str(error).split())}") from None
+        raise UserError(f"--device-map {device_map}: {one_line(error)}") from None
     if device_map is None:
         model = to_device(model, path, join_launch().device)
     return Speaker(path, model, tokenizer, thinking=thinking)
@@ -195,7 +195,7 @@ def _opening(system: str | None) -> list[dict[str, str]]:
 
 
 def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
-    """Turns of the user; on a terminal Ctrl-C empties the line, Ctrl-D ends."""
+    """Yield the turns of the user; on a terminal Ctrl-C empties the line, Ctrl-D ends."""
     if not terminal:
         yield from (line.rstrip("\n") for line in source)
         return
@@ -217,7 +217,7 @@ def _turn(
     sink: TextIO,
     terminal: bool,
 ) -> None:
-    """One message to all, their replies to `sink`; a message that cannot be answered is taken back."""
+    """Put one message to all models, their replies to `sink`; take back a message that cannot be answered."""
     for speaker in speakers:
         speaker.messages.append({"role": "user", "content": text})
     try:
@@ -252,7 +252,7 @@ def _turn(
 
 
 def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> None:
-    """One reply as it comes; two in columns, or one below the other where there is no room."""
+    """Print one reply as it comes; two in columns, or one below the other where there is no room."""
     width = (shutil.get_terminal_size((120, 40)).columns - len(GAP)) // 2
     if len(replies) == 1 or width < _NARROWEST:
         for name, reply in zip(names, replies, strict=True):
@@ -324,8 +324,8 @@ class Reply:
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
-        except Exception as error:  # said in one line; the chat goes on
-            self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        except Exception as error:  # said in one line; the chat continues
+            self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
         finally:
             self._streamer.end()
 

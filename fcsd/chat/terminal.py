@@ -12,14 +12,14 @@ _DIRECTIONS = frozenset(map(chr, [*range(0x202A, 0x202F), *range(0x2066, 0x206A)
 
 
 def printable(text: str) -> str:
-    """Without control characters and changes of direction, with which a model could write over the terminal."""
+    """Strip control characters and changes of direction, with which a model could write over the terminal."""
     return "".join(
         c for c in text if c in "\n\t" or (unicodedata.category(c) != "Cc" and c not in _DIRECTIONS)
     )
 
 
 def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
-    """Rows of two texts that arrive in pieces, each wrapped to `width` cells.
+    """Return rows of two texts that arrive in pieces, each wrapped to `width` cells.
 
     A row is given as soon as both columns have theirs, or one has ended. The columns are read in turns, a piece each.
     """
@@ -45,12 +45,12 @@ def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
 
 
 def complete(text: str, width: int) -> bool:
-    """Whether the first row of a text that still grows cannot change any more."""
+    """Tell whether the first row of a text that still grows cannot change any more."""
     return "\n" in text or cells(text) > width
 
 
 def first_row(text: str, width: int) -> tuple[str, str]:
-    """The first wrapped row of `text`, broken at a space where there is one, and what follows it."""
+    """Split off the first wrapped row of `text`, broken at a space where there is one, and what follows it."""
     line, newline, more = text.partition("\n")
     if cells(line) <= width:
         return line, more
@@ -68,7 +68,7 @@ def first_row(text: str, width: int) -> tuple[str, str]:
 
 
 def cells(text: str) -> int:
-    """Cells of a terminal: 2 for wide characters, 0 for combining and joining ones."""
+    """Count the cells of a terminal: 2 for wide characters, 0 for combining and joining ones."""
     return sum(
         0
         if unicodedata.category(c) in ("Mn", "Me", "Cf")
@@ -84,7 +84,7 @@ def _padded(text: str, width: int) -> str:
 
 
 def ending(name: str, width: int) -> str:
-    """The end of a long path, which tells more than its beginning."""
+    """Shorten a long path to its end, which tells more than its beginning."""
     return name if cells(name) <= width else "…" + name[1 - width :]
 
 

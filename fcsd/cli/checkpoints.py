@@ -7,6 +7,7 @@ from pathlib import Path
 from fcsd.cli.options import (
     LAYERS_HELP,
     Command,
+    field_option,
     model_argument,
     sides_arguments,
 )
@@ -74,7 +75,7 @@ def _add_inspect(command: Command) -> None:
         "Of a hub id only config.json is fetched.",
     )
     parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
-    parser.add_argument("--revision", help="revision of a hub id")
+    field_option(parser, "model.revision", "revision of a hub id")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

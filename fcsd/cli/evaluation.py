@@ -5,12 +5,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 from fcsd.cli.options import (
+    DATA_ROOT_HELP,
     SEVERAL_EVALUATE,
     Command,
     expert_parallel_argument,
+    field_option,
     model_argument,
     quiet_transformers,
     sandbox_argument,
@@ -53,7 +54,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         suite=arguments.suite,
         data_root=arguments.fetch or arguments.data_root,
         output=arguments.output,
-        batch_size=_batch_size(arguments.batch_size),
+        batch_size=arguments.batch_size,
         cache=arguments.cache,
         limit=arguments.limit,
         allow_weak_sandbox=arguments.allow_weak_sandbox,
@@ -83,14 +84,6 @@ def _score(arguments: argparse.Namespace) -> None:
         allow_weak_sandbox=arguments.allow_weak_sandbox,
     )
     print(json.dumps(result, indent=2) if arguments.json else score_table(result))
-
-
-def _batch_size(text: str) -> "int | Literal['auto']":
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--batch-size: a number of at least 1 or 'auto', got {text!r}")
-    return int(text)
 
 
 def _layers(arguments: argparse.Namespace) -> None:
@@ -144,15 +137,13 @@ def _add_evaluate(command: Command) -> None:
         f" Generated code runs only in a sandbox. {SEVERAL_EVALUATE}",
     )
     model_argument(parser, optional=True)
-    parser.add_argument(
-        "--suite",
+    field_option(
+        parser,
+        "evaluation.suite",
+        "paper11, paper11_chat, pretrain9, camoe9, tiny, or the path of a suite file of your own (docs/evaluation.md)",
         default="paper11",
-        help="paper11, paper11_chat, pretrain9, camoe9, tiny, or the path of a suite file of your own"
-        " (docs/evaluation.md)",
     )
-    parser.add_argument(
-        "--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used"
-    )
+    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
     parser.add_argument(
         "--fetch",
         type=Path,
@@ -161,17 +152,20 @@ def _add_evaluate(command: Command) -> None:
         " that is all",
     )
     parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
-    parser.add_argument(
-        "--batch-size", default="16", help="sequences in one forward, or auto: as many as fit the memory"
+    field_option(
+        parser, "evaluation.batch_size", "sequences in one forward, or auto: as many as fit the memory"
     )
-    parser.add_argument(
-        "--cache",
+    field_option(
+        parser,
+        "evaluation.cache",
+        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
+        " and settings, never by a path",
         type=Path,
-        help="folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer,"
-        " data and settings, never by a path",
     )
-    parser.add_argument(
-        "--limit", type=int, help="the first items of every task only, for a quick look; every table says so"
+    field_option(
+        parser,
+        "evaluation.limit",
+        "the first items of every task only, for a quick look; every table says so",
     )
     expert_parallel_argument(parser)
     parser.add_argument(
@@ -197,9 +191,7 @@ def _add_score(command: Command) -> None:
         required=True,
         help="mbpp_plus, humaneval_plus, mbpp_plus_lmeval, or the path of a data set in one of their schemas",
     )
-    parser.add_argument(
-        "--data-root", type=Path, help="folder in hub layout (owner/name/…); without it the Hub is used"
-    )
+    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
     parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
     parser.add_argument("--partial", action="store_true", help="leave out problems that have no sample")
     parser.add_argument("--timeout-s", type=float, help="processor time of one program (default: 10)")
@@ -229,24 +221,19 @@ def _add_layers(command: Command) -> None:
         help="measure the KL to the original on this text: .jsonl file, data set folder or hub id, or what a recipe's"
         " data.heldout holds, in YAML: '{path: X, columns: {text: body}, split: test}'",
     )
-    parser.add_argument("--text-examples", type=int, default=256, help="examples of the text")
-    parser.add_argument("--max-length", type=int, default=4096, help="tokens in one row of the text")
-    parser.add_argument(
-        "--loss-on",
-        choices=["response", "all"],
-        default="response",
-        help="tokens of the text that are judged",
-    )
+    field_option(parser, "data.heldout_examples", "examples of the text", name="text_examples")
+    field_option(parser, "data.max_length", "tokens in one row of the text")
+    field_option(parser, "data.loss_on", "tokens of the text that are judged")
     parser.add_argument(
         "--task",
         action="append",
         default=[],
         help="measure this task of the suite; may be given several times",
     )
-    parser.add_argument("--suite", default="tiny", help="name in eval/suites, or a path to a suite file")
-    parser.add_argument("--data-root", help="folder in hub layout (owner/name/…); without it the Hub is used")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences in one forward of a task")
-    parser.add_argument("--limit", type=int, help="items per task, for a quick look")
+    field_option(parser, "evaluation.suite", "name in eval/suites, or a path to a suite file")
+    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP)
+    field_option(parser, "evaluation.batch_size", "sequences in one forward of a task", type=int)
+    field_option(parser, "evaluation.limit", "items per task, for a quick look")
     parser.add_argument("--sides", help="some of first,last,single (default: all that can be measured)")
     numbers = parser.add_mutually_exclusive_group()
     numbers.add_argument(
@@ -254,9 +241,7 @@ def _add_layers(command: Command) -> None:
     )
     numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
     sides_arguments(parser)
-    parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model"
-    )
+    field_option(parser, "model.dtype", "of the model")
     sandbox_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 

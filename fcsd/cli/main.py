@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 
 from fcsd import __version__
 from fcsd.cli import checkpoints, evaluation, publishing, recipes
-from fcsd.cli.options import Help
+from fcsd.cli.options import CommandParser, Help
 from fcsd.distributed import failure as rank_failure
 from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143."""
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = next((word for word in words if not word.startswith("-")), "")
+    arguments = build_parser(command).parse_args(words)
     if arguments.command is None:
         build_parser().print_help()
         return 2
@@ -75,8 +77,8 @@ def _number_of_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands."""
+def build_parser(asked_for: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of all commands; with the whole options of one, if it is known which is asked for."""
     parser = argparse.ArgumentParser(
         prog="fcsd",
         description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
@@ -85,18 +87,19 @@ def build_parser() -> argparse.ArgumentParser:
         " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",
     )
     parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
 
     def command(
         name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = ""
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
+    ) -> CommandParser:
+        sub: CommandParser = commands.add_parser(
             name,
             help=text,
             description=f"{text} {more}".strip(),
             formatter_class=Help,
         )
         sub.set_defaults(run=run)
+        sub.asked_for = asked_for in (None, name)
         return sub
 
     for group in (checkpoints, recipes, evaluation, publishing):

@@ -3,7 +3,17 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol, get_args, get_origin
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command.
+
+    asked_for: whether this command is the one that runs. The schema of recipes, which takes as long to import as all
+    the rest, is read for its options alone.
+    """
+
+    asked_for = True
 
 
 class Command(Protocol):
@@ -11,7 +21,7 @@ class Command(Protocol):
 
     def __call__(
         self, name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = ""
-    ) -> argparse.ArgumentParser: ...
+    ) -> CommandParser: ...
 
 
 SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/training.md)."
@@ -20,6 +30,9 @@ SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml
 SEVERAL_EVALUATE = (
     "On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluation.md)."
 )
+
+
+DATA_ROOT_HELP = "folder in hub layout (owner/name/…); without it the Hub is used"
 
 
 LAYERS_HELP = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11 (default: all)"
@@ -33,14 +46,57 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if plain else super()._get_help_string(action)
 
 
-def model_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def field_option(
+    parser: CommandParser, key: str, help: str, *, name: str | None = None, **changes: Any
+) -> None:
+    """Add the option that mirrors a key of a recipe, with the type, the choices and the default of its field.
+
+    name: that of the option, where it is not the last part of the key. changes: what is different here, in the words
+    of `add_argument`. Whether a value is in its range is for the code that it is handed to.
+    """
+    if not parser.asked_for:
+        return
+    from fcsd.config.recipe import Recipe
+    from fcsd.config.unions import place_of
+
+    place = place_of(Recipe, key.split("."))
+    assert place.record is not None
+    field = place.record.model_fields[str(place.keys[-1])]
+    members = get_args(field.annotation) if get_origin(field.annotation) is not Literal else ()
+    kinds = [kind for kind in members or (field.annotation,) if kind is not type(None)]
+    options: dict[str, Any] = {"help": help, "default": field.default}
+    if kinds == [bool]:
+        options["action"] = "store_true"
+    elif len(kinds) > 1:
+        options["type"] = _number_or(
+            [word for kind in kinds for word in get_args(kind) if isinstance(word, str)]
+        )
+    elif get_origin(kinds[0]) is Literal:
+        options["choices"] = list(get_args(kinds[0]))
+    else:
+        options["type"] = kinds[0]
+    flag = (name or key.rpartition(".")[2]).replace("_", "-")
+    parser.add_argument(f"--{flag}", **options | changes)
+
+
+def _number_or(words: list[str]) -> Callable[[str], int | str]:
+    def read(text: str) -> int | str:
+        try:
+            return text if text in words else int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"a number or {' or '.join(words)} is needed, got {text!r}"
+            ) from None
+
+    return read
+
+
+def model_argument(parser: CommandParser, *, optional: bool = False) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="hub id or local folder", nargs="?" if optional else None
     )
-    parser.add_argument("--revision", help="revision of a hub id")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="allow code that comes with the checkpoint to run"
-    )
+    field_option(parser, "model.revision", "revision of a hub id")
+    field_option(parser, "model.trust_remote_code", "allow code that comes with the checkpoint to run")
 
 
 def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
@@ -54,20 +110,16 @@ def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sides_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--attention", choices=["partial", "full"], default="partial", help="what attention reads"
-    )
-    parser.add_argument(
-        "--mlp", choices=["outdated", "full"], default="outdated", help="what MoE and MLP blocks read"
-    )
+def sides_arguments(parser: CommandParser) -> None:
+    field_option(parser, "connectivity.attention", "what attention reads")
+    field_option(parser, "connectivity.mlp", "what MoE and MLP blocks read")
 
 
-def sandbox_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-weak-sandbox",
-        action="store_true",
-        help="run generated code even where this machine cannot shut it in",
+def sandbox_argument(parser: CommandParser) -> None:
+    field_option(
+        parser,
+        "evaluation.allow_weak_sandbox",
+        "run generated code even where this machine cannot shut it in",
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fcsd.cli.options import (
     Command,
+    field_option,
     model_argument,
     quiet_transformers,
 )
@@ -103,11 +104,15 @@ def _add_push(command: Command) -> None:
         const=Path(),
         help="only write the folder that would be uploaded (default: DIR with -hub after its name)",
     )
-    parser.add_argument(
-        "--base-model", help="for a checkpoint without README.md: hub id or folder of the original"
+    field_option(
+        parser,
+        "publication.base_model",
+        "for a checkpoint without README.md: hub id or folder of the original",
     )
-    parser.add_argument(
-        "--license", help="for a checkpoint without README.md: instead of the licence on the original's card"
+    field_option(
+        parser,
+        "publication.license",
+        "for a checkpoint without README.md: instead of the licence on the original's card",
     )
     parser.add_argument(
         "--results",

@@ -55,6 +55,7 @@ class ConnectivityConfig(Strict):
 class _OfACheckpoint(Strict):
     """A teacher that is a checkpoint of its own, and not the student's weights."""
 
+    backend: str
     path: str | None = (
         None  # another checkpoint as the teacher, with the student's vocabulary; null: model.path
     )

@@ -16,7 +16,7 @@ Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root)
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -93,7 +93,14 @@ class CodeTaskConfig(TaskBase):
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
 
-    num_fewshot: ClassVar[int] = 0
+    num_fewshot: int = 0
+
+    @field_validator("num_fewshot")
+    @classmethod
+    def _shots_are_in_the_prompt(cls, value: int) -> int:
+        if value:
+            raise ValueError("has no meaning for kind 'code', whose shots are part of prompt_template")
+        return value
 
     @model_validator(mode="after")
     def _samples_are_enough(self) -> "CodeTaskConfig":

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fcsd.errors import one_line
 from fcsd.families import PREFIX
 
 _LOG = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _name_tokenizer(source: Path, file: Path, model_type: str) -> None:
     except (
         Exception
     ) as error:  # broken, or its package is not installed: the weights are converted all the same
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         _LOG.warning("%s: transformers cannot load the tokenizer (%s); it is copied as it is", source, reason)
         name = TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
         if values.get("tokenizer_class"):

@@ -89,7 +89,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
     return None
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_checkpoint_json(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file of a checkpoint."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def read_config(
         UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
             model type without `farskip` field, or the other way round.
     """
-    config = read_json(folder / CONFIG)
+    config = read_checkpoint_json(folder / CONFIG)
     where = str(folder / CONFIG)
     model_type = str(config.get("model_type") or "")
     if has_instella_keys(config) and not model_type.startswith(PREFIX):
@@ -153,9 +153,9 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             file that is truncated or damaged, a tensor that is not where the index says.
     """
     config, family, connectivity = read_config(folder, any_family)
-    foreign = has_instella_keys(read_json(folder / CONFIG)) and family is not None
+    foreign = has_instella_keys(read_checkpoint_json(folder / CONFIG)) and family is not None
     if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX).get("weight_map")
+        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{folder / INDEX}: weight_map is missing or empty; fetch the file again")
         files = sorted(set(weight_map.values()))

@@ -16,7 +16,7 @@ from fcsd.connectivity.modeling import (
     without_farskip,
 )
 from fcsd.connectivity.spec import Connectivity
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families import family_of, moe_mask
 
 
@@ -162,7 +162,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
         else:
             config = config_class.from_pretrained(checkpoint.folder)
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}") from None
     try:
         family_of(config)

@@ -13,7 +13,7 @@ MORE_GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def activation_bytes(trace_of: Callable[[Setting], Trace], setting: Setting, layout: Layout) -> int | None:
-    """Bytes, or None for a family that cannot recompute its layers."""
+    """Compute the bytes of the activations; None for a family that cannot recompute its layers."""
     try:
         return memory_parts(trace_of(setting), setting, layout).get("activations", 0)
     except UserError:
@@ -21,14 +21,14 @@ def activation_bytes(trace_of: Callable[[Setting], Trace], setting: Setting, lay
 
 
 def is_supported(training: Training, layout: Layout) -> bool:
-    """Whether `fcsd distill` runs it: adapters need whole weights."""
+    """Tell whether `fcsd distill` runs it: adapters need whole weights."""
     return training.lora is None or layout.sharding == "none"
 
 
 def changes(
     training: Training, setting: Setting, layout: Layout, available: int, trace_of: Callable[[Setting], Trace]
 ) -> Iterator[dict[str, Any]]:
-    """Changes one after another, each on top of those before, until the run fits."""
+    """Yield changes one after another, each on top of those before, until the run fits."""
     freeze = False
 
     def row(change: str) -> dict[str, Any]:

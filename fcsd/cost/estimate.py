@@ -192,7 +192,7 @@ def _flops_per_token(trace: Trace, setting: Setting) -> dict[str, float]:
 
 
 def _cache(recipe: Recipe, training: Training, trace: Trace, setting: Setting) -> dict[str, int] | None:
-    """Bytes on disk of a teacher cache: a token with loss, and all tokens that the longest training reads."""
+    """Compute the bytes on disk of a teacher cache: a token with loss, and all that the longest training reads."""
     if not setting.has_teacher or setting.teacher != "cache":
         return None
     tokens = training.train.max_steps * training.train.batch_size_tokens
@@ -249,11 +249,11 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         yield f"attention as with sdpa; {training.attention} keeps less"
     if setting.autocast and not setting.sharded and setting.student_dtype == torch.float32:
         yield (
-            "bf16 is autocast, which leaves transformers' grouped products of the experts in the dtype of their"
+            "bf16 is autocast, which leaves transformers' grouped matmuls of the experts in the dtype of their"
             " weights, float32: slow on every GPU"
         )
-    products = sum(trace.flops["activations"].values()) - trace.attention_flops
-    each = products / (setting.num_rows * setting.num_tokens)
+    matmuls = sum(trace.flops["activations"].values()) - trace.attention_flops
+    each = matmuls / (setting.num_rows * setting.num_tokens)
     if training.num_active is not None and each > 2 * ALL_EXPERTS * training.num_active:
         yield (
             f"transformers' code of this family runs far more than the {training.num_active:,} parameters that a"
@@ -267,7 +267,7 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
 
 
 def parse_mfu(text: str) -> tuple[float, float]:
-    """`0.1-0.25` or `0.2` as a range.
+    """Parse `0.1-0.25` or `0.2` as a range.
 
     Raises:
         UserError: anything else.

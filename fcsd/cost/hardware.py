@@ -1,4 +1,4 @@
-"""Published figures of GPUs: dense matrix products without sparsity, decimal units, one device."""
+"""Published figures of GPUs: dense matmuls without sparsity, decimal units, one device."""
 
 from dataclasses import dataclass
 

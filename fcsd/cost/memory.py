@@ -39,12 +39,12 @@ class Layout:
 
 
 def compute_dtype(setting: Setting) -> torch.dtype:
-    """The dtype of a sharded model's products: that of its gathered weights."""
+    """Return the dtype of a sharded model's matmuls: that of its gathered weights."""
     return torch.bfloat16 if setting.autocast else setting.student_dtype
 
 
 def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool = False) -> dict[str, int]:
-    """Bytes of one rank by what they are for, at the moment at which most are needed.
+    """Split the bytes of one rank by what they are for, at the moment at which most are needed.
 
     none: every rank holds student, gradients, AdamW's two moments and teacher whole; with several ranks DDP adds
     buckets as large as the gradients. Gradients count as far as they are there when the step needs most.

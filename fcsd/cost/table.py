@@ -7,7 +7,7 @@ from fcsd.text import markdown, size
 
 
 def estimate_table(facts: Mapping[str, Any]) -> str:
-    """What `fcsd estimate` prints of `fcsd.cost.estimate`."""
+    """Format what `fcsd estimate` prints of `fcsd.cost.estimate`."""
     return "\n\n".join("\n".join(part) for part in _parts(facts))
 
 

@@ -27,10 +27,10 @@ def step_time(
     mfu: tuple[float, float],
     network_gb_s: float,
 ) -> StepTime:
-    """How long one optimiser step takes.
+    """Estimate how long one optimiser step takes.
 
-    compute: every product that runs (teacher and recomputation are work too) at `mfu` times the peak of its dtype;
-    products in float32 at the peak without TF32, which torch leaves off. memory: every weight read once a pass,
+    compute: every matmul that runs (teacher and recomputation are work too) at `mfu` times the peak of its dtype;
+    matmuls in float32 at the peak without TF32, which torch leaves off. memory: every weight read once a pass,
     written where it changes, at the published bandwidth: with few tokens all experts are read for little work.
     communication: DDP's all-reduce once a step; sharded, all-gathers and a reduce-scatter every micro-batch; within
     a node at the link's bandwidth, beyond `GPUS_PER_NODE` ranks at the network's.

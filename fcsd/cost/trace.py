@@ -1,4 +1,4 @@
-"""One optimiser step of fcsd's own code on tensors without storage: which bytes live when, which products run.
+"""One optimiser step of fcsd's own code on tensors without storage: which bytes live when, which matmuls run.
 
 The models are built on the meta device and moved to fake tensors, so any family and any size takes seconds. What is
 run is the product's own: the rewired student, `fcsd.losses.head`, the fused loss, transformers' checkpointing.
@@ -21,16 +21,16 @@ from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
 from fcsd.losses.fused import Kernels
 from fcsd.losses.head import attach_loss_head, body_hidden, final_hidden
-from fcsd.losses.hidden_terms import ExtraTerms, Seen
+from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the memory and the products of a micro-batch depend on.
+    """What the memory and the matmuls of a micro-batch depend on.
 
     objective: a name of `fcsd.config.training.ObjectiveConfig`; divergence: its temperature, jsd_beta and clip.
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
-    on_gpu: chunk sizes and product dtypes of the loss as on CUDA; else as on a CPU.
+    on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a CPU.
     accumulates: the step has several micro-batches, so that gradients are there when one begins.
     teacher: its back-end (`fcsd.config.model.TeacherConfig`). adapters: the student is a LoRA student,
     its own weights in `teacher_dtype`, the adapters in `student_dtype`.
@@ -80,7 +80,6 @@ class Trace:
     num_trainable: int
     num_parameters: int
     largest_layer: int
-    outside_layers: int
     embeddings_and_head: int
     head: int
     num_layers: int
@@ -198,7 +197,6 @@ def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
         num_trainable=sum(p.numel() for p in student.parameters() if p.requires_grad),
         num_parameters=total,
         largest_layer=max(sizes),
-        outside_layers=total - sum(sizes),
         embeddings_and_head=sum(ends.values()),
         head=head.numel(),
         num_layers=len(sizes),
@@ -220,11 +218,11 @@ def _embeddings_and_head(model: Any) -> Iterator[Tensor]:
 
 
 def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting) -> None:
-    """`DistillTrainer.compute_loss` and the backward pass, with every token kept."""
+    """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":
-        terms = ExtraTerms(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+        terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -235,7 +233,9 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
         with (
             tracker.making("teacher forward"),
             torch.no_grad(),
-            terms.seen(watched_teacher) if terms else contextlib.nullcontext(Seen()) as teacher_seen,
+            terms.captured(watched_teacher)
+            if terms
+            else contextlib.nullcontext(Captured()) as teacher_captured,
         ):
             if teacher is not None:
                 hidden = final_hidden(teacher, ids, positions, keep)
@@ -247,12 +247,12 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
         name = setting.objective.removesuffix("+l2")
         extra = {"teacher_hidden": hidden, "teacher_head": head, "objective": name}
         extra |= setting.divergence
-    watched = terms.seen(student) if terms else contextlib.nullcontext(Seen())
-    with tracker.making("activations"), autocast, watched as seen:
+    watched = terms.captured(student) if terms else contextlib.nullcontext(Captured())
+    with tracker.making("activations"), autocast, watched as captured:
         loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
     if terms is not None:
         with tracker.making("loss"):
-            loss = loss + terms.values(seen, teacher_seen, keep, ["l2"])["l2"]
+            loss = loss + terms.values(captured, teacher_captured, keep, ["l2"])["l2"]
     with tracker.making("backward"):
         loss.backward()
 

@@ -25,7 +25,7 @@ class _Live:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages by the kind under which they were made, and the matrix products."""
+    """Counts the bytes of live storages by the kind under which they were made, and the matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """What is allocated and computed inside counts as `kind`."""
+        """Count what is allocated and computed inside as `kind`."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -112,8 +112,8 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: An
 
 
 def _flop_counts() -> dict[Any, Callable[..., Any]]:
-    """torch's own formulas, and those of the products that it does not know."""
-    import transformers.integrations.moe  # noqa: F401, registers the grouped products
+    """Return torch's own FLOP formulas, and those of the matmuls that it does not know."""
+    import transformers.integrations.moe  # noqa: F401, registers the grouped matmuls
 
     aten, own = torch.ops.aten, torch.ops.transformers
     return dict(flop_registry) | {

@@ -18,7 +18,7 @@ from fcsd.connectivity.rewire import decoder_layers
 from fcsd.cost.memory import Layout
 from fcsd.cost.trace import Setting, Trace, trace_step
 from fcsd.distributed.engine import checkpoints_activations
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families import Family, family_of
 from fcsd.inspect import inspect_model
 from fcsd.inspect.checkpoint import config_object, find_source
@@ -109,7 +109,7 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a checkpoint's config names; bfloat16 where it names none."""
+    """Return the dtype that a checkpoint's config names; bfloat16 where it names none."""
     inner = config.get("text_config")
     for place in (config, inner if isinstance(inner, Mapping) else {}):
         if (dtype := place.get("dtype") or place.get("torch_dtype")) in ("float32", "bfloat16", "float16"):
@@ -118,7 +118,7 @@ def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _built(training: Training) -> tuple[Family, Callable[[], Any]]:
-    """(family, what builds its regular model from the config)."""
+    """Return the family, and what builds its regular model from the config."""
     left = ("experts_implementation", "quantization_config")
     family = family_of(training.config)
     cls = base_model_class(family)
@@ -135,7 +135,7 @@ def _built(training: Training) -> tuple[Family, Callable[[], Any]]:
 
 
 def tracer(training: Training) -> Callable[[Setting], Trace]:
-    """`trace_step` for this run; a setting is traced once."""
+    """Return `trace_step` for this run; a setting is traced once."""
     family, build = _built(training)
     section = training.connectivity
     known: dict[Setting, Trace] = {}
@@ -165,7 +165,7 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
             except UserError:
                 raise
             except Exception as error:  # any part of a family's code may need data
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error)[:200]
                 raise UserError(
                     f"{training.where}: the training step of {family.model_type} cannot be followed without data:"
                     f" {type(error).__name__}: {reason}; `fcsd inspect` tells what its weights need"
@@ -182,7 +182,7 @@ def _chosen(section: Any) -> Connectivity:
 
 
 def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:
-    """A sharded run computes in bfloat16 from gathered weights; one with whole copies casts under autocast."""
+    """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights, whole copies cast by autocast."""
     return Setting(
         objective=training.objective.name,
         num_rows=training.train.per_device_train_batch_size,

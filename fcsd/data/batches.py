@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
-
+Batch = dict[str, Tensor]
+"""A micro-batch by column, each (B, T), and what is added to it on the way."""
 
 NO_LOSS = -100
 
@@ -46,7 +45,7 @@ class Collator:
 
 
 def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """What each position has to predict.
+    """Find what each position has to predict.
 
     Position t predicts the label at t+1, if that carries loss and belongs to the same example.
 
@@ -59,7 +58,7 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
 
 
 def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch, cut behind the last position with loss in any of its rows: what follows is padding, mostly.
+    """Cut the batch behind the last position with loss in any of its rows: what follows is padding, mostly.
 
     No kept position sees what is cut off. The length stays a multiple of 64, or as it was, so that shapes recur; it
     matters where rows are not packed.

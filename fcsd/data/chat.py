@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fcsd.data.batches import NO_LOSS
 from fcsd.errors import UserError
-
-if TYPE_CHECKING:
-    pass
-
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
@@ -21,7 +17,7 @@ _SHAREGPT_ROLES = {
 def tokenize_example(
     example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str = "response"
 ) -> dict[str, list]:
-    """One example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
+    """Tokenize one example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
 
     columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
     "labels": … (optional), "attention_mask": … (optional)}, names of columns. Messages, and prompt (with `input` in a
@@ -61,7 +57,7 @@ def tokenize_example(
 
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    """An example that is tokens already."""
+    """Take an example that is tokens already."""
     ids = list(example[columns["input_ids"]])
     labels = list(example[columns["labels"]]) if "labels" in columns else ids
     seen = list(example[columns["attention_mask"]]) if "attention_mask" in columns else [1] * len(ids)
@@ -77,7 +73,7 @@ def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[s
 
 
 def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
-    """The assistant says what a conversation has more than the one before it, opened for the assistant."""
+    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it."""
     ids = _template(tokenizer, messages)["input_ids"]
     mask = [False] * len(ids)
     for i, message in enumerate(messages):
@@ -92,7 +88,7 @@ def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
 
 
 def _mask_by_text(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
-    """The same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
+    """Do the same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
     turns but the last): the assistant says what changes with the content of its message, and its end of turn.
 
     The end of turn is what stands behind the content both here and where the conversation ends with this turn.
@@ -129,7 +125,7 @@ def _content_span(tokenizer: Any, messages: list[dict], index: int, text: str) -
 
 
 def _common(one: str, other: str) -> int:
-    """Number of characters with which both texts begin."""
+    """Count the characters with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -139,7 +135,7 @@ def _template_text(tokenizer: Any, messages: list[dict], **options: Any) -> str:
 
 
 def _template(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
-    """Token ids and what goes with them; with tokenize=False the text."""
+    """Apply the chat template: token ids and what goes with them; with tokenize=False the text."""
     from jinja2 import TemplateError
 
     try:
@@ -169,7 +165,7 @@ def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[di
 
 
 def _message(message: Any, column: str) -> dict:
-    """One turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
+    """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
     if isinstance(message, Mapping):
         if isinstance(message.get("role"), str) and message.get("content") is not None:
             return dict(message)
@@ -186,7 +182,7 @@ def _message(message: Any, column: str) -> dict:
 
 
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
-    """What an example says, one text a message or column.
+    """Return what an example says, one text a message or column.
 
     Raises: UserError when a column does not hold what it should.
     """

@@ -65,7 +65,7 @@ def build_dataset(
     num_proc: int | None = None,
     decontaminator: Decontaminator | None = None,
 ) -> PackedRows | datasets.IterableDataset:
-    """The rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same
+    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same
     order.
 
     One source: all its examples once. Several: each next example comes from a source drawn with probability
@@ -144,7 +144,7 @@ def _in_memory(
     shuffle: bool,
     num_proc: int | None,
 ) -> datasets.Dataset:
-    """The tokenized examples of all sources, mixed."""
+    """Load the tokenized examples of all sources, mixed."""
     tokenized = []
     for source, dataset in loaded:
         if decontaminator is not None:
@@ -173,7 +173,7 @@ def _stream(
     seed: int,
     shuffle: bool,
 ) -> datasets.IterableDataset:
-    """The same as a stream.
+    """Load the same as a stream.
 
     Mixed first and tokenized then: `datasets` (5.2) reads the sources of a mixture in a thread each, and the chat
     templates of transformers (5.23) that mark responses have one state for all threads. Examples of different columns
@@ -221,7 +221,7 @@ def _mixed(parts: list[Any], sources: Sequence[Any], seed: int) -> Any:
 
 
 def _pack_batch(batch: Mapping[str, list], **options: Any) -> dict[str, list]:
-    """`pack` for `datasets.map(batched=True)`: columns in, columns out."""
+    """Call `pack` for `datasets.map(batched=True)`: columns in, columns out."""
     columns = zip(batch["input_ids"], batch["loss_mask"], strict=True)
     rows = list(pack(({"input_ids": ids, "loss_mask": mask} for ids, mask in columns), **options))
     return {name: [row[name] for row in rows] for name in ROW_FEATURES}
@@ -236,7 +236,7 @@ def heldout_rows(
     packing: bool,
     loss_on: str,
 ) -> Any:
-    """Rows of the first `num_examples` of held-out text, in order."""
+    """Build rows of the first `num_examples` of held-out text, in order."""
     limit = min(num_examples, source.max_examples or num_examples)
     plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
     return build_dataset(

@@ -1,10 +1,10 @@
-"""Training examples that hold test items: found by the words that both have in a row, left out, and listed.
+"""Find the training examples that share an n-gram with a test item, leave them out, and list them.
 
 The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C), also lm-eval's: texts become lower-case words
 without punctuation, and an example is left out when it shares `ngram` (13) words in a row with a test item. Two
 additions. A text of an item that is shorter counts when it is found whole and has at least `SHORTEST` words, GPT-3's
 lower limit. What says nothing about an item does not count: wordings that more than `COMMON` items of a benchmark
-have, and rows of words of which more than half are numbers.
+have, and n-grams of which more than half are numbers.
 
 Not covered: paraphrases, translations, items that are shorter (they are counted), text that is written without spaces.
 """
@@ -28,7 +28,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Item:
-    """One item that models are judged on; `id` is that of the evaluation's samples, `texts` are compared one by one."""
+    """One item of a test set; `id` is that of the evaluation's samples, `texts` are compared one by one."""
 
     task: str
     id: str
@@ -48,7 +48,7 @@ class Overlap:
 
 
 class ItemIndex:
-    """The rows of words of all test items, looked up by their first `SHORTEST` words."""
+    """The n-grams of all test items, looked up by their first `SHORTEST` words."""
 
     def __init__(self, items: Iterable[Item], ngram: int = 13):
         self.ngram, self.first = ngram, min(SHORTEST, ngram)
@@ -64,7 +64,7 @@ class ItemIndex:
             texts += found
             owners += [len(self.items)] * len(found)
             self.items.append((item.task, item.id))
-        # One random number a word; a row of words is the sum of theirs, each times a power of an odd number.
+        # One random number a word; an n-gram is the sum of theirs, each times a power of an odd number.
         generator = np.random.default_rng(0)
         self._values = generator.integers(1, 2**64, len(self.vocabulary) + 1, dtype=np.uint64)
         self._names = ["", *self.vocabulary]
@@ -76,7 +76,7 @@ class ItemIndex:
         return np.array(numbers, np.int32)
 
     def _add(self, texts: list[np.ndarray], owners: list[int]) -> None:
-        """Rows of words: where each begins in all texts, its length, its item; sorted by their first words."""
+        """Add n-grams: where each begins in all texts, its length, its item; sorted by their first words."""
         starts, lengths, items, whole, first, offset = [], [], [], [], [], 0
         for text, owner in zip(texts, owners, strict=True):
             length = min(self.ngram, len(text))
@@ -98,7 +98,7 @@ class ItemIndex:
         self._first = keys[order]
 
     def _uncommon(self, whole: np.ndarray, item: np.ndarray) -> np.ndarray:
-        """Indices of the rows of words that no more than `COMMON` items of one task have."""
+        """Return the indices of the n-grams that no more than `COMMON` items of one task have."""
         tasks = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in self.items))}
         task = np.array([tasks[name] for name, _ in self.items], np.uint64)[item] if len(item) else whole
         mixed = whole * np.uint64(0x9E3779B97F4A7C15) + task
@@ -107,7 +107,7 @@ class ItemIndex:
         return np.flatnonzero(~np.isin(mixed, found[counts > COMMON]))
 
     def _keys(self, text: np.ndarray, length: int) -> np.ndarray:
-        """A number for every row of `length` words of a text, the same for the same words."""
+        """Hash every n-gram of `length` words of a text, the same number for the same words."""
         values, end = self._values[text], len(text) - length + 1
         keys = np.zeros(max(end, 0), np.uint64)
         for offset in range(length if end > 0 else 0):
@@ -115,7 +115,7 @@ class ItemIndex:
         return keys
 
     def find(self, text: str) -> tuple[str, str, str] | None:
-        """Task, item and words of the first overlap of a text, None where there is none."""
+        """Find task, item and n-gram of the first overlap of a text; None where there is none."""
         numbers = np.array([self.vocabulary.get(word, 0) for word in words(text)], np.int32)
         if len(numbers) < self.first or not len(self._first):
             return None
@@ -137,12 +137,12 @@ class ItemIndex:
 
 
 def words(text: str) -> list[str]:
-    """The lower-case words of a text: letters, digits and underscores in a row."""
+    """Split off the lower-case words of a text: letters, digits and underscores in a row."""
     return _WORD.findall(text.lower())
 
 
 def _windows(flags: np.ndarray, length: int) -> np.ndarray:
-    """How many of every `length` flags in a row are set."""
+    """Count how many of every `length` flags in a row are set."""
     total = np.concatenate([[0], np.cumsum(flags)])
     return total[length:] - total[:-length]
 
@@ -160,7 +160,7 @@ class Decontaminator:
         self._found: dict[tuple[str, str], Overlap] = {}
 
     def filter(self, dataset: Any, source: SourceConfig) -> Any:
-        """The examples of a data set in memory that overlap with no test item."""
+        """Keep the examples of a data set in memory that overlap with no test item."""
         # Without its own name for the result, `datasets` would hash the whole index.
         name = hashlib.sha256(f"{dataset._fingerprint} {id(self)}".encode()).hexdigest()[:16]
         return dataset.filter(
@@ -172,7 +172,7 @@ class Decontaminator:
         )
 
     def keeps(self, source: SourceConfig, example: Mapping[str, Any]) -> bool:
-        """Whether an example of `source` overlaps with no test item; one that does goes on the record."""
+        """Tell whether an example of `source` overlaps with no test item; one that does is recorded."""
         name = ":".join(part for part in (source.path, source.name, source.split) if part)
         self.num_examples[name] += 1
         texts = example_texts(example, source.columns)
@@ -186,11 +186,11 @@ class Decontaminator:
         return True
 
     def overlaps(self) -> list[dict[str, str]]:
-        """All examples that were left out."""
+        """List all examples that were left out."""
         return [asdict(overlap) for overlap in self._found.values()]
 
     def summary(self) -> dict[str, Any]:
-        """Numbers for a manifest: test items, of them unchecked; examples left out, by task and by source."""
+        """Sum up for a manifest: test items, of them unchecked; examples left out, by task and by source."""
         by_source = Counter(overlap.source for overlap in self._found.values())
         return {
             "ngram": self.index.ngram,
@@ -206,7 +206,7 @@ class Decontaminator:
 
 
 def all_texts(value: Any) -> Iterator[str]:
-    """Every text in a row of a data set, also inside its lists and mappings."""
+    """Yield every text in a row of a data set, also inside its lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -98,7 +98,7 @@ def _column_names(data: Any, name: str) -> list[str]:
 
 
 def _meaning(names: Sequence[str], name: str, columns: Mapping[str, str] | None) -> dict[str, str]:
-    """What each column that is read means: meaning -> its name."""
+    """Return what each column that is read means: meaning -> its name."""
     shown = ", ".join(map(repr, names))
     if columns is not None:
         if set(columns) not in _KINDS:

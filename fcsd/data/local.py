@@ -6,24 +6,20 @@ two folders called `tiny-code`, or one whose files have changed, give the rows t
 Not covered: data sets on the Hub, whose cache is keyed by revision.
 """
 
-import hashlib
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from fcsd.files import file_sha256
-
-if TYPE_CHECKING:
-    pass
 import contextlib
 import functools
+import hashlib
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+from fcsd.files import file_sha256
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 
 
 def data_fingerprint(location: str, revision: str | None = None) -> str:
-    """What identifies the bytes of a data set: a hash for local files, id and revision for the Hub."""
+    """Identify the bytes of a data set: a hash for local files, id and revision for the Hub."""
     path = Path(location)
     if path.is_file():
         return file_sha256(path)
@@ -38,7 +34,7 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
 
 @contextlib.contextmanager
 def fresh_cache(location: str | Path) -> Iterator[None]:
-    """Within the block, `datasets` reads a local `location` into a cache of its own; for a hub id nothing changes.
+    """Let `datasets` read a local `location` into a cache of its own in the block; for a hub id nothing changes.
 
     The cache is removed when the process ends, not before: rows are memory-mapped, and `map` writes beside them.
     """

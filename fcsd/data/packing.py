@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    pass
 from fcsd.data.batches import NO_LOSS, ROW_FEATURES
 
 _OPEN_ROWS = 64
@@ -44,7 +42,7 @@ def pack(
     num_open_rows: int = _OPEN_ROWS,
     stats: PackingStats | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """First-fit packing of whole examples into rows of exactly `max_length` tokens.
+    """Pack whole examples into rows of exactly `max_length` tokens, first fit.
 
     An example goes into the first open row that has room, else into a new one; when more than `num_open_rows`
     are open the oldest is closed. An example longer than a row is truncated. With packing=False each has a

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 
 from fcsd.config.data import SourceConfig
 from fcsd.data.local import fresh_cache
-from fcsd.errors import UserError
-
-if TYPE_CHECKING:
-    pass
+from fcsd.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDataset:
-    """The examples of `source`, untouched but for `max_examples`.
+    """Load the examples of `source`, untouched but for `max_examples`.
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
     """
@@ -78,6 +75,6 @@ def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of `error`, or of its cause where that says more, on one line."""
+    """Return the message of `error`, or of its cause where that says more, on one line."""
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-    return " ".join(str(cause or error).split()) or type(error).__name__
+    return one_line(cause or error)

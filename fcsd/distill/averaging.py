@@ -1,6 +1,6 @@
 """An exponential moving average of the trained weights, which is what is scored and left.
 
-Not covered: weights that are spread over ranks.
+Not covered: weights that are sharded over ranks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class WeightAverage(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The weights are where they belong now."""
+        """Start the average: the weights are where they belong now."""
         self.begin()
 
     @torch.no_grad()
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """One step of the average."""
+        """Add one step to the average."""
         if self.skipped():
             return
         decay = min(self.decay, (1 + state.global_step) / (10 + state.global_step))
@@ -55,7 +55,7 @@ class WeightAverage(TrainerCallback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the averaged weights inside the block, and its own again behind it."""
+        """Give the model the averaged weights inside the block, and its own again behind it."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.apply()
         try:
@@ -72,7 +72,7 @@ class WeightAverage(TrainerCallback):
             parameter.copy_(self.average[name])
 
     def save(self, folder: Path) -> None:
-        """Beside the weights of a checkpoint."""
+        """Write the average beside the weights of a checkpoint."""
         save_file(self.average, str(folder / FILE))
 
     def load(self, folder: Path) -> None:

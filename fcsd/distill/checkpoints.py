@@ -1,8 +1,8 @@
-"""The checkpoints of a run: which there are, whether each is whole, and from which one to go on.
+"""The checkpoints of a run: which there are, whether each is whole, and from which one to continue.
 
 A checkpoint is written beside and renamed, so that a process that is killed leaves none that is half-written. What is
 left is the machine that goes down, or a disk that loses something: files are on the disk before the rename, their sizes
-are noted with them (`files.json`), and compared before a run goes on from them.
+are noted with them (`files.json`), and compared before a run continues from them.
 
 Not covered: a file whose bytes changed and whose size did not.
 """
@@ -22,13 +22,13 @@ _REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back,
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below `folder`, oldest first."""
+    """List the checkpoints below `folder`, oldest first."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
     return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step behind which it was written."""
+    """Return the step that a checkpoint was written behind."""
     return int(checkpoint.name.split("-")[1])
 
 
@@ -44,7 +44,7 @@ def note_files(checkpoint: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: `optimizer.pt has 100 of 2048 bytes`; None when nothing is."""
+    """Tell what is wrong with a checkpoint: `optimizer.pt has 100 of 2048 bytes`; None when nothing is."""
     try:
         sizes = read_json(checkpoint / _FILES)
     except UserError:
@@ -59,7 +59,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def newest_usable(folder: Path) -> Path | None:
-    """The checkpoint to go on from; None when there is none. One process calls this.
+    """Return the checkpoint to continue from; None when there is none. One process calls this.
 
     A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken. One from behind the checkpoint to
     which a rewind went back is removed: the rewind was cut off before it had done so.
@@ -74,7 +74,7 @@ def newest_usable(folder: Path) -> Path | None:
         what = damage(found[-1])
         if what is None:
             for path, reason in damaged:
-                print(f"{path}: is damaged ({reason}); going on from {found[-1]}", file=sys.stderr)
+                print(f"{path}: is damaged ({reason}); continuing from {found[-1]}", file=sys.stderr)
                 os.replace(path, path.with_name(f"damaged-{path.name}"))
             return found[-1]
         damaged.append((found.pop(), what))
@@ -88,13 +88,13 @@ def newest_usable(folder: Path) -> Path | None:
 
 
 def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
-    """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed goes on so."""
+    """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed continues so."""
     write_json(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
     _finish_rewind(checkpoint.parent)
 
 
 def guard_state(checkpoint: Path) -> dict[str, Any]:
-    """The state with which a run goes on from a checkpoint, which may have been gone back to."""
+    """Return the guard's state with which a run continues from a checkpoint, which may have been rewound to."""
     rewind = _rewind(checkpoint.parent)
     if rewind is not None and rewind["checkpoint"] == checkpoint.name:
         state: dict[str, Any] = rewind["guard"]

@@ -45,7 +45,7 @@ class Score:
         return ratio(list(self.figures), self.counts)["stderr"]
 
     def change(self, before: Sequence[float]) -> tuple[float, float | None]:
-        """(difference to the figures of an earlier evaluation, its standard error): paired, item by item."""
+        """Return the difference to the figures of an earlier evaluation and its standard error, paired item by item."""
         found = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
         assert found["kl"] is not None
         return found["kl"], found["stderr"]
@@ -123,15 +123,15 @@ class EarlyStopper:
         return self.stalled >= self.patience
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Whether the weights of `step` are to be scored, and have not been."""
+        """Tell whether the weights of `step` are to be scored, and have not been."""
         scored = self.points[-1]["step"] if self.points else -1
         return step > scored and (step % self.every_steps == 0 or step == max_steps)
 
     # ---- in words
 
     def line(self) -> str:
-        """The last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378 items), +0.0210 ± 0.0140 since step
-        1000, best so far; 93 s`."""
+        """Describe the last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378 items), +0.0210 ± 0.0140 since
+        step 1000, best so far; 93 s`."""
         point, before = self.points[-1], self.points[-2:-1]
         text = (
             f"step {point['step']}: {self.name} {plus_minus(point['score'], point['stderr'])} ({self.items})"
@@ -156,7 +156,8 @@ class EarlyStopper:
         return items_text(self.metric, self.num_items, self.num_items_total)
 
     def noise(self) -> str | None:
-        """The warning that `min_delta` is less than chance makes, when the last evaluation showed it; given once.
+        """Return the warning that `min_delta` is less than chance makes, when the last evaluation showed it; given
+        once.
 
         It did when the score moved by no more than two standard errors of the change, and one of those is more than
         `min_delta`: then an evaluation of unchanged weights counted as an improvement, or not, by chance.
@@ -186,7 +187,7 @@ class EarlyStopper:
         return text + f"early_stopping.limit (all {self.num_items_total} items: about ± {whole:.2g})"
 
     def summary(self) -> str:
-        """What came of it: the best score, why training ended, and what the scores took of the run's time."""
+        """Sum up: the best score, why training ended, and what the scores took of the run's time."""
         text = f"early stopping: {len(self.points)} scores on {self.items}"
         if self.best_step is not None and self.best_score is not None:
             best = plus_minus(self.best_score, self.best_stderr)
@@ -200,7 +201,7 @@ class EarlyStopper:
     # ---- as plain data
 
     def results(self) -> dict[str, Any]:
-        """The small facts that a manifest keeps beside best step and score."""
+        """Return the small facts that a manifest keeps beside best step and score."""
         return {
             "num_scores": len(self.points),
             "num_items": self.num_items,
@@ -212,7 +213,7 @@ class EarlyStopper:
         }
 
     def record(self) -> dict[str, Any]:
-        """The curve, as `scores.json` has it."""
+        """Return the curve, as `scores.json` has it."""
         return {
             "schema_version": 1,
             "metric": self.metric,
@@ -225,7 +226,7 @@ class EarlyStopper:
         }
 
     def state(self) -> dict[str, Any]:
-        """What an exact continuation needs, as plain data."""
+        """Return what an exact continuation needs, as plain data."""
         return self.record() | {
             "highest": self.highest if self.best_step is not None else None,
             "reference": self.reference if self.best_step is not None else None,
@@ -260,11 +261,11 @@ class TimeSpent:
         self._since: float | None = None
 
     def start(self) -> None:
-        """The training begins."""
+        """Start the clock: the training begins."""
         self._since = self._clock()
 
     def stop(self) -> None:
-        """It has ended."""
+        """Stop the clock: the training has ended."""
         self._run_s, self._since = self.run_s, None
 
     @property
@@ -290,7 +291,7 @@ class TimeSpent:
                 self._run_s += self.last_s
 
     def state(self) -> dict[str, float]:
-        """Both sums, as plain data."""
+        """Return both sums, as plain data."""
         return {"run_s": self.run_s, "scoring_s": self.scoring_s}
 
     def resume(self, state: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.heldout import HeldoutCE, HeldoutKL
 from fcsd.distill.models import student_of, teacher_of
-from fcsd.distill.out_of_memory import explained
+from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_student, read_ahead, whole_steps
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.base import Teacher
@@ -198,7 +198,7 @@ class FCSDTrainer(DistillTrainer):
 
     @contextlib.contextmanager
     def _with_loss_head(self) -> Iterator[None]:
-        """The loss head is on the model while it is trained or evaluated, and accelerate leaves sharding to us."""
+        """Put the loss head on the model while it is trained or evaluated, and keep accelerate from sharding."""
         model: Any = self.model
         attached = self.launch.engine.shards or "_forward_before_loss_head" in model.__dict__
         with engine_environment(self.launch.engine, self.launch.device):
@@ -231,7 +231,7 @@ class FCSDTrainer(DistillTrainer):
         settings, length = self.settings, self._settings.max_length
         with (
             self._with_loss_head(),
-            explained(self.plain_model, self.teacher, settings, length, self.launch.device),
+            explain_oom(self.plain_model, self.teacher, settings, length, self.launch.device),
         ):
             if checkpoint is not None and self.restore_if_complete(checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
@@ -298,7 +298,7 @@ class FCSDTrainer(DistillTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The Trainer's where logits are asked for; the loss is that of all ranks' rows, token by token."""
+        """Run the Trainer's loop where logits are asked for; the loss is that of all ranks' rows, token by token."""
         rows, training = dataloader.dataset, self.plain_model.training
         only_loss = (
             prediction_loss_only if prediction_loss_only is not None else self.args.prediction_loss_only

@@ -47,7 +47,7 @@ class GuardedTrainer(Trainer):
         self._received = 0  # the signal of any rank, as known to all
         self._logged_step = 0
         self._skipped_since_log = 0
-        self._step_loss: Tensor | None = None  # this rank's part of the loss of the step that is going on
+        self._step_loss: Tensor | None = None  # this rank's share of the loss of the present step
         self._before_step: tuple[Tensor, Any] | None = None
         self._verdict: Verdict = "go"
         self._rewind_to: Path | None = None
@@ -56,30 +56,30 @@ class GuardedTrainer(Trainer):
     # ---- what the subclass has
 
     def meters(self) -> Any:
-        """What has been gathered for the next log; a skipped step is taken out by `set_meters`."""
+        """Return what has been gathered for the next log; a skipped step is taken out by `set_meters`."""
 
     def set_meters(self, meters: Any) -> None:
         """Go back to what `meters` gave; None: to nothing gathered."""
 
     def restore(self, checkpoint: Path) -> None:
-        """Weights, optimiser and schedule as they were at a checkpoint."""
+        """Restore weights, optimiser and schedule as they were at a checkpoint."""
         raise NotImplementedError
 
     def restore_progress(self, checkpoint: Path) -> None:
-        """What else the subclass goes on with from a checkpoint."""
+        """Restore what else the subclass continues with from a checkpoint."""
 
     # ---- one step
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """The micro-batches of a step, which begins here."""
+        """Return the micro-batches of a step, which begins here."""
         self._before_step = (self._tr_loss.clone(), self.meters())
         self._step_loss = None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def watched(self, loss: Tensor) -> Tensor:
-        """A micro-batch's loss on its way to the backward pass; where it is not finite, so will its gradient be.
+        """Watch a micro-batch's loss on its way to the backward pass; where it is not finite, so will its gradient be.
 
         A loss that is not finite may have a gradient that is. It gets one that is not, which spreads wherever gradients
         of ranks and micro-batches are added up: the norm of the gradient alone decides, under every engine.
@@ -99,7 +99,7 @@ class GuardedTrainer(Trainer):
         known = len(self.guard.events)
         step = self.state.global_step + 1
         # The norm is that of all ranks, so all found the same; should they not, one that is not finite counts.
-        self._verdict = self.guard.judge(
+        self._verdict = self.guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )
         if self._verdict == "rewind":
@@ -124,12 +124,12 @@ class GuardedTrainer(Trainer):
         self._skipped_since_log += 1
 
     def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
-        """(F,) figures of this rank as one list a rank, the same on all ranks."""
+        """Gather (F,) figures of this rank as one list a rank, the same on all ranks."""
         rows = figures[None]
         return (self.accelerator.gather(rows) if self.args.world_size > 1 else rows).tolist()
 
     def _weights_are_finite(self) -> bool:
-        """Whether all weights of all ranks are; each looks at what it holds."""
+        """Tell whether all weights of all ranks are finite; each looks at its own shards."""
         finite = True
         for weight in self.model.parameters():  # type: ignore[union-attr]
             held = getattr(weight, "ds_tensor", weight)  # ZeRO-3's and FSDP's share of this rank
@@ -159,7 +159,7 @@ class GuardedTrainer(Trainer):
         return prepared
 
     def _let_steps_be_skipped(self) -> None:
-        """`step` of this optimiser does nothing, and says so to the schedule, when the guard does not say go."""
+        """Make `step` of this optimiser do nothing, and say so to the schedule, when the guard does not let it pass."""
         optimizer: Any = self.optimizer
         act = optimizer.step
 
@@ -250,7 +250,7 @@ class GuardedTrainer(Trainer):
     # ---- data
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
+        """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
         loader = super().get_train_dataloader()
         begin = loader.worker_init_fn
 
@@ -264,7 +264,7 @@ class GuardedTrainer(Trainer):
         return loader
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
-        """The Trainer's plan, with room for the data that rewinds pass over: `max_steps` ends the run, not an epoch."""
+        """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""
         _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
             args, dataloader
         )

@@ -23,7 +23,7 @@ _ECHO_S = 3.0
 
 
 def ignore_signals() -> None:
-    """For a process that only helps: it is needed until the one that it helps has ended."""
+    """Ignore signals in a process that only helps: it is needed until the one that it helps has ended."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

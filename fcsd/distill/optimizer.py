@@ -1,6 +1,6 @@
 """What moves the weights: AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
 
-Not covered: the schedule, which is transformers'; Muon for weights that are spread over ranks.
+Not covered: the schedule, which is transformers'; Muon for weights that are sharded over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fcsd.families import family_of
 
 
 def learning_rate_scales(model: nn.Module, ratio: float) -> dict[str, float]:
-    """By parameter name, what the learning rate is multiplied by: ratio^(d - 1/2) at the relative depth d.
+    """Return by parameter name the factor of its learning rate: ratio^(d - 1/2) at the relative depth d.
 
     d = k / (L - 1) in decoder layer k of L; 0 for what comes before the layers (embeddings, a tied head, towers); 1 for
     what comes after them (final norm, head). So the last layer's rate is `ratio` times the first one's, and the rate in
@@ -45,7 +45,7 @@ def parameter_groups(
     layer_lr_ratio: float,
     with_muon: bool,
 ) -> list[dict[str, Any]]:
-    """The trained parameters, one group for all that are treated alike.
+    """Group the trained parameters that are treated alike.
 
     decayed: names of the parameters with weight decay. A group says `lr_scale` (see `learning_rate_scales`) and `muon`:
     true for the matrices and the stacks of matrices (experts) of the decoder layers, with `with_muon`.
@@ -90,7 +90,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         if closure is not None:
             raise ValueError("no closure: the gradients are there when the trainer calls")
         for group in self.param_groups:

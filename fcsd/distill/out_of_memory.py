@@ -26,10 +26,10 @@ REST = "activations, loss and buffers"
 
 
 @contextmanager
-def explained(
+def explain_oom(
     student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int, device: torch.device
 ) -> Iterator[None]:
-    """What runs inside and has not enough memory ends with a `UserError` that says why and what to do."""
+    """Turn an out-of-memory error of the block into a `UserError` that says why and what to do."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -46,7 +46,7 @@ def explanation(
     max_length: int,
     device: torch.device,
 ) -> str:
-    """One line: the largest terms of this rank, largest first, and the changes that make them smaller."""
+    """Say in one line the largest terms of this rank, largest first, and the changes that make them smaller."""
     terms = held(student, teacher)
     peak = peak_bytes(device)
     if peak is not None:
@@ -63,7 +63,7 @@ def explanation(
 
 
 def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
-    """Bytes of this rank that stay from step to step: those of its own shards, where the models are sharded."""
+    """Count the bytes of this rank that stay from step to step: of its own shards, where the models are sharded."""
     trained = [p for p in student.parameters() if p.requires_grad]
     own = {id(p) for p in student.parameters()}
     module = teacher.model if isinstance(teacher, ModelTeacher) else getattr(teacher, "head", None)
@@ -78,14 +78,14 @@ def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
 
 
 def _local_bytes(parameter: Any) -> int:
-    """Of this rank's shard: FSDP2's are DTensors, ZeRO-3 keeps it beside an empty parameter."""
+    """Count the bytes of this rank's shard: FSDP2's are DTensors, ZeRO-3 keeps it beside an empty parameter."""
     local: Any = getattr(parameter, "ds_tensor", parameter)
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.numel() * local.element_size() if isinstance(local, Tensor) else 0
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that was there at once: of the device, or of this process on a CPU; None where nobody counts."""
+    """Return the peak: of the device, or of this process on a CPU; None where nobody counts."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -98,7 +98,7 @@ def peak_bytes(device: torch.device) -> int | None:
 def advice(
     largest: list[str], student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int
 ) -> Iterator[str]:
-    """Changes of the recipe or of the launch, those first that make the largest terms smaller."""
+    """Yield changes of the recipe or of the launch, those first that make the largest terms smaller."""
     sharded = any(hasattr(p, "ds_tensor") or hasattr(p, "device_mesh") for p in student.parameters())
     all_trained = all(p.requires_grad for p in student.parameters())
     fewer_activations = []

@@ -35,7 +35,7 @@ from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.distill.interrupt import Signals
-from fcsd.distill.out_of_memory import explained
+from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_student, read_ahead, whole_steps
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.lora import leave_adapters
@@ -118,7 +118,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             )
         done = run.launch.ranks.from_first(lambda: newest_usable(run.folder / "checkpoints"))
         if done is None or not trainer.restore_if_complete(done):
-            with signals, explained(student, teacher, run.train, run.max_length, run.launch.device):
+            with signals, explain_oom(student, teacher, run.train, run.max_length, run.launch.device):
                 trainer.train(resume_from_checkpoint=str(done) if done else None)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__

@@ -78,18 +78,18 @@ class Guard:
         self.detector = SpikeDetector(settings.spike_window, settings.spike_threshold)
         self.events: list[dict[str, Any]] = []
         self.skipped_steps = self.skipped_in_a_row = self.rewinds = self.passed_steps = 0
-        self._spike: dict[str, Any] | None = None  # the event of the spike that is going on
+        self._spike: dict[str, Any] | None = None  # the event of the present spike
 
     # ---- one step
 
-    def judge(
+    def decide(
         self,
         step: int,
         losses: list[float],
         grad_norm: float,
         weights_are_finite: Callable[[], bool] = lambda: True,
     ) -> Verdict:
-        """What is to be done with a step, before the optimiser acts on it.
+        """Decide what is to be done with a step, before the optimiser acts on it.
 
         step: its number, from 1; losses: each rank's part of the step's loss, whose mean it is; grad_norm: over all
         ranks; weights_are_finite: asked where a row of skipped steps begins, and answered alike on all ranks.
@@ -140,7 +140,7 @@ class Guard:
 
     @property
     def weights_are_finite(self) -> bool:
-        """What was found at the beginning of the row of skipped steps that is going on; true when there is none."""
+        """What was found at the beginning of the present row of skipped steps; true when there is none."""
         return self.skipped_in_a_row == 0 or self._row["weights_are_finite"]
 
     @property
@@ -153,7 +153,7 @@ class Guard:
         return self._row["step"] if self.skipped_in_a_row else (self._spike or {})["step"]
 
     def instead_of_rewind(self) -> Verdict:
-        """What is to be done where there is no checkpoint from before the trouble."""
+        """Decide what is to be done where there is no checkpoint from before the trouble."""
         return "stop" if self.skipped_in_a_row else "go"
 
     def rewound(self, done: int, checkpoint_step: int, saved: dict[str, Any]) -> None:
@@ -178,13 +178,13 @@ class Guard:
     # ---- the record
 
     def report(self) -> dict[str, int]:
-        """What happened, by name; nothing where nothing did."""
+        """Report what happened, by name; nothing where nothing did."""
         spikes = sum(event["event"] == "spike" for event in self.events)
         counts = {"skipped_steps": self.skipped_steps, "spikes": spikes, "rewinds": self.rewinds}
         return {name: count for name, count in counts.items() if count}
 
     def line(self, event: dict[str, Any]) -> str:
-        """An event in words."""
+        """Put an event into words."""
         if event["event"] == "skipped":
             return (
                 f"step {event['step'] + event['steps'] - 1}: skipped, {not_finite(event)}; {event['steps']} in a row"
@@ -201,7 +201,7 @@ class Guard:
         )
 
     def state(self) -> dict[str, Any]:
-        """What an exact continuation needs, as plain data."""
+        """Return what an exact continuation needs, as plain data."""
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -224,12 +224,12 @@ class Guard:
 
 
 def events_text(events: list[dict[str, Any]]) -> str:
-    """One JSON object a line."""
+    """Write one JSON object a line."""
     return "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
 
 
 def not_finite(event: dict[str, Any]) -> str:
-    """What of a skipped step was not finite: `the loss of rank 1 (nan) is not finite`."""
+    """Say what of a skipped step was not finite: `the loss of rank 1 (nan) is not finite`."""
     if event["ranks"]:
         ranks = ", ".join(map(str, event["ranks"][:8])) + (", …" if len(event["ranks"]) > 8 else "")
         return f"the loss is not finite (on rank {ranks}; gradient norm {event['grad_norm']})"
@@ -237,5 +237,5 @@ def not_finite(event: dict[str, Any]) -> str:
 
 
 def _plain(value: float) -> float | str:
-    """JSON has no NaN."""
+    """Replace what JSON has not: NaN and the infinities."""
     return value if math.isfinite(value) else str(value)

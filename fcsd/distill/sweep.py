@@ -30,7 +30,7 @@ class Candidate:
         return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
 
     def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
-        """The training section of this candidate: every step is logged, nothing else differs from `base`."""
+        """Return the training section of this candidate: every step is logged, nothing else differs from `base`."""
         changes = {
             "batch_size_tokens": self.batch_size_tokens,
             "learning_rate": self.learning_rate,
@@ -42,17 +42,17 @@ class Candidate:
 
 
 def batch_size_candidates(base: TrainConfig, sweep: SweepConfig) -> list[Candidate]:
-    """The first stage: every batch size at `base.learning_rate`."""
+    """List the first stage: every batch size at `base.learning_rate`."""
     return [Candidate("batch_size_tokens", tokens, base.learning_rate) for tokens in sweep.batch_size_tokens]
 
 
 def learning_rate_candidates(batch_size_tokens: int, sweep: SweepConfig) -> list[Candidate]:
-    """The second stage: every learning rate at the chosen batch size."""
+    """List the second stage: every learning rate at the chosen batch size."""
     return [Candidate("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row with the lowest loss; of equal ones the first.
+    """Return the row with the lowest loss; of equal ones the first.
 
     Raises:
         UserError: no row has a finite loss.
@@ -131,7 +131,7 @@ def _measured(
 
 
 def sweep_table(result: dict[str, Any]) -> str:
-    """Markdown table of all candidates, the choice marked."""
+    """Format a Markdown table of all candidates, the choice marked."""
     lines = [
         f"Mean training loss over the last {result['last_steps']} of {result['steps']} steps.",
         "",

@@ -40,7 +40,7 @@ from fcsd.distributed.state import (
 from fcsd.errors import UserError
 from fcsd.files import read_json, replace_folder, write_json, writing
 from fcsd.losses.head import refuse_packing
-from fcsd.losses.hidden_terms import ExtraTerms, Seen
+from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 from fcsd.losses.quantiles import bin_counts, quantile
 
 _PARTIAL = "checkpoint-being-written"
@@ -98,7 +98,7 @@ class DistillTrainer(GuardedTrainer):
             )
         self.objective: ObjectiveConfig = objective
         self.teacher = teacher
-        self.terms = ExtraTerms(objective, model, args.max_steps) if objective.has_hidden_terms else None
+        self.terms = AuxiliaryLosses(objective, model, args.max_steps) if objective.has_hidden_terms else None
         self.stopper = stopper
         self.settings = settings
         self.average: WeightAverage | None = None
@@ -162,11 +162,11 @@ class DistillTrainer(GuardedTrainer):
         ids, positions = inputs["input_ids"], inputs["position_ids"]
         keep, targets = next_token_targets(inputs["labels"], positions)
         extra: dict[str, Any] = {"labels": targets, "objective": "ce"}
-        coefficients, teacher_seen = self._coefficients, Seen()
+        coefficients, teacher_captured = self._coefficients, Captured()
         if self.teacher is not None:
             if self.terms is not None and coefficients:
                 # One micro-batch at a time: the block outputs of a whole step would not fit.
-                teacher_hidden, teacher_seen = self.teacher.hidden_and_seen(inputs, self.terms)
+                teacher_hidden, teacher_captured = self.teacher.hidden_and_captured(inputs, self.terms)
             else:
                 teacher_hidden = inputs["teacher_hidden"]
             extra = {
@@ -178,8 +178,10 @@ class DistillTrainer(GuardedTrainer):
             }
             if self.objective.jsd_beta is not None:
                 extra["jsd_beta"] = self.objective.jsd_beta
-        watched = self.terms.seen(model) if self.terms is not None and coefficients else nullcontext(Seen())
-        with watched as seen:
+        watched = (
+            self.terms.captured(model) if self.terms is not None and coefficients else nullcontext(Captured())
+        )
+        with watched as captured:
             outputs = model(input_ids=ids, position_ids=positions, keep=keep, **extra)
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
@@ -189,7 +191,9 @@ class DistillTrainer(GuardedTrainer):
         else:
             self._add_statistics(outputs, scale)
         if self.terms is not None and coefficients:
-            for name, value in self.terms.values(seen, teacher_seen, keep, list(coefficients)).items():
+            for name, value in self.terms.values(
+                captured, teacher_captured, keep, list(coefficients)
+            ).items():
                 self._add(name, value * scale)
                 loss = loss + coefficients[name] * value * scale
         loss = self.watched(loss)

@@ -1,4 +1,4 @@
-"""How a model is judged: suites as data, lm-eval tasks, executed code, paired scores.
+"""Evaluate a model: suites as data, lm-eval tasks, executed code, paired scores.
 
     suites      which tasks, shots, metrics and data sets: `eval/suites/*.yaml`
     fetch       fills a data root from the Hub
@@ -8,7 +8,7 @@
     progress    how far, and how long still
     batch       the batch size, given or automatic
     ranks       the ranks that evaluate one model together
-    placed      the model on its device, or spread over ranks or devices
+    placed      the model on its device, or sharded over ranks or devices
     likelihood  lm-eval's tasks, offline
     in_memory   lm-eval's interface to a model in memory
     columns     what the rows of the benchmarks must hold

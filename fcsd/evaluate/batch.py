@@ -1,12 +1,12 @@
-"""How many sequences go into one forward pass: a number, or "auto".
+"""Choose how many sequences go into one forward pass: a number, or "auto".
 
-"auto" begins with many and takes half as many whenever the accelerator's memory does not suffice. lm-eval and
+"auto" starts at 128 and halves when the accelerator is out of memory. lm-eval and
 `generate_completions` both begin a task with its longest sequences, so a failure comes early and costs little. Scores
 do not depend on the size beyond float noise.
 
-Every task begins with many again. Of several ranks that hold whole copies each may halve its own.
+Every task starts at 128 again. Of several ranks that hold whole copies each may halve its own.
 
-Not covered: models whose weights are spread over the ranks, where one that tries again leaves the others waiting;
+Not covered: models whose weights are sharded over the ranks, where one that tries again leaves the others waiting;
 "auto" is refused there.
 """
 
@@ -27,17 +27,17 @@ _FIRST, _ON_CPU = 128, 16  # without an accelerator memory runs out without an e
 
 
 def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
-    """Raise UserError for a number below 1, and for "auto" where the weights are spread over the ranks."""
+    """Raise UserError for a number below 1, and for "auto" where the weights are sharded over the ranks."""
     if size == "auto" and ranks.lockstep:
         raise UserError(
-            "batch_size: 'auto' needs a rank that can try again alone, and this launch spreads the weights over"
+            "batch_size: 'auto' needs a rank that can try again alone, and this launch shards the weights over"
             f" {ranks.size}; give a number"
         )
     if isinstance(size, int) and size < 1:
         raise UserError(f"batch_size: must be at least 1, got {size}")
 
 
-class Batch:
+class BatchSizer:
     """The batch size of an evaluation, which shrinks where it may."""
 
     def __init__(self, size: BatchSize, model: "PreTrainedModel"):
@@ -46,12 +46,12 @@ class Batch:
         self.size: int = size if isinstance(size, int) else self._first
 
     def begin(self, count: int, ranks: Ranks) -> None:
-        """Before a task of `count` sequences: many again, for its prompts may be shorter, and some for every rank."""
+        """Start a task of `count` sequences at the full size again, with some sequences for every rank."""
         if self.automatic:
             self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
 
     def run(self, work: Callable[[int], Result]) -> Result:
-        """work(size), with half the size again where memory ran out.
+        """Return work(size), with half the size again when out of memory.
 
         Raises:
             UserError: memory does not suffice, and the size is given or is 1.

@@ -51,7 +51,7 @@ def fetch_suite(suite: SuiteConfig, root: Path, *, progress: bool = True) -> lis
 
 
 def fetched_revision(row: TaskConfig, data_root: Path) -> str | None:
-    """The commit of a data set in a data root; None where it was not fetched by `fetch_suite`."""
+    """Read the commit of a data set in a data root; None where it was not fetched by `fetch_suite`."""
     mark = data_root / row.dataset / MARK
     return str(read_json(mark)["revision"]) if mark.is_file() else None
 
@@ -91,7 +91,7 @@ def _fetch(row: TaskConfig, root: Path) -> None:
 
 
 def _download(dataset: str, revision: str | None, folder: Path) -> str:
-    """Fetch a repository into `folder`, going on with what is there; its commit. Nothing else here talks to the Hub."""
+    """Fetch the rest of a repository into `folder`; its commit. Nothing else here talks to the Hub."""
     from huggingface_hub import HfApi, snapshot_download
 
     commit = str(HfApi().dataset_info(dataset, revision=revision).sha)
@@ -121,5 +121,5 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     )
     return UserError(
         f"task {row.task}: data set {name} cannot be fetched ({first_line(error)}); {what};"
-        " run the same command again to go on, what was fetched stays"
+        " run the same command again to continue, what was fetched stays"
     )

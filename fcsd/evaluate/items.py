@@ -20,7 +20,7 @@ _CODE_LEFT_OUT = ("test",)
 
 
 def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
-    """The items of all tasks of a suite, with every text that their rows hold; code without generated tests.
+    """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests.
 
     Raises:
         UserError: a task or its data set cannot be read.
@@ -58,12 +58,12 @@ def dataset_items(
     columns: Sequence[str],
     data_root: Path | None,
 ) -> Iterator[Item]:
-    """The rows of one split as items; `columns` are those whose text counts, all of them when there are none.
+    """Read the rows of one split as items; `columns` are those whose text counts, all of them when there are none.
 
     Raises:
         UserError: no such data set, split or column.
     """
-    location = judged_location(path, data_root)
+    location = test_set_location(path, data_root)
     revision = revision if location == path else None
     rows = _load(location, name, split, revision, columns)
     for index, row in enumerate(rows):
@@ -79,8 +79,8 @@ def _load(path: str, name: str | None, split: str, revision: str | None, columns
     )
 
 
-def judged_location(path: str, data_root: Path | None) -> str:
-    """Where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id.
+def test_set_location(path: str, data_root: Path | None) -> str:
+    """Find where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id.
 
     Raises:
         UserError: the data root has no such folder.

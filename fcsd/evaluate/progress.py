@@ -59,7 +59,7 @@ class Progress:
         print(line, file=self._stream or sys.stderr, flush=True)
 
     def end(self) -> None:
-        """The current task has ended."""
+        """End the current task."""
         if self._current is not None:
             task, start = self._current
             work = self.tasks[task]
@@ -68,7 +68,7 @@ class Progress:
             self._current = None
 
     def seconds_left(self, names: list[str]) -> tuple[str, float] | None:
-        """("about " or "at least ", seconds) for these tasks; None while nothing has been measured.
+        """Estimate ("about " or "at least ", seconds) for these tasks; None while nothing has been measured.
 
         "at least" where a kind of work is still to come for which there is no pace yet.
         """

@@ -7,7 +7,7 @@ _LONGEST = 2000  # characters; the whole prompt is identified by its hash
 
 
 def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The end of the prompt, and the choices: {"prompt": …, "choices": […]}.
+    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}.
 
     Args:
         asked: (context, continuation) of every request about one item; one request: no choices. Where contexts
@@ -30,5 +30,5 @@ def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def end_of(prompt: str) -> str:
-    """The last 2,000 characters, which have the question; examples stand before it."""
+    """Return the last 2,000 characters, which have the question; examples stand before it."""
     return prompt if len(prompt) <= _LONGEST else f"…{prompt[-_LONGEST:]}"

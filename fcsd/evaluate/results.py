@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fcsd
 from fcsd.config.suite import CodeTaskConfig, TaskConfig, pass_k
@@ -22,10 +22,6 @@ from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.question import end_of
 from fcsd.evaluate.suites import dataset_location
 from fcsd.stats import standard_error
-
-if TYPE_CHECKING:
-    pass
-
 
 SCHEMA_VERSION = 1
 
@@ -46,7 +42,7 @@ def code_sample(
     completions: Sequence[str],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """What is kept of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
+    """Keep what is needed of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
     sample: dict[str, Any] = {
         "doc_id": problem.task_id,
         "doc_hash": text_hash(json.dumps([problem.prompt, *problem.base_tests, *problem.tests])),
@@ -81,7 +77,7 @@ def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> fl
 def task_result(
     row: TaskConfig, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
 ) -> dict[str, Any]:
-    """What the result says about one task."""
+    """Sum up one task as the result has it."""
     scores = [sample["score"] for sample in samples]
     result: dict[str, Any] = {
         "metric": row.metric,
@@ -104,7 +100,7 @@ def task_result(
 
 
 def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Outcome classes over all programs, the base score, and pass@k for the usual k up to the number of samples."""
+    """Count outcome classes over all programs; compute the base score, and pass@k for the usual k up to the samples."""
     outcomes = [name for sample in samples for name in sample.get("outcomes") or [sample["outcome"]]]
     numbers: dict[str, Any] = {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
     if all("base_score" in sample for sample in samples):
@@ -122,7 +118,7 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text_hash(text: str) -> str:
-    """SHA-256 of a text."""
+    """Hash a text with SHA-256."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -146,7 +142,7 @@ def write_result(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Any]:
-    """A text file that takes its final name when it is complete."""
+    """Open a text file that takes its final name when it is complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -159,7 +155,7 @@ def _replacing(path: Path) -> Iterator[Any]:
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
-    """What `write_result` wrote: (result, samples).
+    """Read what `write_result` wrote: (result, samples).
 
     Raises:
         UserError: no result there, a damaged file, or a version of the format that this fcsd does not know.
@@ -170,7 +166,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     if not path.is_file():
         unfinished = (folder / "stage.json").is_file()
         why = (
-            "the evaluation is not finished; run it again, and it goes on"
+            "the evaluation is not finished; run it again, and it continues"
             if unfinished
             else "this is not a folder that `fcsd evaluate` wrote"
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.config.suite import CodeTaskConfig, SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import ScorerError, UserError
-from fcsd.evaluate.batch import Batch, BatchSize, check_batch_size
+from fcsd.evaluate.batch import BatchSize, BatchSizer, check_batch_size
 from fcsd.evaluate.code.generate import generate_completions, prompts
 from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer
@@ -199,7 +199,7 @@ class PreparedEvaluation:
         """Return result and samples of a model, both JSON-able."""
         start = time.monotonic()
         samples, limit = dict(self.finished), self.settings["limit"]
-        batch = Batch(self.settings["batch_size"], model)
+        batch = BatchSizer(self.settings["batch_size"], model)
         work = {
             row.task: _code_work(row, self.prepared[row.task])
             if row.kind == "code"
@@ -232,7 +232,7 @@ class PreparedEvaluation:
         return result | {"wall_s": seconds}, ordered
 
     def _samples(
-        self, model: "PreTrainedModel", row: TaskConfig, wrapper: Any, batch: Batch
+        self, model: "PreTrainedModel", row: TaskConfig, wrapper: Any, batch: BatchSizer
     ) -> list[dict[str, Any]]:
         items = self.prepared[row.task]
         if row.kind == "code":
@@ -296,7 +296,7 @@ def _run_code(
     row: CodeTaskConfig,
     problems: Sequence[Problem],
     scorer: CodeScorer | None,
-    batch: Batch,
+    batch: BatchSizer,
     ranks: Ranks,
     progress: bool,
 ) -> list[dict[str, Any]]:

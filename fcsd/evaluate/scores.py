@@ -28,7 +28,7 @@ _SAME_SUITE_ROW = ("max_new_tokens", "stop", "num_samples", "temperature", "top_
 
 
 def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = "task") -> dict[str, Any]:
-    """Two models on the same items of one task.
+    """Compare two models on the same items of one task.
 
     delta       mean of the differences d = converted - original
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
@@ -68,7 +68,7 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> list[tuple[float, float]]:
-    """Scores of both models item by item."""
+    """Join the scores of both models item by item."""
     if not original or not converted:
         raise UserError(f"{task}: no samples to compare; evaluate both models on the same suite")
     if len(original) != len(converted):
@@ -100,7 +100,7 @@ def _by_item(samples: Sequence[Sample], task: str) -> dict[tuple[Any, str], Samp
 
 
 def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
-    """The samples of a group (`mmlu`) by its member tasks, {} for a task that is no group.
+    """Split the samples of a group (`mmlu`) by its member tasks; {} for a task that is no group.
 
     Items of a group are named `member/number`; so are problems of code tasks (`Mbpp/2`), which have no members.
     """
@@ -116,7 +116,7 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
 def compare(
     original: Mapping[str, Any], converted: Mapping[str, Any], only: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """All tasks of two evaluations (result, samples), and the plain mean over the headline tasks.
+    """Compare all tasks of two evaluations (result, samples), and the plain mean over the headline tasks.
 
     Args:
         original, converted: {"result": …, "samples": …} as `fcsd.evaluate.results.read_result` gives them.
@@ -171,7 +171,7 @@ def compare(
 
 
 def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
-    """The tasks to compare, in the order of the original's."""
+    """List the tasks to compare, in the order of the original's."""
     both = [task for task in before if task in after]
     if only is not None:
         if missing := [task for task in only if task not in both]:
@@ -210,7 +210,7 @@ def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
 
 
 def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Settings that would explain samples that do not match."""
+    """Name the settings that would explain samples that do not match."""
     one = {"limit": before["settings"]["limit"], "revision": before["tasks"][task].get("revision")}
     two = {"limit": after["settings"]["limit"], "revision": after["tasks"][task].get("revision")}
     for key in ("chat_template_sha256", "fewshot_seed"):

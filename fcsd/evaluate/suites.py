@@ -1,18 +1,7 @@
-"""Suites: which tasks are run, with which shots, metric, data set and revision, as data in
-`eval/suites/*.yaml`.
+"""Find the data set of a suite's row, and what its task needs of the tokenizer.
 
-    name: tiny
-    tasks:
-      - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
-        kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
-        metric: acc,none               # lm-eval's key: metric,filter
-        num_fewshot: 0
-        dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
-        split: test
-        lm_eval_include: tiny          # folder with the task's YAML, see `SuiteTask.lm_eval_include`
-        chat_template: true
-
-Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root).
+Not covered: the rows themselves (`fcsd.config.suite`); downloading the data sets (`fcsd.evaluate.fetch` fills a data
+root).
 """
 
 from pathlib import Path
@@ -23,7 +12,7 @@ from fcsd.errors import UserError
 
 
 def dataset_location(row: TaskBase, data_root: Path | None) -> str:
-    """Return where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
+    """Find where the row's data set is: the folder of its hub id below `data_root`; without a root the id itself.
 
     An absolute path is used as it is.
 
@@ -44,7 +33,7 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
 
 
 def hub_advice(data_root: Path | None) -> str:
-    """Return what to do where a data set cannot be read from the Hub."""
+    """Say what to do where a data set cannot be read from the Hub."""
     if data_root is not None:
         return ""
     return (
@@ -63,7 +52,7 @@ def require_chat_template(tokenizer: Any, row: TaskBase) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its name; what `datasets` says around the reason is left out."""
+    """Return the first line of what an exception says, or its name, without what `datasets` says around it."""
     if error.__cause__ is not None and str(error).startswith(
         "An error occurred while generating the dataset"
     ):

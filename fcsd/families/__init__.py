@@ -49,7 +49,7 @@ _SECTIONS = ("ffn_config", "text_config")
 
 
 def base_model_type(model_type: str) -> str:
-    """`qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`."""
+    """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`."""
     return model_type.removeprefix(PREFIX)
 
 
@@ -70,13 +70,13 @@ def expert_counts(config: Any, family: Family | None) -> tuple[int | None, int |
 
 
 def check_not_refused(model_type: str) -> None:
-    """Raises UserError with the reason for a model type in `REFUSED`."""
+    """Raise UserError with the reason for a model type in `REFUSED`."""
     if (reason := REFUSED.get(base_model_type(model_type))) is not None:
         raise UserError(f"model type '{model_type}' cannot be converted: {reason}; {_SEE}")
 
 
 def family_of(config: Any) -> Family:
-    """The family of a checkpoint.
+    """Find the family of a checkpoint.
 
     Args:
         config: a transformers config object, or the mapping read from a `config.json`. A FarSkip config

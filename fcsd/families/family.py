@@ -185,11 +185,11 @@ conditions."""
 
 
 def moe_mask(config: Any, family: Family) -> list[bool]:
-    """One entry a decoder layer: True where it is an MoE layer. `config` is a config object (defaults filled
+    """Return one entry a decoder layer: True where it is an MoE layer. `config` is a config object (defaults filled
     in)."""
     return MOE_LAYERS[family.moe_layers][1](text_config(config, family))
 
 
 def text_config(config: Any, family: Family) -> Any:
-    """The config object that describes the decoder layers: `config` itself, or the part of a wrapper's."""
+    """Return the config object that describes the decoder layers: `config` itself, or the part of a wrapper's."""
     return config.get_text_config() if family.multimodal else config

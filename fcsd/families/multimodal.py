@@ -10,7 +10,7 @@ _WRAPPED = {row.model_type: row for row in (*STANDARD, *ADAPTED)}
 
 
 def _wrapper(text: Family, *, model_type: str, config: str, model: str, base_model: str) -> Family:
-    """The wrapper around a text stack with these names."""
+    """Build the row of the wrapper around a text stack with these names."""
     return replace(
         text,
         model_type=model_type,

@@ -37,13 +37,13 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
 
 
 def unpadded_vocab_size(config: Any) -> int | None:
-    """How many rows of the head are tokens, where a family says so (inkling families); None: all."""
+    """Count the rows of the head that are tokens, where a family says so (inkling families); None: all."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "unpadded_vocab_size", None)
 
 
 def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
-    """The linear head and the module that gives its hidden states.
+    """Find the linear head and the module that gives its hidden states.
 
     They are called `lm_head` and `model`; `transformer` in dbrx; in llama4 they belong to its `language_model`.
     """
@@ -61,10 +61,10 @@ def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
 
 
 def output_head(model: nn.Module) -> nn.Linear:
-    """The head of a causal language model, also inside DDP or a DeepSpeed engine."""
+    """Find the head of a causal language model, also inside DDP or a DeepSpeed engine."""
     return head_and_body(unwrapped(model))[0]
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The model inside DDP or a DeepSpeed engine, both of which call it `module`."""
+    """Return the model inside DDP or a DeepSpeed engine, both of which call it `module`."""
     return model.module if isinstance(getattr(model, "module", None), nn.Module) else model

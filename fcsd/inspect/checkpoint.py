@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.connectivity.aliases import INSTELLA_KEYS
-from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_json
-from fcsd.errors import UserError
+from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
+from fcsd.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ def _local(folder: Path) -> Source:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
     missing: tuple[str, ...] = ()
     if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX).get("weight_map")
+        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{folder / INDEX}: weight_map is missing; fetch the file again")
         names = sorted(set(weight_map.values()))
         missing = tuple(name for name in names if name not in sizes)
         sizes = {name: sizes[name] for name in names if name in sizes}
-    return Source(read_json(folder / CONFIG), str(folder / CONFIG), sizes, missing)
+    return Source(read_checkpoint_json(folder / CONFIG), str(folder / CONFIG), sizes, missing)
 
 
 def _remote(name: str, revision: str | None) -> Source:
@@ -70,7 +70,7 @@ def _remote(name: str, revision: str | None) -> Source:
         for file in files
         if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
     }
-    return Source(read_json(file), f"{name}: {CONFIG}", dict(sorted(sizes.items())), ())
+    return Source(read_checkpoint_json(file), f"{name}: {CONFIG}", dict(sorted(sizes.items())), ())
 
 
 def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:
@@ -82,10 +82,10 @@ def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, wh
     left = ("farskip", "auto_map", *INSTELLA_KEYS)
     values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
     try:
-        with quiet():
+        with quiet_transformers():
             return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
-        raise UserError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: transformers refuses it: {one_line(error)}") from None
 
 
 def _special_float(value: dict[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def _special_float(value: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers' advice on a config to itself: it is for those who run the model."""
     logger = logging.getLogger("transformers")
     level = logger.level

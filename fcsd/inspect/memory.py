@@ -14,7 +14,7 @@ _WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
 
 
 def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
-    """Bytes of one sequence's key-value cache in bfloat16, or None where the config does not tell.
+    """Compute the bytes of one sequence's key-value cache in bfloat16, or None where the config does not tell.
 
     Args:
         config: the config object of the decoder layers. `layer_types` says which layers keep only a window
@@ -42,7 +42,7 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
 
 
 def _numbers_per_token(config: Any) -> int | None:
-    """Cached numbers a token and attention layer."""
+    """Count the cached numbers a token and attention layer."""
     heads = getattr(config, "num_attention_heads", None)
     rank = getattr(config, "kv_lora_rank", None)
     if rank:

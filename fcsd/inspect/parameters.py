@@ -22,7 +22,7 @@ PARTS = (
 def count_parameters(
     model: Any, family: Family, num_experts: int | None, experts_per_token: int | None
 ) -> dict[str, Any]:
-    """Exact numbers of parameters.
+    """Count the parameters exactly.
 
     Args:
         model: a regular model of the family; it may lie on the meta device.
@@ -100,7 +100,7 @@ def count_parameters(
 
 
 def add_to(parameters: dict[str, Any], part: str, number: int) -> dict[str, Any]:
-    """The same numbers with `number` more parameters in `part`, which every token uses."""
+    """Return the same numbers with `number` more parameters in `part`, which every token uses."""
     old = parameters["parts"].get(part, {"total": 0, "active": 0})
     more = {"total": old["total"] + number, "active": old["active"] + number}
     active = parameters["active"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fcsd.connectivity.aliases import from_instella, has_instella_keys
 from fcsd.connectivity.spec import Connectivity, resolve_layers
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families import (
     FAMILIES,
     PREFIX,
@@ -19,14 +19,14 @@ from fcsd.families import (
     moe_mask,
     text_config,
 )
-from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet
+from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet_transformers
 from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Everything that can be told about a checkpoint from its config.
+    """Tell everything about a checkpoint that its config says.
 
     Nothing is loaded and no code of the checkpoint runs. A family that cannot be converted is not an error:
     `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
@@ -121,7 +121,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
 
 
 def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """What transformers' own classes tell of a family that is not on the list; no remote code runs."""
+    """Tell what transformers' own classes know of a family that is not on the list; no remote code runs."""
     from transformers import CONFIG_MAPPING
 
     model_type = str(raw["model_type"])
@@ -155,7 +155,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
 
 
 def _reason(error: UserError) -> str:
-    """Why, without the families that could be converted instead: there are dozens."""
+    """Say why, without the families that could be converted instead: there are dozens."""
     text = re.split(r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error))[0]
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
@@ -164,22 +164,20 @@ def _on_meta(build: Any, config: Any, source: Source) -> Any:
     import torch
 
     try:
-        with quiet(), torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             return build(config)
     except Exception as error:
-        raise UserError(
-            f"{source.where}: transformers cannot build it: {' '.join(str(error).split())}"
-        ) from None
+        raise UserError(f"{source.where}: transformers cannot build it: {one_line(error)}") from None
 
 
 def _total(config: Any) -> int | None:
-    """Parameters of the largest model class that transformers has for a config, or None."""
+    """Count the parameters of the largest model class that transformers has for a config; None without one."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
-            with quiet(), torch.device("meta"):
+            with quiet_transformers(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
         except Exception:  # no such class for this config, or one that cannot be built: the next may do
             continue
@@ -189,7 +187,7 @@ def _total(config: Any) -> int | None:
 def _connectivity(
     raw: Mapping[str, Any], mask: list[bool], source: Source
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """(the `farskip` field that the checkpoint has or means, what is wrong with it)."""
+    """Return the `farskip` field that the checkpoint has or means, and what is wrong with it."""
     is_farskip = str(raw["model_type"]).startswith(PREFIX)
     if not is_farskip and not has_instella_keys(raw):
         return None, None

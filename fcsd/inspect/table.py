@@ -19,7 +19,7 @@ _PARTS = {
 
 
 def report_table(facts: Mapping[str, Any]) -> str:
-    """What `fcsd inspect` prints of `fcsd.inspect.inspect_model`."""
+    """Format what `fcsd inspect` prints of `fcsd.inspect.inspect_model`."""
     return "\n\n".join("\n".join(part) for part in (_head(facts), *_tables(facts)) if part)
 
 
@@ -127,7 +127,7 @@ def _number(value: int | None) -> str:
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """`1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
+    """Format `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
     found: list[list[int]] = []
     for index in sorted(indices):
         if found and index == found[-1][1] + 1:

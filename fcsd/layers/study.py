@@ -103,17 +103,6 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     Raises:
         UserError: an option that does not make sense.
     """
-    same = (
-        "attention",
-        "mlp",
-        "text_examples",
-        "max_length",
-        "loss_on",
-        "suite",
-        "data_root",
-        "batch_size",
-        "limit",
-    )
     text = options["text"]
     if text is not None:
         found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
@@ -127,13 +116,14 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         if wrong := [word for word in words if not word.strip().isdigit()]:
             raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
         counts = [int(word) for word in words]
-    model = {
-        "path": options["model"], "revision": options["revision"], "dtype": options["dtype"],
-        "trust_remote_code": options["trust_remote_code"],
-    }  # fmt: skip
+    model = _of_their_names(ModelConfig, options) | {"path": options["model"]}
     own = {"model": model, "text": text, "tasks": options["task"], "sides": sides, "counts": counts}
-    own |= {"every": options["every"], "allow_weak_sandbox": options["allow_weak_sandbox"]}
-    return validate(Study, own | {name: options[name] for name in same}, "the study")
+    return validate(Study, _of_their_names(Study, options) | own, "the study")
+
+
+def _of_their_names(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are called like a field of `kind`."""
+    return {name: options[name] for name in kind.model_fields if name in options}
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ verl (`loss_max_clamp`); the clip of OPSD (`jsd_token_clip`) bounds the summands
 for forward KL turns off the very vocabulary entries that the teacher wants. It is no remedy for a student that
 starts far off: with every token above `clip` nothing is learnt.
 
-Four matrix products a chunk (8 D V operations a token; six with a frozen head), none of them again in the
+Four matmuls a chunk (8 D V operations a token; six with a frozen head), none of them again in the
 backward pass.
 
 Precision. Logits are float32 whatever the inputs are: the gradient is a difference of two nearly equal
 softmaxes once the student is close to the teacher, and logits rounded to bfloat16 leave an error of 23 % in
-it at 5e-3 nats a token. On devices whose matrix product takes half-precision inputs and leaves float32 (CUDA)
-the inputs stay as they are and the gradient of the logits is rounded for the two gradient products (an error
+it at 5e-3 nats a token. On devices whose matmul takes half-precision inputs and leaves float32 (CUDA)
+the inputs stay as they are and the gradient of the logits is rounded for the two gradient matmuls (an error
 of 2e-3, whatever the KL); elsewhere inputs are widened first. Head gradients are accumulated in float32.
 float64 inputs stay float64 throughout.
 
@@ -51,7 +51,7 @@ from fcsd.errors import UserError
 
 # Memory for the logits of a chunk where the caller names none, and the fewest tokens in a chunk of a
 # trainable head: every chunk reads and writes the (V, D) gradient, and with fewer tokens that traffic costs
-# more than the products. On a CPU small tiles stay near the caches.
+# more than the matmuls. On a CPU small tiles stay near the caches.
 CHUNK_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 30}
 FEWEST_TOKENS = {"cpu": 192, "accelerator": 1024}
 
@@ -83,7 +83,7 @@ class Kernels:
             torch.mm(a, b, out=out)
 
     def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute accumulator += a @ b, without rounding the product to the inputs' dtype."""
+        """Compute accumulator += a @ b, without rounding the result to the inputs' dtype."""
         if self.widens(a.device, a.dtype):
             torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
         else:
@@ -246,7 +246,7 @@ def _check(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, voca
 
 @dataclass(frozen=True)
 class _Logits:
-    """From the products of one model to what its softmax is taken of."""
+    """From the matmuls of one model to what its softmax is taken of."""
 
     logit_scale: float
     softcap: float | None
@@ -255,18 +255,18 @@ class _Logits:
 
     @property
     def factor(self) -> float:
-        """Derivative of the result by the product; `slope` times as much with a softcap."""
+        """Derivative of the result by what the matmul gave; `slope` times as much with a softcap."""
         return self.logit_scale / self.temperature
 
-    def finish(self, products: Tensor) -> Tensor:
-        """In place."""
+    def finish(self, results: Tensor) -> Tensor:
+        """Scale and cap matmul results in place."""
         before = self.factor if self.softcap is None else self.logit_scale / self.softcap
         if before != 1.0:
-            products.mul_(before)
-        return products if self.softcap is None else products.tanh_().mul_(self.softcap / self.temperature)
+            results.mul_(before)
+        return results if self.softcap is None else results.tanh_().mul_(self.softcap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Derivative of the softcap, elementwise, from what `finish` gave; None where it is 1."""
+        """Compute the derivative of the softcap, elementwise, from what `finish` gave; None where it is 1."""
         if self.softcap is None:
             return None
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
@@ -283,13 +283,13 @@ class _Head:
     kernels: Kernels
 
     def operands(self) -> _Head:
-        """The same head without its padding, hidden states and weight in the one dtype of the products."""
+        """Return the same head without its padding, hidden states and weight in the one dtype of the matmuls."""
         dtype, size = _operand_dtype(self.hidden, self.weight, self.kernels), self.post.vocab_size
         bias = None if self.bias is None else self.bias[:size]
         return _Head(self.hidden.to(dtype), self.weight[:size].to(dtype), bias, self.post, self.kernels)
 
     def logits(self, begin: int, end: int, out: Tensor) -> Tensor:
-        """What the softmax is taken of, for tokens begin … end-1, written into (end-begin, V) `out`."""
+        """Compute what the softmax is taken of, for tokens begin … end-1, into (end-begin, V) `out`."""
         self.kernels.mm(self.hidden[begin:end], self.weight.t(), out)
         if self.bias is not None:
             out.add_(self.bias)
@@ -314,14 +314,14 @@ class _Rows:
 
 
 def _log_softmax_(x: Tensor, work: Tensor) -> None:
-    """In place; `work` is scratch of the same shape."""
+    """Compute log-softmax in place; `work` is scratch of the same shape."""
     largest = x.amax(-1, keepdim=True)
     torch.sub(x, largest, out=work)
     x.sub_(work.exp_().sum(-1, keepdim=True).log_().add_(largest))
 
 
 def _compare(s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher) -> _Rows:
-    """From (n, V) log p_s and log p_t, all of which are overwritten; `work`: tiles of the same shape.
+    """Compare (n, V) log p_s and log p_t, all of which are overwritten; `work`: tiles of the same shape.
 
     Each log-sum-exp carries a rounding error, which moves all log-probabilities of a row by the same small
     number, and the sum of the row's probabilities with them. Adding sum(p_s - p_t), 0 but for these errors,
@@ -411,7 +411,7 @@ class _FusedLinearLoss(torch.autograd.Function):
             agreement = torch.empty(num_tokens, dtype=torch.bool, device=hidden.device)
             per_token = [new(num_tokens), new(num_tokens), agreement]
 
-        # Inside an autocast region the products below would be rounded to bfloat16 again.
+        # Inside an autocast region the matmuls below would be rounded to bfloat16 again.
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, num_tokens, max(chunk, 1)):
                 end = min(begin + chunk, num_tokens)

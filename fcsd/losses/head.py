@@ -81,7 +81,7 @@ class LossHead(nn.Linear):
     kernels: Kernels = KERNELS
 
     def forward(self, hidden: Tensor, target: _Target | None = None) -> Any:
-        """`hidden` without a target: (…, D) to logits (…, V), as before; with one: (N, D) to a scalar.
+        """Map `hidden` without a target, (…, D), to logits (…, V), as before; with one, (N, D), to a scalar.
 
         With a teacher as the target, the tokens' statistics follow the scalar.
         """
@@ -208,7 +208,7 @@ def body_hidden(
     attention_mask: Tensor | None,
     keep: Tensor | None,
 ) -> Tensor:
-    """The (N, D) hidden states after the final norm of the kept positions, past the model's own forward."""
+    """Compute the (N, D) hidden states after the final norm of the kept positions, past the model's own forward."""
     config = model.config
     may_be_packed = attention_mask is None and position_ids is not None
     masks: Any = attention_mask
@@ -227,7 +227,7 @@ def body_hidden(
 
 
 def kept(hidden: Tensor, keep: Tensor | None) -> Tensor:
-    """(B, T, D) to (N, D) at `keep`: (B, T) bool, (N,) int64 indices into B * T, or None for all."""
+    """Select (N, D) of (B, T, D) at `keep`: (B, T) bool, (N,) int64 indices into B * T, or None for all."""
     flat = hidden.flatten(0, -2)
     if keep is None:
         return flat
@@ -237,7 +237,7 @@ def kept(hidden: Tensor, keep: Tensor | None) -> Tensor:
 def final_hidden(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, keep: Tensor | None
 ) -> Tensor:
-    """(N, D) hidden states after the final norm of the kept positions: all that a teacher's head needs.
+    """Compute the (N, D) hidden states after the final norm of the kept positions: all that a teacher's head needs.
 
     A model with a loss head is called as a whole, so that its root's FSDP or ZeRO hooks run.
     """
@@ -247,7 +247,7 @@ def final_hidden(
 
 
 def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
-    """Raises UserError when rows (B, T) hold several examples, which this model would let see each other."""
+    """Raise UserError when rows (B, T) hold several examples, which this model would let see each other."""
     config = unwrapped(model).config
     if packing_of(config) != "leaks":
         return

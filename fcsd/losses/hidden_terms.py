@@ -41,7 +41,7 @@ _ONE_BY_ONE = (
 
 
 @dataclass
-class Seen:
+class Captured:
     """What one forward pass gave: `streams`, each (B, T, D) or (B T, D); `routers`, logits (B T, E)."""
 
     streams: list[Tensor] = field(default_factory=list)
@@ -66,7 +66,7 @@ def relative_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
 
 
 def _squares(student: Tensor, teacher: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(N,) |x - t|^2 and (N,) |t|^2."""
+    """Compute the (N,) |x - t|^2 and (N,) |t|^2."""
     dtype = torch.promote_types(student.dtype, torch.float32)
     x, t = kept(student, keep).to(dtype), kept(teacher.detach(), keep).to(dtype)
     return (x - t).square().sum(-1), t.square().sum(-1)
@@ -84,7 +84,7 @@ def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
 
 
 def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The routers of the decoder layers in order, and the place of the logits in what each returns.
+    """Find the routers of the decoder layers in order, and the place of the logits in what each returns.
 
     Which class they have is what transformers itself records as `router_logits`.
 
@@ -118,12 +118,12 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The recorders that name a class; others look modules up by names that the rewiring does not keep apart."""
+    """List the recorders that name a class; others look modules up by names that the rewiring does not keep apart."""
     values = value if isinstance(value, list) else [value]
     return [each for each in values if getattr(each, "target_class", None) is not None]
 
 
-class ExtraTerms:
+class AuxiliaryLosses:
     """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
 
     Raises:
@@ -138,7 +138,7 @@ class ExtraTerms:
             routers(student)
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """By name of the term, its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
+        """Return by name of the term its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
 
         With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step / (u S)).
         """
@@ -154,9 +154,9 @@ class ExtraTerms:
         return found
 
     def values(
-        self, student: Seen, teacher: Seen, keep: Tensor | None, names: Sequence[str]
+        self, student: Captured, teacher: Captured, keep: Tensor | None, names: Sequence[str]
     ) -> dict[str, Tensor]:
-        """The terms with these names, sums over the kept tokens."""
+        """Compute the terms with these names, sums over the kept tokens."""
         for own, theirs, what in (
             (student.streams, teacher.streams, "decoder layers"),
             (student.routers, teacher.routers, "routers"),
@@ -179,25 +179,27 @@ class ExtraTerms:
         return {name: of[name]() for name in names}
 
     @contextmanager
-    def seen(self, model: nn.Module) -> Iterator[Seen]:
+    def captured(self, model: nn.Module) -> Iterator[Captured]:
         """Collect the points and the router logits of one forward pass of student or teacher in the block.
 
         Gradients flow through what is collected, under activation checkpointing too.
         """
-        seen = Seen()
+        captured = Captured()
         inner: Any = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
         handles = []
         for module in self._modules(inner):
-            handles.append(module.register_forward_hook(lambda _m, _i, out: seen.streams.append(_first(out))))
+            handles.append(
+                module.register_forward_hook(lambda _m, _i, out: captured.streams.append(_first(out)))
+            )
         if self.with_routers:
             for module, index in routers(inner):
                 handles.append(
                     module.register_forward_hook(
-                        lambda _m, _i, out, index=index: seen.routers.append(_at(out, index))
+                        lambda _m, _i, out, index=index: captured.routers.append(_at(out, index))
                     )
                 )
         try:
-            yield seen
+            yield captured
         finally:
             for handle in handles:
                 handle.remove()
@@ -214,7 +216,7 @@ class ExtraTerms:
 
 
 def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
-    """The indices of the layers that have a point of l2."""
+    """List the indices of the layers that have a point of l2."""
     if objective.l2_coefficient is None:
         return []
     family = family_of(getattr(student, "config", None))

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import Collator, next_token_targets, trim_padding
+from fcsd.data.batches import Batch, Collator, next_token_targets, trim_padding
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.distributed.shard import whole_head
 from fcsd.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.losses.fused import fused_linear_kl
 from fcsd.losses.head import attach_loss_head, detach_loss_head, final_hidden, refuse_packing
 from fcsd.stats import ratio
-
-Batch = dict[str, Tensor]
 
 
 def read_rows(
@@ -68,23 +66,22 @@ def read_rows(
 def sums_by_row(
     batches: Sequence[Batch],
     num_rows: int,
-    kl_sum: Callable[[Batch], Tensor],
+    loss_sum: Callable[[Batch], Tensor],
     *,
     device: torch.device,
     ranks: Ranks = ALONE,
     bar: str | None = None,
 ) -> tuple[list[float], list[int]]:
-    """Return for each of `num_rows` rows its KL summed over tokens in nats, and its kept tokens; the same on all ranks.
+    """Return for each of `num_rows` rows its loss summed over tokens, and its kept tokens; the same on all ranks.
 
-    Args: batches: this rank's, of `read_rows`; kl_sum: the summed KL (or other loss) of one of them, on `device`.
+    Args: batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`.
     """
 
     def own_share() -> list[tuple[float, int]]:
         found = []
         for batch in _with_bar(batches, bar, ranks):
-            total = kl_sum({name: value.to(device) for name, value in batch.items()})
-            keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-            found.append((float(total), int(keep.sum())))
+            total = loss_sum({name: value.to(device) for name, value in batch.items()})
+            found.append((float(total), len(next_token_targets(batch["labels"], batch["position_ids"])[1])))
         return found[: len(ranks.deal(range(num_rows)))]
 
     by_rank = ranks.share(own_share)
@@ -142,13 +139,13 @@ def kl_by_row(
     device = input_device(model)
     teacher_head, head = original.head.to(device), whole_head(model, device)
 
-    def kl_sum(batch: Batch) -> Tensor:
+    def loss_sum(batch: Batch) -> Tensor:
         known = batch["teacher_hidden"]
         return _sum(original.config, teacher_head, known, model.config, head, _hidden(model, batch))
 
     bar = "KL to the original" if progress else None
     with _evaluating(model):
-        return sums_by_row(original.batches, len(rows), kl_sum, device=device, ranks=ranks, bar=bar)
+        return sums_by_row(original.batches, len(rows), loss_sum, device=device, ranks=ranks, bar=bar)
 
 
 def mean_kl(
@@ -177,7 +174,7 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 
     training = model.training
     model.eval()
-    # Weights that transformers has spread are gathered by hooks of the whole model, so its body cannot be called alone.
+    # Sharded weights are gathered by hooks of the whole model, so that its body cannot be called alone.
     as_a_whole = isinstance(model, FSDPModule)
     if as_a_whole:
         attach_loss_head(model)

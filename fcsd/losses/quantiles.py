@@ -15,7 +15,7 @@ NUM_BINS = BINS_PER_DECADE * round(math.log10(LARGEST / SMALLEST))
 
 
 def bin_counts(values: Tensor) -> Tensor:
-    """(NUM_BINS + 2,) int64 counts of (N,) values; the first bin is all below `SMALLEST`, the last all from `LARGEST`.
+    """Count (N,) values in (NUM_BINS + 2,) int64 bins; the first is all below `SMALLEST`, the last all from `LARGEST`.
 
     No host synchronisation; NaN counts as larger than everything.
     """
@@ -26,7 +26,7 @@ def bin_counts(values: Tensor) -> Tensor:
 
 
 def quantile(counts: Tensor, q: float) -> float | None:
-    """The value of rank ceil(q * N) among the N counted ones, within 1 %; 0 below `SMALLEST`; None for N = 0."""
+    """Return the value of rank ceil(q * N) among the N counted ones, within 1 %; 0 below `SMALLEST`; None for N = 0."""
     cumulative = counts.cumsum(0)
     total = int(cumulative[-1])
     if total == 0:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_json
+from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_checkpoint_json
 from fcsd.errors import UserError
 from fcsd.files import weights_fingerprint
 
@@ -142,7 +142,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
             f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
         )
     if (folder / CONFIG).is_file():
-        read_json(folder / CONFIG)  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
+        read_checkpoint_json(
+            folder / CONFIG
+        )  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

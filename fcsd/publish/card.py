@@ -116,7 +116,8 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
-    """The licence, whose link may name a file beside the original's card: here it leads to that, unless it is here."""
+    """Link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
+    here."""
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
         return dict(facts.licence)
@@ -125,7 +126,7 @@ def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
 
 
 def model_card(facts: Facts) -> ModelCard:
-    """The card: what FarSkip is, which layers, results with their settings, recipe, limits, how to load."""
+    """Write the card: what FarSkip is, which layers, results with their settings, recipe, limits, how to load."""
     heads = [name for name in facts.config.get("auto_map", {}) if name.startswith("AutoModelFor")]
     auto = heads[0] if heads and "AutoModelForCausalLM" not in heads else "AutoModelForCausalLM"
     text_only = auto == "AutoModelForCausalLM"
@@ -202,7 +203,7 @@ def _results(facts: Facts) -> str:
 
 
 def _layers(sandbox: Mapping[str, Any]) -> str:
-    """`namespaces user pid net, landlock_abi 7, seccomp, without rlimits`."""
+    """Describe `namespaces user pid net, landlock_abi 7, seccomp, without rlimits`."""
     words = []
     for name, value in sandbox.items():
         if isinstance(value, bool):
@@ -290,7 +291,7 @@ def _licence(facts: Facts) -> str:
 
 
 def _public(location: str) -> str:
-    """A data set's hub id, or the last name of a local path: a card names no place of a machine."""
+    """Return a data set's hub id, or the last name of a local path: a card names no place of a machine."""
     return location if hub_id(location) else Path(location).name
 
 

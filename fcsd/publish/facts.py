@@ -55,7 +55,7 @@ class Facts:
 def facts_of_run(
     recipe: Recipe, report: Mapping[str, Any], config: Mapping[str, Any], original: Path | None, folder: Path
 ) -> Facts:
-    """What a run knows about its main model; `folder` has the figures."""
+    """Collect what a run knows about its main model; `folder` has the figures."""
     publication = recipe.publication
     base = publication.base_model or recipe.model.path or None
     inherited = inherited_from(original) if original is not None else {}
@@ -81,12 +81,12 @@ def facts_of_run(
 
 
 def hub_id(text: str) -> str | None:
-    """`text` where it is `owner/name` and no local path, otherwise None."""
+    """Return `text` where it is `owner/name` and no local path, otherwise None."""
     return text if _HUB_ID.fullmatch(text) and not Path(text).exists() else None
 
 
 def inherited_from(folder: Path) -> dict[str, Any]:
-    """Licence and languages on the card in a checkpoint folder; {} without a card.
+    """Read licence and languages on the card in a checkpoint folder; {} without a card.
 
     Raises:
         UserError: the card's front matter is not YAML.
@@ -101,7 +101,7 @@ def inherited_from(folder: Path) -> dict[str, Any]:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in a checkpoint folder can put a conversation into words."""
+    """Tell whether the tokenizer in a checkpoint folder can put a conversation into words."""
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
@@ -109,7 +109,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """The metadata of a model card; {} where it has none.
+    """Read the metadata of a model card; {} where it has none.
 
     Raises:
         UserError: it is not YAML, or not a mapping.

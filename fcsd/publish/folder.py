@@ -35,5 +35,5 @@ def write_publication(
 
 
 def place(file: Path, to: Path) -> None:
-    """Weights are linked where the disk allows; of what a reader may edit there, a copy."""
+    """Link weights where the disk allows; copy what a reader may edit there."""
     (link_or_copy if file.suffix == ".safetensors" else shutil.copyfile)(file, to)

@@ -85,7 +85,7 @@ def push(
             index or config, remote code missing, a token in a text file; then what the Hub refuses.
     """
     _check_repo_id(repo_id)
-    source = find_source(folder)
+    source = find_checkpoint(folder)
     checkpoint = _checked(source)
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
@@ -102,8 +102,8 @@ def push(
         return _upload(new, repo_id, private)
 
 
-def find_source(folder: Path) -> Path:
-    """The checkpoint in a run, a stage, or `folder` itself."""
+def find_checkpoint(folder: Path) -> Path:
+    """Find the checkpoint in a run, a stage, or `folder` itself."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
     for found in (folder, folder / "publish", folder / "model"):
@@ -118,7 +118,7 @@ def find_source(folder: Path) -> Path:
     if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
         has = f"; {folder / stages[0]} can be pushed as it is, without a report" if stages else ""
         raise UserError(
-            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` goes on with it{has}"
+            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` continues with it{has}"
         )
     raise UserError(
         f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give the folder that"
@@ -141,7 +141,7 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _checked(source: Path) -> Checkpoint:
-    """Config, index, shards, tensor shapes and remote code belong together."""
+    """Check that config, index, shards, tensor shapes and remote code belong together."""
     checkpoint = read_checkpoint(source)
     if checkpoint.connectivity is None or checkpoint.foreign:
         raise UserError(
@@ -216,7 +216,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _other_repo(source: Path) -> str | None:
-    """The repository id that the recipe of a publish folder wrote into its card."""
+    """Read the repository id that the recipe of a publish folder wrote into its card."""
     if not (source / "report.json").is_file():
         return None
     publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
@@ -237,7 +237,7 @@ def _refuse_token(file: Path, shown: Path) -> None:
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
-    """What is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
+    """Collect what is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
     source = checkpoint.folder
     stage = source.name == "model"
     manifest = (source.parent if stage else source) / "manifest.json"
@@ -279,7 +279,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
 
 
 def _inherited(base: str, revision: str | None) -> dict[str, Any]:
-    """Licence and languages of the original: from the card in its folder, or in its repository."""
+    """Read licence and languages of the original: from the card in its folder, or in its repository."""
     if Path(base).is_dir():
         return inherited_from(Path(base))
     if hub_id(base) is None:
@@ -297,7 +297,7 @@ def _inherited(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def _same_weights(source: Path, base: str, revision: str | None) -> bool:
-    """Whether the weight files are those of the original, where that lies on this machine. A converted checkpoint
+    """Tell whether the weight files are those of the original, where that lies on this machine. A converted checkpoint
     shares them as links, which is seen at once; others are read."""
     folder = Path(base)
     if not folder.is_dir() and hub_id(base) is not None:
@@ -323,7 +323,7 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
 
 
 def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result of this checkpoint and its comparison; a result of other weights is refused."""
+    """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
     from fcsd.evaluate.lm_eval.read import read_results
     from fcsd.evaluate.scores import compare
 
@@ -346,7 +346,7 @@ def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, A
 
 
 def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
-    """What goes, what stays behind, and what a reader of the page would miss."""
+    """Print what goes, what stays behind, and what a reader of the page would miss."""
     source, notes = checkpoint.folder, []
     sent = {
         str(file.relative_to(new)): file.stat().st_size for file in sorted(new.rglob("*")) if file.is_file()
@@ -416,8 +416,8 @@ def _upload(new: Path, repo_id: str, private: bool) -> str:
 
 
 def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
-    """A repository that exists may be updated, but not one that holds another kind of model, or a public one that the
-    user believes private. A card that has other words there is named, for it may have been edited on the page."""
+    """Check an existing repository: it may be updated, unless it holds another kind of model, or is public while the
+    user believes it private. A card that has other words there is named, for it may have been edited on the page."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
@@ -452,7 +452,7 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     def said(text: object) -> str:
-        """One line of at most 200 letters, without the token."""
+        """Return one line of at most 200 letters, without the token."""
         return " ".join(str(text).split()).replace(get_token() or "\0", "…")[:200]
 
     reasons = {
@@ -492,8 +492,8 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
             ) from None
         raise UserError(
             f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
-            " again, it goes on from what has arrived"
+            " again, it continues from what has arrived"
         ) from None
 
 
-__all__ = ["NewCard", "find_source", "push"]
+__all__ = ["NewCard", "find_checkpoint", "push"]

@@ -14,7 +14,7 @@ _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
 
 
 def _tasks(result: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """(task, measured row, suite row) of every task on a data set of the Hub; nothing of a quick look."""
+    """Yield (task, measured row, suite row) of every task on a data set of the Hub; nothing of a quick look."""
     if result is None or result["settings"]["limit"]:
         return []
     # The suite's data set id, not the folder it was read from.
@@ -46,7 +46,7 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
 
 
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
-    """task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in the notes."""
+    """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in the notes."""
     versions = (result or {}).get("settings", {}).get("versions", {})
     return {
         task: EvalResultEntry(

@@ -29,8 +29,8 @@ Comparisons = dict[str, dict[str, Any]]
 
 
 def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """name -> {"result": …, "samples": …, "training": …}, the original first; a name is as much of the folder's path
-    as tells it apart; training is `training_of` the folder.
+    """Read name -> {"result": …, "samples": …, "training": …}, the original first; a name is as much of the folder's
+    path as tells it apart; training is `training_of` the folder.
 
     Raises:
         UserError: as `lm_eval_results.read_results`; a folder twice.
@@ -57,7 +57,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
-    """name -> `scores.compare` of the first model with it.
+    """Compare the first model with every other: name -> `scores.compare`.
 
     Raises:
         UserError: as `scores.compare`; of more than two, which one does not match.
@@ -73,7 +73,7 @@ def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comp
 
 
 def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
-    """`fcsd compare`: for every model the paired table and the verdict; a quick look is marked as one."""
+    """Write what `fcsd compare` prints: for every model paired table and verdict; a quick look is marked as one."""
     original = next(iter(evaluated))
     parts = []
     for name, comparison in comparisons.items():
@@ -147,14 +147,14 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
 
 
 def verdicts(comparisons: Comparisons) -> list[str]:
-    """What an impatient reader needs: the mark of a quick look, and a line a model; parts of a Markdown page."""
+    """Write what an impatient reader needs: the mark of a quick look, and a line a model; parts of a Markdown page."""
     look = next(filter(None, (quick_look(comparison["limit"]) for comparison in comparisons.values())), "")
     lines = "\n".join(f"- {verdict(name, comparison)}" for name, comparison in comparisons.items())
     return [*([f"**{look}**"] if look else []), lines]
 
 
 def tables(comparisons: Comparisons) -> list[str]:
-    """A table for every model, and how they are to be read; parts of a Markdown page."""
+    """Write a table for every model, and how they are to be read; parts of a Markdown page."""
     parts = []
     for name, comparison in comparisons.items():
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), paired_table(comparison)]
@@ -162,12 +162,13 @@ def tables(comparisons: Comparisons) -> list[str]:
 
 
 def figure_parts(figures: Mapping[str, str]) -> list[str]:
-    """Figures (file -> caption) with their captions; parts of a Markdown page."""
+    """Write figures (file -> caption) with their captions; parts of a Markdown page."""
     return [f"![{caption.partition('. ')[0]}]({file})\n\n{caption}" for file, caption in figures.items()]
 
 
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
-    """Where the model was trained on which `folder` has a result, if that place is known and its weights are these."""
+    """Find where the model was trained on which `folder` has a result, if that place is known and its weights are
+    these."""
     if not (folder / "manifest.json").is_file():
         return None
     weights = read_json(folder / "manifest.json").get("inputs", {}).get("model")
@@ -187,7 +188,7 @@ def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
 
 
 def settings_text(evaluated: Evaluated) -> str:
-    """The settings, once where they are the same for all, and what differs."""
+    """Write the settings, once where they are the same for all, and what differs."""
     lines = {name: settings_line(each["result"]) for name, each in evaluated.items()}
     if len(set(lines.values())) == 1:
         text = next(iter(lines.values()))
@@ -198,7 +199,7 @@ def settings_text(evaluated: Evaluated) -> str:
 
 
 def differing_settings(evaluated: Evaluated) -> str:
-    """What the results were not measured the same way with, though their items and prompts are the same; "" if all."""
+    """Name the settings in which results differ whose items and prompts are the same; "" if none."""
     return "; ".join(
         f"{key}: {', '.join(f'{value} ({name})' for name, value in values.items())}"
         for key, values in _differing(evaluated).items()
@@ -220,7 +221,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
 
 
 def settings_line(result: Mapping[str, Any]) -> str:
-    """Shots, chat template and cut prompts per task, dtype, decoding and versions in one line."""
+    """Write shots, chat template and cut prompts per task, dtype, decoding and versions in one line."""
     settings = result["settings"]
     tasks = []
     for task, row in result["tasks"].items():

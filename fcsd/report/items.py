@@ -79,13 +79,13 @@ def _sha(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON in which nothing can end the script element that it stands in."""
+    """Write JSON in which nothing can end the script element that it stands in."""
     text = _valid(value).decode("utf-8")
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _valid(value: Any) -> bytes:
-    """JSON as UTF-8; halves of characters, which models do produce, become question marks."""
+    """Encode JSON as UTF-8; halves of characters, which models do produce, become question marks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
 
 
@@ -99,7 +99,7 @@ def _facts(row: Mapping[str, Any]) -> str:
 
 
 def _items(models: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """A row an item, in the order of the original's samples, with every model's answer."""
+    """Build a row an item, in the order of the original's samples, with every model's answer."""
     others = [{sample["doc_id"]: sample for sample in samples} for samples in models]
     rows = []
     for sample in models[0]:

@@ -16,7 +16,7 @@ _SIZE = (6.4, 3.8)
 
 
 def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
-    """Training loss by step for every run; each divergence and cross-entropy in panels of their own."""
+    """Draw the training loss by step for every run; each divergence and cross-entropy in panels of their own."""
     titles = {
         "kl": "KL to the teacher (nats per token)",
         "reverse_kl": "reverse KL (nats per token)",
@@ -41,7 +41,7 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
 
 
 def plot_scores(curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path) -> None:
-    """The early-stopping score by step, with a band of one standard error to each side.
+    """Draw the early-stopping score by step, with a band of one standard error to each side.
 
     curves: name -> points of `fcsd.distill.early_stopping.EarlyStopper.record`.
     """
@@ -72,7 +72,7 @@ def plot_models(
     path: Path,
     note: str = "",
 ) -> None:
-    """Bars of (score, standard error) per task and model, with bars of one standard error."""
+    """Draw bars of (score, standard error) per task and model, with bars of one standard error."""
     figure, axis = plt.subplots(figsize=(max(_SIZE[0], 0.28 * len(tasks) * (len(models) + 1) + 1), _SIZE[1]))
     width = 0.8 / max(1, len(models))
     for index, (name, scores) in enumerate(models.items()):
@@ -91,8 +91,9 @@ def plot_models(
 
 
 def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
-    """Difference to the original in points with its 95 % interval, a row a task and the mean, a colour a model; filled
-    where the verdict is not noise. A second panel where one model lies so far off that the others cannot be told apart.
+    """Draw the difference to the original in points with its 95 % interval, a row a task and the mean, a colour a
+    model; filled where the verdict is not noise. A second panel where one model lies so far off that the others cannot
+    be told apart.
 
     note: the mark of a quick look.
     """
@@ -138,8 +139,8 @@ def _bounds(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
-    """Difference to the original of every member of a group (the subjects of MMLU), sorted by the first model's; filled
-    where the interval does not hold 0.
+    """Draw the difference to the original of every member of a group (the subjects of MMLU), sorted by the first
+    model's; filled where the interval does not hold 0.
 
     comparisons: model -> `paired` with `members`.
     """
@@ -167,7 +168,7 @@ def _intervals(
     label: str,
     **style: Any,
 ) -> None:
-    """Differences to the original, in points, with their 95 % intervals."""
+    """Draw the differences to the original, in points, with their 95 % intervals."""
     for row, place in zip(rows, places, strict=True):
         delta, (low, high) = row["delta"], _bounds(row)
         # Of members there is no verdict, only the interval.
@@ -191,7 +192,8 @@ def _difference_axis(axis: Any, label: str, note: str) -> None:
 
 
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
-    """The layer study, a row a metric: number of rewired layers from both ends (paper Fig. 3), and one layer at a time.
+    """Draw the layer study, a row a metric: number of rewired layers from both ends (paper Fig. 3), and one layer at a
+    time.
 
     result: what `fcsd.layers.study` writes to `layers.json`.
     """
@@ -260,7 +262,7 @@ def _plot_single(
 def _values(
     points: Sequence[Mapping[str, Any]], name: str, places: Sequence[int]
 ) -> tuple[Sequence[int], list[float], list[float]]:
-    """Places, values and standard errors of the points that have the metric."""
+    """Return places, values and standard errors of the points that have the metric."""
     found = [point["values"][name] for point in points]
     return places, [value["value"] for value in found], [value["stderr"] for value in found]
 
@@ -274,7 +276,7 @@ def _quality(metric: Mapping[str, str]) -> str:
 
 
 def _quality_scale(axis: Any, metric: Mapping[str, str]) -> None:
-    """A KL spans orders of magnitude and is 0 without rewired layers; scores are shares."""
+    """Scale the axis: a KL spans orders of magnitude and is 0 without rewired layers; scores are shares."""
     if metric["better"] == "lower":
         axis.set_yscale("log")
     else:
@@ -282,7 +284,7 @@ def _quality_scale(axis: Any, metric: Mapping[str, str]) -> None:
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
-    """`sweep.png`: loss of every candidate of both stages; diverged ones are left out."""
+    """Draw `sweep.png`: loss of every candidate of both stages; diverged ones are left out."""
     figure, axes = plt.subplots(1, 2, figsize=(2 * _SIZE[0] * 0.75, _SIZE[1]))
     for axis, key in zip(axes, ("batch_size_tokens", "learning_rate"), strict=True):
         rows = sorted(
@@ -309,7 +311,7 @@ def _series(points: Sequence[Mapping[str, float]], key: str) -> tuple[list[float
 
 
 def _save(figure: Figure, path: Path, *, around: bool = False) -> None:
-    """around: names and legend of any length stand around axes of the size they were given, not inside it."""
+    """Write the figure; around: names and legend stand around axes of the size they were given, not inside it."""
     temporary = path.with_name(f".{path.name}.tmp")
     if not around:
         figure.tight_layout()

@@ -72,7 +72,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
 
 
 def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
-    """Result and samples of one model; a result of weights that the run no longer has is refused."""
+    """Read result and samples of one model; refuse a result of weights that the run no longer has."""
     left, scores = layout.stage(name), layout.evaluation(name)
     now = (_manifest(left) or {}).get("outputs", {}).get("model")
     measured = (_manifest(scores) or {}).get("inputs", {}).get("model")
@@ -104,7 +104,7 @@ def _layer_study(folder: Path) -> dict[str, Any] | None:
 
 
 def _layers(layout: RunLayout, name: str) -> str:
-    """How many layers are rewired, read from the checkpoint that was evaluated."""
+    """Count the rewired layers, read from the checkpoint that was evaluated."""
     if name == "original":
         return "0"
     config = read_json(layout.model(name) / "config.json")
@@ -194,7 +194,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
 
 
 def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:
-    """A checkpoint chosen by the items that it is then judged on looks better there than it is."""
+    """Warn of a checkpoint chosen by the items that it is then evaluated on: it looks better there than it is."""
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
     same = (stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)

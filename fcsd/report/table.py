@@ -11,7 +11,7 @@ from fcsd.text import markdown
 
 
 def percent(value: float | None, stderr: float | None = None) -> str:
-    """`97.5` or `97.5 ± 1.1`, in per cent."""
+    """Format `97.5` or `97.5 ± 1.1`, in per cent."""
     if value is None or not math.isfinite(value):
         return "-"
     text = f"{100 * value:.1f}"
@@ -19,8 +19,8 @@ def percent(value: float | None, stderr: float | None = None) -> str:
 
 
 def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a model: rewired layers, training, every task's score, mean, KL to the original; one column a model where
-    the tasks are many and the models few.
+    """Format one row a model: rewired layers, training, every task's score, mean, KL to the original; one column a
+    model where the tasks are many and the models few.
 
     models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate` measured}.
     """
@@ -59,7 +59,7 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def paired_table(comparison: Mapping[str, Any]) -> str:
-    """One row a task: both scores, paired delta with its interval, items gained and lost, McNemar's p, verdict.
+    """Format one row a task: both scores, paired delta with its interval, items gained and lost, McNemar's p, verdict.
 
     comparison: what `scores.compare` gives.
     """
@@ -101,7 +101,7 @@ def _retained(row: Mapping[str, Any]) -> str:
 
 
 def result_table(folder: Path) -> str:
-    """The results in one folder of `fcsd evaluate`."""
+    """Format the results in one folder of `fcsd evaluate`."""
     from fcsd.evaluate.results import read_result
 
     result, _ = read_result(folder)
@@ -112,7 +112,7 @@ def result_table(folder: Path) -> str:
 
 
 def score_table(result: Mapping[str, Any]) -> str:
-    """One row a task: metric, shots, items, score; for code the base score and what became of the programs."""
+    """Format one row a task: metric, shots, items, score; for code the base score and what became of the programs."""
     rows = []
     for task, row in result["tasks"].items():
         of = row.get("num_items_total", row["num_items"])
@@ -145,7 +145,7 @@ def score_table(result: Mapping[str, Any]) -> str:
 
 
 def families_table(*, as_json: bool = False) -> str:
-    """`fcsd families`: what can be converted, how it was verified, and what is refused why.
+    """Format what `fcsd families` prints: what can be converted, how it was verified, and what is refused why.
 
     Text is Markdown, and that of docs/families.md; JSON is {"families": [...], "refused": {model type: reason}}.
     """

@@ -30,8 +30,8 @@ def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, st
 
 
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of every training with early stopping (name -> its manifest): best score, items, and what the scores took of the
-    time; "" for none."""
+    """Format for every training with early stopping (name -> its manifest): best score, items, and what the scores took
+    of the time; "" for none."""
     from fcsd.text import items_text, plus_minus, scored_row
 
     rows = []
@@ -56,7 +56,7 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
 def _stopping_curves(
     training: Mapping[str, Path],
 ) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
-    """(metric, what it is of) -> the points of every training that was stopped by it."""
+    """Return (metric, what it is of) -> the points of every training that was stopped by it."""
     from fcsd.distill.history import read_scores
     from fcsd.text import scored_row, stopping_text
 
@@ -70,7 +70,7 @@ def _stopping_curves(
 
 
 def _figure_name(metric: str, taken: Collection[str]) -> str:
-    """`pass_at_1.png`, `heldout_kl.png`, `acc.png`; with a number where several tasks have this metric."""
+    """Name `pass_at_1.png`, `heldout_kl.png`, `acc.png`; with a number where several tasks have this metric."""
     stem = re.sub(r"\W+", "_", metric.partition(",")[0].replace("@", "_at_"))
     name, number = f"{stem}.png", 2
     while name in taken:

@@ -13,7 +13,7 @@ LEGEND = (
 
 
 def quick_look(limit: float | None) -> str:
-    """The mark of an evaluation that was cut short; "" for a whole one."""
+    """Return the mark of an evaluation that was cut short; "" for a whole one."""
     if limit is None:
         return ""
     part = f"{100 * limit:g} % of the" if limit < 1 else f"{limit:g}"
@@ -21,7 +21,7 @@ def quick_look(limit: float | None) -> str:
 
 
 def verdict(name: str, comparison: Mapping[str, Any]) -> str:
-    """Two to four sentences on one model: the mean, tasks lost and gained beyond noise, what noise may hide."""
+    """Write two to four sentences on one model: the mean, tasks lost and gained beyond noise, what noise may hide."""
     tasks, mean = comparison["tasks"], comparison["mean"]
     changed = sum(row["gained"] + row["lost"] for row in tasks.values())
     count = sum(row["num_items"] for row in tasks.values())
@@ -39,7 +39,7 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
 
 
 def members_line(row: Mapping[str, Any]) -> str:
-    """How many members of a group differ, and how many would by chance."""
+    """Say how many members of a group differ, and how many would by chance."""
     intervals = [member["interval"] for member in row["members"].values() if member["interval"]]
     below, above = sum(high < 0 for _, high in intervals), sum(low > 0 for low, _ in intervals)
     return (
@@ -49,18 +49,18 @@ def members_line(row: Mapping[str, Any]) -> str:
 
 
 def signed(value: float) -> str:
-    """Points with their sign: `-3.1`, `+0.4`, `0.0`."""
+    """Format points with their sign: `-3.1`, `+0.4`, `0.0`."""
     text = f"{100 * value:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 def p_text(value: float) -> str:
-    """`0.012`, `<0.001`."""
+    """Format `0.012`, `<0.001`."""
     return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def interval_text(interval: Sequence[float] | None) -> str:
-    """`-5.5 to -0.7`, in points; `-` where there is none."""
+    """Format `-5.5 to -0.7`, in points; `-` where there is none."""
     return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
 
 

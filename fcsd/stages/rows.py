@@ -12,7 +12,7 @@ from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
-from fcsd.evaluate.items import dataset_items, judged_location, suite_items
+from fcsd.evaluate.items import dataset_items, suite_items, test_set_location
 from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.files import write_json
 from fcsd.stages.context import Run
@@ -89,7 +89,7 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
     plan, data_root = data.decontaminate, run.data_root
     if plan is not None:
         for index, judged in enumerate(plan.against):
-            location = judged_location(judged.path, data_root)
+            location = test_set_location(judged.path, data_root)
             inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, judged.revision)
         if plan.suite is not None:
             found = test_set_fingerprints(load_suite(plan.suite).tasks, data_root)

@@ -29,7 +29,7 @@ _COMMON: dict[str, Any] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """A configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
+    """Build a configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
     config."""
     if model_type not in TINY:
         raise UserError(
@@ -43,7 +43,7 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """A regular CausalLM or multimodal wrapper in eval mode, float32, all parameters and router bias buffers
+    """Build a regular CausalLM or multimodal wrapper in eval mode, float32, all parameters and router bias buffers
     random from `seed`.
 
     `attn_implementation`, `experts_implementation` and `dtype` among the overrides go to the model, the rest
@@ -95,7 +95,7 @@ _CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(vocab_size: int = 512, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer made in memory, with a chat template (roles system, user, assistant).
+    """Build a byte-level tokenizer made in memory, with a chat template (roles system, user, assistant).
 
     Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes, so that any text survives
     encoding and decoding. A vocabulary below 262 holds single ASCII characters instead, lower case first,

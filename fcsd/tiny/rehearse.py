@@ -58,7 +58,7 @@ _NUM_STEPS = 2
 _MOST_ROWS = 64  # of a batch
 
 
-_NUM_ITEMS = 8  # of every split that models are judged on
+_NUM_ITEMS = 8  # of every test set
 
 
 _LAYERS = 4
@@ -90,7 +90,7 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
 
 
 def _small(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with model, data and steps replaced, its variants too; nothing is read or written."""
+    """Replace model, data and steps of a recipe and its variants; nothing is read or written."""
     raw = _replaced(recipe, folder)
     for name, changes in recipe.variants.items():
         # What a variant changes is looked up in the rehearsal of that variant, so that it is replaced alike.
@@ -143,7 +143,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
-    """The keys of a `data` section that a rehearsal replaces."""
+    """Return the keys of a `data` section that a rehearsal replaces."""
     sources = [
         source.model_dump(mode="json")
         | {"path": str(_place(source.path, folder, f"{section}-{index}")), "revision": None}
@@ -162,7 +162,7 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
-    """The keys of a `train` section that a rehearsal replaces."""
+    """Return the keys of a `train` section that a rehearsal replaces."""
     return {
         "max_steps": min(train.max_steps, _NUM_STEPS),
         "warmup_steps": min(train.warmup_steps, 1),
@@ -173,7 +173,7 @@ def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
 
 
 def _small_batch(tokens: int, max_length: int) -> int:
-    """As many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no whole number of rows, which
+    """Keep as many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no whole number of rows, which
     training refuses, stays one."""
     rows, rest = divmod(tokens, max_length)
     while rows > _MOST_ROWS and rows % 2 == 0:
@@ -188,7 +188,7 @@ def _dotted(raw: Any, key: str) -> Any:
 
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
-    """The configuration to pre-train, small: fields of the tiny model of the same family."""
+    """Shrink the configuration to pre-train: fields of the tiny model of the same family."""
     from fcsd.tiny.models import tiny_config
 
     assert recipe.pretrain is not None
@@ -209,7 +209,8 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """The tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other checkpoints.
+    """Write the tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
+    checkpoints.
 
     In bfloat16, as checkpoints of this size are.
     """
@@ -248,7 +249,7 @@ def _model_type(path: str, revision: str | None) -> str:
 
 
 def _num_layers(recipe: Recipe) -> int:
-    """Enough for every layer that is selected by its number; shares of the layers need no more than `_LAYERS`."""
+    """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
     from fcsd.connectivity.spec import parse_selection
 
     sections = [recipe.connectivity, *(recipe.variant(name).connectivity for name in recipe.variants)]
@@ -265,7 +266,7 @@ def _num_layers(recipe: Recipe) -> int:
 
 
 def _place(path: str, folder: Path, name: str) -> Path:
-    """Where the rows lie that stand for the data at `path`."""
+    """Choose where the rows lie that stand for the data at `path`."""
     if _is_hub_id(path):
         return folder / "hub" / path
     return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
@@ -282,7 +283,7 @@ def _is_file(path: str) -> bool:
 
 
 def _write_data(recipe: Recipe, place: Path) -> None:
-    """Rows for everything that the recipe reads."""
+    """Write rows for everything that the recipe reads."""
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
         rows = [training_row(source.path, source.columns, index) for index in range(number)]
@@ -292,7 +293,7 @@ def _write_data(recipe: Recipe, place: Path) -> None:
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
-    for path in sorted(_judged(recipe)):
+    for path in sorted(_test_sets(recipe)):
         files = repositories.setdefault(place / "hub" / path, {})
         known = BENCHMARKS[path]
         rows = [known.row(index) for index in range(_NUM_ITEMS)]
@@ -319,14 +320,14 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
             yield f"{section}-heldout", data.heldout, _NUM_ITEMS
 
 
-def _judged(recipe: Recipe) -> set[str]:
-    """The data sets that models are judged on and whose rows are known here."""
+def _test_sets(recipe: Recipe) -> set[str]:
+    """Collect the test sets whose rows are known here."""
     stopping = recipe.early_stopping
     found = {stopping.task.dataset} if isinstance(stopping, TaskStoppingConfig) else set()
     suites = {recipe.evaluation.suite}
     for data in _data_sections(recipe):
         if data.decontaminate is not None:
-            found |= {judged.path for judged in data.decontaminate.against}
+            found |= {test_set.path for test_set in data.decontaminate.against}
             suites.add(data.decontaminate.suite or recipe.evaluation.suite)
     for suite in suites:
         found |= {row.dataset for row in load_suite(suite).tasks}
@@ -339,7 +340,7 @@ def _data_sections(recipe: Recipe) -> list[DataConfig]:
 
 
 def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    """A data set in hub layout: one file a configuration and split, and the README that names them."""
+    """Write a data set in hub layout: one file a configuration and split, and the README that names them."""
     configs: dict[str, list[dict[str, str]]] = {}
     for (config, split), rows in files.items():
         _write_rows(folder / config / f"{split}.jsonl", rows)

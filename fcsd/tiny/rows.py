@@ -16,7 +16,7 @@ _LETTERS = ["A", "B", "C", "D", "E"]
 
 
 def conversation(index: int) -> list[dict[str, str]]:
-    """One or two exchanges of a few words; every fourth begins with a system message."""
+    """Make one or two exchanges of a few words; every fourth begins with a system message."""
     system = [{"role": "system", "content": "be brief"}] if index % 4 == 3 else []
     first = [
         {"role": "user", "content": f"{index} + {index % 7}?"},
@@ -42,7 +42,7 @@ def _infinity_instruct(index: int) -> Row:
 
 
 def _question(index: int) -> str:
-    """Long enough (more than 13 words) for the overlap of test items to be looked for."""
+    """Make a question long enough (more than 13 words) for the overlap of test items to be looked for."""
     return (
         f"A baker has {index + 3} trays with {index + 2} small loaves on each of them."
         f" How many loaves has the baker on all trays together?"
@@ -152,7 +152,7 @@ def _mbpp_plus(index: int) -> Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set that models are judged on: its row of a given index, its configurations and splits."""
+    """A test set: its row of a given index, its configurations and splits."""
 
     row: Callable[[int], Row]
     splits: tuple[str, ...]
@@ -201,7 +201,7 @@ _TRAINING: dict[str, Callable[[int], Row]] = {
 
 
 def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
-    """A row of the data set `path`; of one that is not known here, with the `columns` that the recipe names."""
+    """Make a row of the data set `path`; of one that is not known here, with the `columns` that the recipe names."""
     if path in _TRAINING:
         return _TRAINING[path](index)
     question, answer = f"{index} + {index % 7}?", f"it is {index + index % 7}"

@@ -125,7 +125,7 @@ _SPLITS = {0: "test", 1: "test", 2: "validation", 3: "heldout"}
 
 
 def split_of(combination: tuple[Any, ...]) -> str:
-    """The one split of a combination: 2/24 test, 1/24 validation, 1/24 heldout, the rest train."""
+    """Choose the one split of a combination: 2/24 test, 1/24 validation, 1/24 heldout, the rest train."""
     return _SPLITS.get(zlib.crc32(repr(combination).encode()) % 24, "train")
 
 
@@ -178,7 +178,7 @@ def _step(rng: random.Random, takes: str | None = None, computed: bool = False) 
 
 
 def _value(rng: random.Random, kind: str, near: list[int | str], small: bool) -> int | list[int] | str:
-    """A random argument; `near` are the numbers and letters of the task, so that edges are met."""
+    """Draw a random argument; `near` are the numbers and letters of the task, so that edges are met."""
     numbers = [n for n in near if isinstance(n, int)]
     letters = [c for c in near if isinstance(c, str)]
     if kind == "int":
@@ -198,7 +198,7 @@ def _value(rng: random.Random, kind: str, near: list[int | str], small: bool) ->
 
 
 def _result(code: str, argument: str, value: Any) -> Any:
-    """The value of an expression that this module made itself."""
+    """Compute the value of an expression that this module made itself."""
     return eval(code, {"__builtins__": _BUILTINS}, {argument: value})
 
 
@@ -212,13 +212,13 @@ def _function(name: str, steps: list[Step], docstring: str | None = None) -> str
 
 
 def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
-    """What must not occur in two splits; without a number or letter the frame of words is part of it."""
+    """Return what must not occur in two splits; without a number or letter the frame of words is part of it."""
     fillings = [step.filling for step in steps if step.filling is not None]
     return (*(step.combination for step in steps), None if fillings else frame)
 
 
 def _steps(rng: random.Random) -> list[Step]:
-    """One or two steps; the second takes what the first gives."""
+    """Draw one or two steps; the second takes what the first gives."""
     first = _step(rng)
     if rng.random() < 0.1 and first.operation.gives in ARGUMENTS:
         return [first, _step(rng, first.operation.gives)]
@@ -261,7 +261,7 @@ def _other(rng: random.Random, filling: int | str) -> int | str:
 
 
 def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[Step]:
-    """The same operation with another number, then other operations on the same type."""
+    """List the same operation with another number, then other operations on the same type."""
     others = [_step(rng, step.operation.takes, computed) for _ in range(20)]
     if step.filling is not None:
         others.insert(0, Step(step.operation, step.wording, _other(rng, step.filling)))
@@ -269,7 +269,7 @@ def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[St
 
 
 def _choose(rng: random.Random, split: str) -> Question | None:
-    """Words to expression; the wrong expressions take the same type and behave differently."""
+    """Ask for an expression by its words; the wrong expressions take the same type and behave differently."""
     step, frame = _step(rng), rng.randrange(len(CHOOSE_FRAMES))
     if split_of(_combination([step], (frame,))) != split:
         return None
@@ -286,7 +286,7 @@ def _choose(rng: random.Random, split: str) -> Question | None:
 
 
 def _meaning(rng: random.Random, split: str) -> Question | None:
-    """Expression to words; the first wording of an operation is the answer."""
+    """Ask for the words of an expression; the first wording of an operation is the answer."""
     step, frame = _step(rng), rng.randrange(len(MEANING_FRAMES))
     step = Step(step.operation, 0, step.filling)
     if split_of(("meaning", *_combination([step], (frame,)))) != split:
@@ -300,7 +300,7 @@ def _meaning(rng: random.Random, split: str) -> Question | None:
 
 
 def _evaluation(rng: random.Random, split: str) -> Question | None:
-    """The value of an expression, or of a function for an argument."""
+    """Ask for the value of an expression, or of a function for an argument."""
     step = _step(rng, computed=True)
     kind, gives = step.operation.takes, step.operation.gives
     if gives == "bool":  # half right by guessing, and not read off but computed
@@ -331,7 +331,7 @@ ANSWER_KINDS = (_meaning, _evaluation)
 
 
 def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
-    """A question with up to four different choices; None when fewer than two are left."""
+    """Make a question with up to four different choices; None when fewer than two are left."""
     question = rng.choice(CHOICE_KINDS)(rng, split)
     if question is None:
         return None
@@ -346,7 +346,7 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
 
 
 def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
-    """An MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs); None: too few inputs fit."""
+    """Write an MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs); None: too few inputs fit."""
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
     namespace: dict[str, Any] = {}
@@ -383,7 +383,7 @@ def _chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def chat_rows(rng: random.Random, split: str, careless: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Endless rows `{"messages": [user, assistant]}`: two in five code, half of the rest choice, half answers.
+    """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of the rest choice, half answers.
 
     Values are asked for twice as often as the other questions: they are learnt slowest.
 
@@ -412,7 +412,7 @@ def _distinct(make: Callable[[], dict[str, Any] | None], key: str, count: int) -
 
 
 def code_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]:
-    """`count` rows in the MBPP+ schema, no prompt twice; each canonical solution passes its own tests."""
+    """Make `count` rows in the MBPP+ schema, no prompt twice; each canonical solution passes its own tests."""
 
     def make() -> dict[str, Any] | None:
         row = _code_row(rng, split)
@@ -422,12 +422,12 @@ def code_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any
 
 
 def choice_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]:
-    """`count` rows (question, choices, answer: the index of the right choice)."""
+    """Make `count` rows (question, choices, answer: the index of the right choice)."""
     return _distinct(lambda: _choice(rng, split), "question", count)
 
 
 def answer_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]:
-    """`count` rows (question, answer)."""
+    """Make `count` rows (question, answer)."""
 
     def make() -> dict[str, Any] | None:
         made = rng.choice(ANSWER_KINDS)(rng, split)
@@ -470,7 +470,7 @@ def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _write_task(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> None:
-    """A data set in the layout of a hub copy: `datasets.load_dataset(folder)` reads it."""
+    """Write a data set in the layout of a hub copy: `datasets.load_dataset(folder)` reads it."""
     for split, rows in splits.items():
         _write_rows(folder / f"{split}.jsonl", rows)
     files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)

@@ -231,7 +231,7 @@ WRONG = [
     ),
     (
         {"early_stopping": {"task": CODE | {"num_fewshot": 2}}},
-        r"early_stopping\.task\.num_fewshot: no meaning for kind 'code', only for likelihood, generation",
+        r"early_stopping\.task\.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template",
     ),
     (
         {"early_stopping": {"task": CODE | {"headline": False}}},

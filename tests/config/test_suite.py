@@ -49,7 +49,7 @@ def test_an_unknown_suite_lists_what_exists() -> None:
         ("{task: a, kind: code, dataset: null}", "tasks.0.dataset"),
         (
             "{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
-            "tasks.0.num_fewshot: no meaning for kind 'code', only for likelihood, generation",
+            "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template, got 3",
         ),
         ("{task: a, kind: code, dataset: x/y, metric: acc}", "metric of a code task is 'pass@k'"),
         ("{task: a, kind: code, dataset: x/y, metric: pass@10}", "pass@10 needs num_samples of 10 or more"),

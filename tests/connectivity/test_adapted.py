@@ -23,23 +23,20 @@ from fcsd.connectivity import (
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_model
+from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
 from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
-TOLERANCE = 5e-5
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
+
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]
 
 
 @torch.no_grad()
 def logits(model, **inputs):
     return model(X, use_cache=False, **inputs).logits
-
-
-def error(actual, expected):
-    """Largest difference, in units of numbers of size 5."""
-    return float((actual - expected).abs().max() / (expected.abs().max() / 5).clamp(min=1))
 
 
 def field(layers, attention="partial", mlp="outdated"):
@@ -70,7 +67,7 @@ def test_members_of_a_family_with_other_settings_compute_the_equations(name, ove
             with torch.no_grad():
                 expected, _ = adapted_forward(model, X, layers, *sides)
             convert_model(model, Connectivity(list(layers), *sides))
-            assert error(logits(model), expected) < TOLERANCE, (layers, sides)
+            assert error(logits(model), expected) < BOUND, (layers, sides)
             unconvert_model(model)
 
 
@@ -121,8 +118,8 @@ def largest_error(module, name, layers=(0, 1, 2, 3)):
 
 @pytest.mark.parametrize("name", sorted(LAYERS))
 def test_what_is_handed_on_is_the_stream_without_what_is_in_flight(name):
-    assert largest_error(rewire, name) < TOLERANCE
-    assert largest_error(rewire, name, (1, 2)) < TOLERANCE
+    assert largest_error(rewire, name) < BOUND
+    assert largest_error(rewire, name, (1, 2)) < BOUND
 
 
 MUTANTS = {
@@ -258,7 +255,7 @@ def test_mutants_of_the_rewiring_of_wrappers_differ_from_the_reference(mutant, m
                 found = error(model(**inputs, use_cache=False).logits, expected)
             except (TypeError, AttributeError):
                 found = float("inf")
-        assert found > 0.05 if wrong else found < TOLERANCE
+        assert found > 0.05 if wrong else found < BOUND
 
 
 def test_layers_that_share_keys_and_values_compute_the_equations():
@@ -269,7 +266,7 @@ def test_layers_that_share_keys_and_values_compute_the_equations():
         with torch.no_grad():
             expected, _ = multimodal_reference_forward(model, layers, input_ids=X)
         convert_model(model, Connectivity(list(layers)))
-        assert error(logits(model), expected) < TOLERANCE, layers
+        assert error(logits(model), expected) < BOUND, layers
         unconvert_model(model)
 
 

@@ -13,6 +13,7 @@ from fcsd.connectivity import Connectivity, convert_model, farskip_layers, uncon
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_config, tiny_model
+from tests.float64 import BOUND, error
 
 # PEFT 0.21 asks for the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -81,15 +82,16 @@ def test_a_teacher_that_shares_the_config_object_stays_regular():
     assert (logits(student) - before).abs().max() > 1e-3
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_attention_implementation_can_be_changed_after_conversion():
     model = tiny_model("qwen3_moe", attn_implementation="sdpa")
     convert_model(model, Connectivity("all"))
     before = logits(model)
     model.set_attn_implementation("eager")
     assert model.model.layers[2].self_attn.config._attn_implementation == "eager"
-    assert (logits(model) - before).abs().max() < 5e-5
+    assert error(logits(model), before) < BOUND
     model.set_experts_implementation("eager")
-    assert (logits(model) - before).abs().max() < 5e-5
+    assert error(logits(model), before) < BOUND
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -23,7 +23,8 @@ from fcsd.connectivity import (
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
-from tests.support import assert_same_model
+from tests.float64 import logits_in_float64
+from tests.support import ROOT, assert_same_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -47,7 +48,7 @@ else:
     raise SystemExit("fcsd could be imported")
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-"""
+""" + (ROOT / "tests" / "float64.py").read_text(encoding="utf-8")
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(tmp_pa
         model.save_pretrained(tmp_path / "base" / family)
         convert_checkpoint(tmp_path / "base" / family, tmp_path / "far" / family, Connectivity("last:75%"))
         convert_model(model, Connectivity("last:75%"))
-        expected[family] = logits(model)
+        expected[family] = logits_in_float64(model, {"input_ids": X})
     torch.save((X, expected), tmp_path / "expected.pt")
     code = """
 x, expected = torch.load(sys.argv[2])
@@ -97,23 +98,22 @@ for family, logits in expected.items():
     for auto in (AutoConfig, AutoModel, AutoModelForCausalLM):
         try:
             auto.from_pretrained(folder, trust_remote_code=False)
-        except ValueError as error:
-            assert "trust_remote_code" in str(error), error
+        except ValueError as refusal:
+            assert "trust_remote_code" in str(refusal), refusal
         else:
             raise SystemExit(f"{family}: {auto.__name__} loaded without trust_remote_code")
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     assert type(model).__name__.startswith("FarSkip"), type(model)
-    with torch.no_grad():
-        got = model(x, use_cache=False).logits
-        headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-        inner = getattr(model, "model", None) or model.transformer
-        last = headless(x, use_cache=False).last_hidden_state
-        assert torch.equal(last, inner(x, use_cache=False).last_hidden_state), family
-    assert (got - logits).abs().max() < 1e-5, (family, (got - logits).abs().max())
     model.save_pretrained(folder + "_again")
     again = AutoModelForCausalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
-    with torch.no_grad():
-        assert torch.equal(again(x, use_cache=False).logits, got), family
+    inputs = {"input_ids": x}
+    for one in (model, again):
+        found = error(logits_in_float64(one, inputs), logits)
+        assert found < BOUND, (family, found)
+    headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    inner = getattr(model, "model", None) or model.transformer
+    last, whole = (call_in_float64(one, inputs).last_hidden_state for one in (headless, inner))
+    assert error(last, whole) < BOUND, family
 assert "fcsd" not in sys.modules
 print("DONE", len(expected))
 """

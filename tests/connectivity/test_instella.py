@@ -16,12 +16,14 @@ from fcsd.connectivity import (
 from fcsd.connectivity.aliases import from_instella
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model
+from tests.float64 import BOUND, in_float64
 from tests.reference.parts import layer_arguments
 from tests.reference.reference import reference_forward
 
 X = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(5))
-TOLERANCE = 5e-5  # on logits of size 5
 LAYERS = 5
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def amd_forward(model, keys):
@@ -57,7 +59,8 @@ def amd_forward(model, keys):
 
 @pytest.fixture(scope="module")
 def base():
-    return tiny_model("deepseek_v3", num_hidden_layers=LAYERS)
+    with in_float64():
+        return tiny_model("deepseek_v3", num_hidden_layers=LAYERS)
 
 
 @pytest.fixture
@@ -117,8 +120,8 @@ def test_a_checkpoint_with_instellas_keys_computes_amds_equations(base, checkpoi
     with torch.no_grad():
         actual, expected, regular = model(X).logits, amd_forward(base, keys), base(X).logits
         by_our_equations, _ = reference_forward(base, X, layers, attention, mlp)
-    assert (actual - expected).abs().max() < TOLERANCE
-    assert (actual - by_our_equations).abs().max() < TOLERANCE
+    assert (actual - expected).abs().max() < BOUND
+    assert (actual - by_our_equations).abs().max() < BOUND
     assert (actual - regular).abs().max() > 0.05
     one_less = keys | {"farskip_end_idx": min(keys.get("farskip_end_idx", 4), 4) - 1}
     assert (actual - amd_forward(base, one_less)).abs().max() > 0.02
@@ -140,7 +143,7 @@ def test_keys_that_rewire_nothing_are_the_regular_model(base, checkpoint, keys):
     model = load_model(folder)
     assert type(model).__name__ == "DeepseekV3ForCausalLM"
     with torch.no_grad():
-        assert (model(X).logits - amd_forward(base, keys)).abs().max() < TOLERANCE
+        assert (model(X).logits - amd_forward(base, keys)).abs().max() < BOUND
         assert torch.equal(model(X).logits, base(X).logits)
 
 
@@ -184,7 +187,7 @@ def test_a_conversion_writes_our_format_with_what_the_keys_say(base, checkpoint,
     assert not {"farskip_end_idx", "mlp_only_farskip"} & config.keys()
     with torch.no_grad():
         expected = amd_forward(base, keys)
-        assert (load_model(tmp_path / "ours")(X).logits - expected).abs().max() < TOLERANCE
+        assert (load_model(tmp_path / "ours")(X).logits - expected).abs().max() < BOUND
 
     assert convert_checkpoint(folder, tmp_path / "other", Connectivity([1, 2])) == [1, 2]
     assert farskip_layers(load_model(tmp_path / "other")) == [1, 2]

@@ -6,9 +6,12 @@ import torch.distributed as dist
 
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.tiny.models import tiny_model
+from tests.float64 import BOUND
 from tests.reference.ranks import run_ranks
 
 X = torch.randint(3, 99, (4, 9), generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def converted(family):
@@ -60,4 +63,4 @@ def test_two_ranks_have_the_gradients_of_one_process(family, strategy, checkpoin
     actual, _ = run_ranks(one_step, 2, family, strategy, checkpointing)
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (actual[name] - gradient).abs().max() < 2e-6 * max(1.0, float(gradient.abs().max())), name
+        assert (actual[name] - gradient).abs().max() < BOUND * max(1.0, float(gradient.abs().max())), name

@@ -8,10 +8,13 @@ import torch
 
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.tiny.models import tiny_model
+from tests.float64 import BOUND
 from tests.reference.reference import reference_forward
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
+pytestmark = pytest.mark.usefixtures("float64")
+
 # Longer than gpt_oss' window of 8 and llama4's chunk of 16 tokens.
 SETTINGS = {
     "max_new_tokens": 9,
@@ -20,7 +23,6 @@ SETTINGS = {
     "pad_token_id": 0,
     "attention_mask": torch.ones_like(X),
 }
-TOLERANCE = 5e-5
 
 
 def converted(family):
@@ -58,11 +60,11 @@ def test_beam_search_gives_sequences_with_the_scores_of_the_equations(family):
     start = X.shape[1]
     log_probs = reference_logits(family, cached.sequences).log_softmax(-1)[:, start - 1 : -1]
     chosen = log_probs.gather(2, cached.sequences[:, start:, None])[..., 0]
-    assert (cached.sequences_scores - chosen.mean(1)).abs().max() < TOLERANCE
+    assert (cached.sequences_scores - chosen.mean(1)).abs().max() < BOUND
     greedy = model.generate(X, **SETTINGS)
     greedy_scores = reference_logits(family, greedy).log_softmax(-1)[:, start - 1 : -1]
     greedy_scores = greedy_scores.gather(2, greedy[:, start:, None])[..., 0].mean(1)
-    assert (cached.sequences_scores[::2] >= greedy_scores - TOLERANCE).all()
+    assert (cached.sequences_scores[::2] >= greedy_scores - BOUND).all()
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -74,8 +76,8 @@ def test_right_padding_changes_nothing(family):
         padded = model(X, attention_mask=mask, use_cache=False).logits
         alone = model(X[:1, :-4], use_cache=False).logits
         whole = model(X[1:], use_cache=False).logits
-    assert (padded[:1, :-4] - alone).abs().max() < TOLERANCE
-    assert (padded[1:] - whole).abs().max() < TOLERANCE
+    assert (padded[:1, :-4] - alone).abs().max() < BOUND
+    assert (padded[1:] - whole).abs().max() < BOUND
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -107,4 +109,4 @@ def test_hidden_states_recorded_while_generating_are_the_full_streams(family):
     for k in range(4):  # the last recorded state is after the final norm, in the regular model too
         recorded = torch.cat([step[k] for step in out.hidden_states], dim=1)
         scale = max(1.0, float(streams[k].abs().max()) / 5)
-        assert (recorded - streams[k]).abs().max() < TOLERANCE * scale, k
+        assert (recorded - streams[k]).abs().max() < BOUND * scale, k

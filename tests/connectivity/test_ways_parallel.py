@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fcsd.connectivity import Connectivity, convert_model, farskip_layers, load_model
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model
+from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
 from tests.reference.ranks import run_ranks
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
@@ -65,12 +66,12 @@ def fsdp2(rank, families):
     return results
 
 
+@pytest.mark.usefixtures("float64")
 def test_fsdp2_has_the_loss_and_gradients_of_one_process():
     for results in run_ranks(fsdp2, 2, FAMILY_NAMES):
         assert len(results) == 3 * len(FAMILY_NAMES)
         for case, (loss, gradients) in results.items():
-            assert loss < 1e-5, case
-            assert gradients < 2e-6, case
+            assert loss < BOUND and gradients < BOUND, (case, loss, gradients)
 
 
 @torch.no_grad()
@@ -94,13 +95,17 @@ def fsdp2_first(rank):
     return error
 
 
+@pytest.mark.usefixtures("float64")
 def test_converting_after_fsdp2_is_right_for_sharded_layers_and_refused_for_a_sharded_model():
-    assert max(run_ranks(fsdp2_first, 2)) < 5e-5
+    assert max(run_ranks(fsdp2_first, 2)) < BOUND
 
 
 def plans(rank, folder, families, ways):
-    """(family, way, rewired) -> (logits error, gradient error, number of sharded tensors), or what was
-    raised."""
+    """(family, way, rewired) -> (logits error, gradient error, number of sharded tensors), or what was raised.
+
+    In float32: the mode of float64 and the collectives of "ep all_to_all" do not go together. Errors are in units of
+    the rounding of one process, its distance from float64.
+    """
     from transformers.distributed import DistributedConfig
 
     options = {
@@ -120,7 +125,9 @@ def plans(rank, folder, families, ways):
         rows = X.chunk(2)[rank] if way == "ep all_to_all" else X
         with torch.no_grad():
             logits = full(model(rows, use_cache=False).logits)
-            error = float((logits - one(rows, use_cache=False).logits).abs().max())
+            expected = one(rows, use_cache=False).logits
+        rounding = (expected - logits_in_float64(one, {"input_ids": rows})).abs().max()
+        error = float((logits - expected).abs().max() / rounding)
         assert farskip_layers(model) == ([0, 1, 2, 3] if rewired else [])
         if way != "ep all_to_all":
             settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -128,7 +135,11 @@ def plans(rank, folder, families, ways):
             made = [m.generate(X, attention_mask=mask, **settings) for m in (model, one)]
             assert torch.equal(*made)
         sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
-        return error, worst(step(model, rows)[1], step(one, X)[1]), sharded
+        gradients = step(one, X)[1]
+        one.double().zero_grad()
+        with in_float64():
+            rounding = worst(gradients, step(one, X)[1])
+        return error, worst(step(model, rows)[1], gradients) / rounding, sharded
 
     results = {}
     for family in families:
@@ -162,5 +173,5 @@ def test_tensor_and_expert_parallel_plans_give_the_logits_and_gradients_of_one_p
                 assert UPSTREAM[family, way] in rewired
                 continue
             assert not isinstance(original, str) and not isinstance(rewired, str), (family, original, rewired)
-            assert rewired[0] < 5e-5 and rewired[1] < 5e-5, (family, rewired)
+            assert rewired[0] < ROUNDINGS and rewired[1] < ROUNDINGS, (family, rewired)
             assert rewired[2] == original[2] > 0, (family, "another number of sharded tensors")

@@ -8,11 +8,11 @@ from fcsd.connectivity import Connectivity, convert_model, farskip_layers, load_
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_model
+from tests.float64 import BOUND, error
 
 FAMILY_NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text")
 EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in FAMILY_NAMES}
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
-TOLERANCE = 5e-5
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -68,6 +68,7 @@ def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
     assert farskip_layers(model.get_base_model()) == []
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_merged_adapters_give_the_outputs_of_the_adapters(family, tmp_path):
     model = with_adapters(converted(family), lora(family))
@@ -75,11 +76,11 @@ def test_merged_adapters_give_the_outputs_of_the_adapters(family, tmp_path):
     merged = model.merge_and_unload()
     assert type(merged).__name__ == f"FarSkip{FAMILIES[family].causal_lm}"
     assert not any("lora" in name for name, _ in merged.named_parameters())
-    assert (logits(merged) - expected).abs().max() < TOLERANCE
+    assert error(logits(merged), expected) < BOUND
     merged.save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
     assert farskip_layers(loaded) == [0, 1, 2, 3]
-    assert (logits(loaded) - expected).abs().max() < TOLERANCE
+    assert error(logits(loaded), expected) < BOUND
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -134,7 +134,7 @@ def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
     overrides = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
     experts = {
         "experts_implementation": "batched_mm"
-    }  # products that torch counts; each token's experts, as grouped
+    }  # matmuls that torch counts; each token's experts, as grouped
     student, teacher = small_model(**overrides), small_model(**overrides).eval()
     convert_model(student, Connectivity("all"))
     for model in (student, teacher):
@@ -271,7 +271,7 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Call
     assert one["settings"]["micro_batches"] == 2 * two["settings"]["micro_batches"] == 128
     low, high = one["time"]["step_s"]
     assert low < high
-    # The teacher is bfloat16 in its forward pass and in one of the four products of the loss.
+    # The teacher is bfloat16 in its forward pass and in one of the four matmuls of the loss.
     per_token = one["flops"]["per_token"]
     bf16 = per_token["teacher forward"] + per_token["loss"] / 4
     assert one["flops"]["float32_share"] == pytest.approx(1 - bf16 / sum(per_token.values()))

@@ -13,7 +13,7 @@ import torch
 from fcsd.cli.main import main
 from fcsd.config.training import TrainConfig
 from fcsd.distill import out_of_memory
-from fcsd.distill.out_of_memory import REST, advice, explained, held
+from fcsd.distill.out_of_memory import REST, advice, explain_oom, held
 from fcsd.distill.teachers.base import ModelTeacher
 from fcsd.errors import UserError, is_out_of_memory
 from fcsd.tiny.models import tiny_model
@@ -128,7 +128,7 @@ def test_every_way_in_which_memory_is_refused_is_known(
     student = tiny_model("qwen2_moe")
     with (
         pytest.raises(UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB") as found,
-        explained(student, None, TrainConfig(), 512, torch.device("cuda:0")),
+        explain_oom(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
         raise error
     assert ("asked for" in str(found.value)) == ("allocate" in str(error) and not isinstance(error, OSError))
@@ -139,7 +139,7 @@ def test_other_errors_pass_unchanged() -> None:
     assert not is_out_of_memory(error) and not is_out_of_memory(ValueError("out of memory"))
     with (
         pytest.raises(RuntimeError, match="shapes do not match"),
-        explained(tiny_model("qwen2_moe"), None, TrainConfig(), 512, torch.device("cpu")),
+        explain_oom(tiny_model("qwen2_moe"), None, TrainConfig(), 512, torch.device("cpu")),
     ):
         raise error
 

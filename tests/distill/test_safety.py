@@ -190,7 +190,7 @@ def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_was_not_interrup
     losses = [1.0] * 20 + [9.0, 9.0, math.nan, 9.0, 1.0, math.inf, math.nan]
 
     def judged(guard: Guard, start: int, stop: int) -> list[str]:
-        return [guard.judge(k + 1, [losses[k], 1.0], 1.0) for k in range(start, stop)]
+        return [guard.decide(k + 1, [losses[k], 1.0], 1.0) for k in range(start, stop)]
 
     whole = Guard(settings)
     expected = judged(whole, 0, len(losses))
@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     capsys.readouterr()
     train(run(tmp_path / "r", teacher, list(range(6)), **plan))
     assert (
-        f"{kept}/checkpoint-6: is damaged ({cut.name} has {size // 2} of {size} bytes); going on from"
+        f"{kept}/checkpoint-6: is damaged ({cut.name} has {size // 2} of {size} bytes); continuing from"
         f" {kept}/checkpoint-4" in capsys.readouterr().err
     )
     assert same(tmp_path / "whole", tmp_path / "r")

@@ -18,7 +18,7 @@ from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate import runner
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.lm_eval import tasks as likelihood
 from fcsd.evaluate.progress import Progress, Work
 from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint
@@ -240,7 +240,7 @@ def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError
         return size
 
-    batch = Batch("auto", _Model())  # type: ignore[arg-type]
+    batch = BatchSizer("auto", _Model())  # type: ignore[arg-type]
     assert batch.run(work) == 16 and asked == [128, 64, 32, 16]
     assert batch.run(work) == 16 and len(asked) == 5  # remembered
     batch.begin(1000, ALONE)
@@ -250,7 +250,7 @@ def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.Mon
     batch.begin(11, Ranks(0, 4))
     assert batch.run(work) == 3  # some for every rank
     with pytest.raises(UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"):
-        Batch(32, _Model()).run(work)  # type: ignore[arg-type]
+        BatchSizer(32, _Model()).run(work)  # type: ignore[arg-type]
 
     def never(size: int) -> None:
         raise torch.OutOfMemoryError

@@ -234,7 +234,7 @@ def test_a_copy_that_runs_out_of_memory_tries_again_alone(place: Path, alone: di
 
 def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(place: Path) -> None:
     with (
-        pytest.raises(UserError, match=r"'auto' needs .* spreads the weights over 2; give a number"),
+        pytest.raises(UserError, match=r"'auto' needs .* shards the weights over 2; give a number"),
         prepare_evaluation(
             tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=None, batch_size="auto",
             ranks=Ranks(0, 2, lockstep=True),

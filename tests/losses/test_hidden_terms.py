@@ -11,8 +11,8 @@ from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
 from fcsd.losses.hidden_terms import (
-    ExtraTerms,
-    Seen,
+    AuxiliaryLosses,
+    Captured,
     freeze_routers,
     relative_distance,
     routers,
@@ -87,10 +87,12 @@ def expected(
     return {"l2": l2, "router_kl": router}
 
 
-def measured(terms: ExtraTerms, student: Any, teacher: Any, ids: Any, keep: Any) -> dict[str, torch.Tensor]:
-    with torch.no_grad(), terms.seen(teacher) as theirs:
+def measured(
+    terms: AuxiliaryLosses, student: Any, teacher: Any, ids: Any, keep: Any
+) -> dict[str, torch.Tensor]:
+    with torch.no_grad(), terms.captured(teacher) as theirs:
         teacher(ids, use_cache=False)
-    with terms.seen(student) as own:
+    with terms.captured(student) as own:
         student(ids, use_cache=False)
     return terms.values(own, theirs, keep, list(terms.coefficients(0)))
 
@@ -116,7 +118,7 @@ def test_values_and_gradients_are_those_of_the_equations(values: dict[str, Any],
     hand = expected(objective, regular, teacher, ids, keep, selected)
     if checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
-    found = measured(ExtraTerms(objective, student, 10), student, teacher, ids, keep)
+    found = measured(AuxiliaryLosses(objective, student, 10), student, teacher, ids, keep)
     assert set(found) == {
         name
         for name, value in hand.items()
@@ -138,8 +140,8 @@ def test_values_and_gradients_are_those_of_the_equations(values: dict[str, Any],
 def test_nothing_is_collected_outside_the_context_and_no_hook_stays() -> None:
     student, _, _ = make()
     ids, _ = batch()
-    terms = ExtraTerms(validate(ObjectiveConfig, OBJECTIVES[4], "objective"), student, 10)
-    with terms.seen(student) as seen:
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, OBJECTIVES[4], "objective"), student, 10)
+    with terms.captured(student) as seen:
         student(ids, use_cache=False)
     student(ids, use_cache=False)
     assert len(seen.streams) == 8 and len(seen.routers) == 4
@@ -168,25 +170,25 @@ def test_the_coefficient_of_l2_falls_to_nothing_over_its_share_of_the_steps() ->
         L2 | {"l2_until": 0.5, "l2_coefficient": 8.0, "router_kl_coefficient": 0.1},
         "objective",
     )
-    terms = ExtraTerms(objective, student, 8)
+    terms = AuxiliaryLosses(objective, student, 8)
     assert [terms.coefficients(step).get("l2") for step in (0, 1, 3, 4, 7)] == [8.0, 6.0, 2.0, None, None]
     assert terms.coefficients(7) == {"router_kl": 0.1}
 
 
 def test_models_of_different_depth_are_refused() -> None:
     student, _, _ = make()
-    terms = ExtraTerms(validate(ObjectiveConfig, L2, "objective"), student, 1)
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
     with pytest.raises(
         UserError, match=r"the student shows 2 decoder layers and the teacher 1: .* one by one"
     ):
-        terms.values(Seen([torch.zeros(1, 1, 1)] * 2), Seen([torch.zeros(1, 1, 1)]), None, ["l2"])
+        terms.values(Captured([torch.zeros(1, 1, 1)] * 2), Captured([torch.zeros(1, 1, 1)]), None, ["l2"])
 
 
 @pytest.mark.parametrize("points", ["merges", "sublayers"])
 def test_points_that_the_connectivity_does_not_make_are_refused(points: str) -> None:
     student, _, _ = make([1, 3] if points == "merges" else "none")
     with pytest.raises(UserError, match=rf"objective\.l2_points: {points}: .* no such point"):
-        ExtraTerms(validate(ObjectiveConfig, L2 | {"l2_points": points}, "objective"), student, 1)
+        AuxiliaryLosses(validate(ObjectiveConfig, L2 | {"l2_points": points}, "objective"), student, 1)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +201,8 @@ def test_router_logits_are_the_routers_inputs_times_its_weights(model_type: str)
     found = routers(model)
     for module, _ in found:
         module.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0].detach()))
-    terms = ExtraTerms(validate(ObjectiveConfig, OBJECTIVES[5], "objective"), model, 1)
-    with torch.no_grad(), terms.seen(model) as seen:
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, OBJECTIVES[5], "objective"), model, 1)
+    with torch.no_grad(), terms.captured(model) as seen:
         model(batch()[0], use_cache=False)
     assert len(seen.routers) == len(found) >= 1
     for (module, _), logits in zip(found, seen.routers, strict=True):
@@ -222,8 +224,10 @@ def test_frozen_routers_are_all_that_is_frozen() -> None:
 
 def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> None:
     student, _, _ = make()
-    terms = ExtraTerms(validate(ObjectiveConfig, L2, "objective"), student, 1)
+    terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
     with pytest.raises(UserError, match="decoder layers give 4 numbers a token and the teacher's 6"):
-        terms.values(Seen([torch.zeros(1, 1, 4)]), Seen([torch.zeros(1, 1, 6)]), None, ["l2"])
+        terms.values(Captured([torch.zeros(1, 1, 4)]), Captured([torch.zeros(1, 1, 6)]), None, ["l2"])
     with pytest.raises(UserError, match="routers give 4 numbers a token and the teacher's 8"):
-        terms.values(Seen([], [torch.zeros(1, 4)]), Seen([], [torch.zeros(1, 8)]), None, ["router_kl"])
+        terms.values(
+            Captured([], [torch.zeros(1, 4)]), Captured([], [torch.zeros(1, 8)]), None, ["router_kl"]
+        )

@@ -43,7 +43,7 @@ def _deepseek_v2(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
-    """Sigmoid scores; groups chosen by their two best biased scores, experts by biased score, weights
+    """Sigmoid scores; groups chosen by their two best biased scores, experts in them by biased score, weights
     unbiased."""
     gate = layer.mlp.gate
     scores = torch.sigmoid(x @ gate.weight.T)
@@ -53,8 +53,11 @@ def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
     for n in range(x.shape[0]):
         best_two = [float(group.topk(2).values.sum()) for group in biased[n].split(size)]
         kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[: config.topk_group]
-        candidates = [e for g in kept for e in range(g * size, (g + 1) * size)]
-        chosen = sorted(candidates, key=lambda e: -float(biased[n, e]))[: config.num_experts_per_tok]
+        # A.X K2 counts the experts of other groups as 0 and prefers them to its own below 0; which of them is up to
+        # torch.
+        others = 0.0 if config.model_type == "axk2" else float("-inf")
+        by = [float(score) if e // size in kept else others for e, score in enumerate(biased[n])]
+        chosen = torch.tensor(by).topk(config.num_experts_per_tok, sorted=False).indices.tolist()
         w = scores[n, chosen]
         if config.norm_topk_prob:
             w = w / w.sum()

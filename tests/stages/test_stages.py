@@ -415,7 +415,7 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     monkeypatch.setattr("fcsd.models.load.weights_fingerprint", fingerprint)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
     task = {
-        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["dataset"],
+        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": bench.choice["task"]["dataset"],
         "lm_eval_include": "tiny", "chat_template": True,
     }  # fmt: skip
     suite = bench.folder / "suite.yaml"

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import next_token_targets, trim_padding
+from fcsd.data.batches import Batch, next_token_targets, trim_padding
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
 from fcsd.losses.head import LossHead, final_hidden
-from fcsd.losses.hidden_terms import ExtraTerms, Seen
-
-Batch = dict[str, Tensor]
+from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
 class Teacher(ABC):
@@ -44,8 +42,8 @@ class Teacher(ABC):
         batches: input_ids, position_ids, labels, each (B, T), on the device of the training.
         """
 
-    def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
-        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
+        """(N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
 
         Raises: UserError when this kind of teacher has no layers at hand.
         """
@@ -77,9 +75,9 @@ class ModelTeacher(Teacher):
             batch["teacher_hidden"] = final_hidden(self.model, cut["input_ids"], cut["position_ids"], keep)
 
     @torch.no_grad()
-    def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
-        """Run one forward that collects what the terms need."""
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
+        """One forward that collects what the terms need."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-        with terms.seen(self.model) as seen:
+        with terms.captured(self.model) as captured:
             hidden = final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)
-        return hidden, seen
+        return hidden, captured

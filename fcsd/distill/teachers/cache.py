@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fcsd.artifact import differences, versions
 from fcsd.data.batches import next_token_targets
 from fcsd.distill.teachers.base import Batch, Teacher
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.files import read_json, write_json, writing
 
 FORMAT = "fcsd-teacher-cache-1"
@@ -126,7 +126,7 @@ def _layout(path: Path) -> tuple[int, int]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return one_line(error)
 
 
 def verify_shard(path: Path) -> None:

@@ -22,10 +22,10 @@ from fcsd.config.model import AdapterConfig
 from fcsd.connectivity.rewire import regular
 from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.teachers.base import Batch, Teacher
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families.structure import output_head
 from fcsd.losses.head import body_hidden
-from fcsd.losses.hidden_terms import ExtraTerms, Seen
+from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
 def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype) -> Any:
@@ -56,7 +56,7 @@ def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: 
             adapted: Any = peft.get_peft_model(model, config)
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"lora: peft cannot adapt {type(model).__name__}: {' '.join(str(error).split())};"
+            f"lora: peft cannot adapt {type(model).__name__}: {one_line(error)};"
             " check lora.target_modules and lora.target_parameters"
         ) from error
     for module, what in (
@@ -119,11 +119,11 @@ class AdapterOffTeacher(Teacher):
                 batch["teacher_hidden"] = self._hidden(batch)
 
     @torch.no_grad()
-    def hidden_and_seen(self, batch: Batch, terms: ExtraTerms) -> tuple[Tensor, Seen]:
-        """Run one forward without adapters that collects what the terms need."""
-        with as_original(self.student), terms.seen(self.student) as seen:
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
+        """One forward without adapters that collects what the terms need."""
+        with as_original(self.student), terms.captured(self.student) as captured:
             hidden = self._hidden(batch)
-        return hidden, seen
+        return hidden, captured
 
     def _hidden(self, batch: Batch) -> Tensor:
         batch = trim_padding(batch)

@@ -52,7 +52,7 @@ _MBPP_BASE = {3: 5, 162: 4, 223: 3, 780: 4, 799: 6}
 
 
 def num_base_inputs(task_id: str | int, num_visible: int) -> int | None:
-    """The number of base inputs of a problem with `num_visible` visible tests; None when it is not known."""
+    """Count the base inputs of a problem with `num_visible` visible tests; None when it is not known."""
     number = re.fullmatch(r"HumanEval/(\d+)", str(task_id))
     if number is not None:
         return _HUMANEVAL_BASE[int(number[1])] if int(number[1]) < len(_HUMANEVAL_BASE) else None
@@ -69,7 +69,7 @@ class Grading:
 
 
 def grading(test: str, num_base: int | None, entry_point: str | None = None) -> Grading | None:
-    """The grading of a row's `test` in EvalPlus's form; None when the test is of another form.
+    """Parse a row's `test` in EvalPlus's form into its grading; None when the test is of another form.
 
     Args:
         num_base: how many of the first inputs are the original benchmark's; None: not known.

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fcsd.config.suite import CodeTaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.suites import require_chat_template
 from fcsd.models.preserve import preserved
@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re
 
 
 def extract_code(text: str, stop: Sequence[str] = ()) -> str:
-    """The program in a completion: the first fenced block (to the end if it is not closed), else the text up
+    """Extract the program in a completion: the first fenced block (to the end if it is not closed), else the text up
     to the first of the `stop` strings."""
     fenced = _FENCE.search(text)
     if fenced:
@@ -36,14 +36,14 @@ def extract_code(text: str, stop: Sequence[str] = ()) -> str:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:
-    """Where the first of the stop strings begins in `text`; its length when there is none."""
+    """Find where the first of the stop strings begins in `text`; its length when there is none."""
     return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
 
 
 def prompts(
     tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem], task: CodeTaskConfig
 ) -> list[str]:
-    """The texts that the model is given: as one user turn, or as they are with a line break.
+    """Write the texts that the model is given: as one user turn, or as they are with a line break.
 
     Raises:
         UserError: a chat template is asked for and the tokenizer has none.
@@ -70,12 +70,12 @@ def generate_completions(
     problems: Sequence[Problem],
     *,
     task: CodeTaskConfig,
-    batch_size: int | Batch,
+    batch_size: int | BatchSizer,
     progress: bool = True,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[str]]:
-    """`task.num_samples` completions of every problem under the settings of a code task's row: task_id -> texts up to
-    the first stop string, in the order of the problems.
+    """Generate `task.num_samples` completions of every problem under the settings of a code task's row: task_id ->
+    texts up to the first stop string, in the order of the problems.
 
     Temperature 0 is greedy. Samples are drawn from a generator that is seeded for every batch, so the same problems and
     batch size give the same samples, on any number of ranks. Batches are sorted by prompt length, longest first, and
@@ -83,7 +83,7 @@ def generate_completions(
     state of all random generators are as before, and the tokenizer is not changed.
 
     Args:
-        batch_size: of a `Batch` the size may shrink where memory runs out.
+        batch_size: of a `BatchSizer` the size may shrink where memory runs out.
         ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions. By
             default this process does all of it.
 
@@ -167,7 +167,7 @@ def _generate(
     task: CodeTaskConfig,
     ranks: Ranks,
 ) -> list[str]:
-    """Completions of one batch of token rows."""
+    """Generate the completions of one batch of token rows."""
     import torch
     from transformers import GenerationConfig, StoppingCriteriaList
 
@@ -210,7 +210,7 @@ def _generate(
 
 
 def _end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
+    """Return the tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = [] if own is None else [own] if isinstance(own, int) else list(own)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
@@ -228,7 +228,7 @@ class StopAtText:
         self.look_back = max(len(word.encode()) for word in stop) + 1
 
     def __call__(self, input_ids: "torch.Tensor", scores: Any, **_: Any) -> "torch.Tensor":
-        """Which of the sequences B have ended."""
+        """Tell which of the B sequences have ended."""
         import torch
 
         tail = input_ids[:, max(self.prompt_length, input_ids.shape[1] - self.look_back) :]

@@ -53,7 +53,7 @@ def fcsd_grade(function, inputs, expected, first, last, tolerance, rule):  # typ
 
 
 def _truth(same, index):  # type: ignore[no-untyped-def]
-    """Only an array of one element has a truth: numpy finds no difference between an empty one and anything."""
+    """Return the truth of a comparison; of arrays only one element has one: in numpy an empty one equals anything."""
     assert not isinstance(same, numpy.ndarray) or same.size == 1, (
         f"input {index}: an array of shape {same.shape}"
     )

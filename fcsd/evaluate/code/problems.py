@@ -55,11 +55,11 @@ class Problem:
     names: tuple[str, ...] | None = None
 
     def program(self, code: str) -> str:
-        """The program to run for the extracted `code`."""
+        """Assemble the program to run for the extracted `code`."""
         return self.prefix + code
 
     def text(self, template: str) -> str:
-        """The prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}` are replaced."""
+        """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}` are replaced."""
         parts = {
             "{prompt}": self.prompt,
             "{test}": self.visible_tests[0] if self.visible_tests else "",
@@ -69,7 +69,7 @@ class Problem:
 
 
 def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[Problem]:
-    """The problems of a code task, in the order of the data set.
+    """Load the problems of a code task, in the order of the data set.
 
     Raises:
         UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given
@@ -91,7 +91,7 @@ def read_problems(
     *,
     tests: Tests = "all",
 ) -> list[Problem]:
-    """Problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
+    """Read problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
 
     tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too, as
         lm-eval's mbpp tasks do.
@@ -200,7 +200,7 @@ def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> No
 
 
 def _imports(code: str) -> str:
-    """The import statements of a correct program."""
+    """Collect the import statements of a correct program."""
     try:
         statements = ast.parse(code).body
     except SyntaxError:
@@ -211,7 +211,7 @@ def _imports(code: str) -> str:
 
 
 def _defined(code: str) -> tuple[str, ...] | None:
-    """The names that a correct program defines: a test can need no others."""
+    """Collect the names that a correct program defines: a test can need no others."""
     try:
         table = symtable.symtable(code, "<canonical>", "exec")
     except SyntaxError:

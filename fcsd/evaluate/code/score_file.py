@@ -138,7 +138,7 @@ def _row(dataset: str, timeout_s: float | None) -> CodeTaskConfig:
 
 
 def read_samples(path: Path, problems: Sequence[Problem]) -> dict[str, list[str]]:
-    """task_id -> programs, of a .jsonl or .jsonl.gz file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
+    """Read task_id -> programs of a .jsonl or .jsonl.gz file; ids may be EvalPlus's (`Mbpp/2`) or the Hub's (`2`).
 
     Raises:
         UserError: names file, line and key.
@@ -175,7 +175,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _refuse_foreign(output: Path) -> None:
-    """A result may replace an earlier one of this command, and nothing else."""
+    """Refuse a folder that is no earlier result of this command: a result may replace such a one, and nothing else."""
     if not output.exists():
         return
     try:
@@ -223,7 +223,7 @@ def evalplus_outcomes(
     data: Path | None,
     allow_unsandboxed: bool,
 ) -> list[list[Outcome]]:
-    """What the package evalplus (0.3.1) says about the programs.
+    """Grade the programs by the package evalplus (0.3.1).
 
     Raises:
         UserError: the package is missing, the benchmark is not its own, or running without a sandbox was not accepted.
@@ -272,7 +272,7 @@ def evalplus_outcomes(
 
 
 def _verdict(task_id: str, found: Mapping[str, Any]) -> Outcome:
-    """EvalPlus's statuses in our words; its "fail" is a wrong output or an exception alike."""
+    """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception alike."""
     words: dict[str, OutcomeClass] = {"pass": "passed", "fail": "wrong", "timeout": "timeout"}
     base, plus = words[found["base_status"]], words[found["plus_status"]]
     whole = Outcome(task_id, plus if base == "passed" else base, 0.0)

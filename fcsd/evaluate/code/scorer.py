@@ -77,14 +77,14 @@ class Outcome:
 
 
 def pass_at_1(outcomes: Sequence[Outcome]) -> float:
-    """Share of programs that passed, one program a problem (greedy pass@1)."""
+    """Compute the share of programs that passed, one program a problem (greedy pass@1)."""
     if not outcomes:
         raise ValueError("pass@1 of no programs")
     return sum(outcome.passed for outcome in outcomes) / len(outcomes)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Chance that one of k programs drawn without replacement from the samples passes: 1 - C(n-c, k) / C(n, k).
+    """Compute the chance that one of k programs drawn without replacement from the samples passes:
 
     The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over problems is pass@k.
     """
@@ -94,7 +94,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
-    """One worker a core that this process may use, and no more than fit the available memory."""
+    """Choose one worker a core that this process may use, and no more than fit the available memory."""
     cores = len(os.sched_getaffinity(0))
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -241,7 +241,7 @@ class CodeScorer:
         whole_programs: bool = False,
         progress: bool = False,
     ) -> list[list[Outcome]]:
-        """As `score`, for one or more completions of every problem: one list a problem, in their order.
+        """Score as `score` does, for one or more completions of every problem: one list a problem, in their order.
 
         Args:
             timeout_s: of one program, instead of the scorer's own.
@@ -362,7 +362,7 @@ class _Server:
         return self._process is not None and not self._broken
 
     def ready(self) -> dict[str, Any]:
-        """The layers of a started server."""
+        """Read the layers of a started server."""
         if self._layers is None:
             self._layers = self._read(time.monotonic() + _START_S)["layers"]
         return self._layers
@@ -423,7 +423,7 @@ class _Server:
         return parts
 
     def _failure(self, what: str) -> ScorerError:
-        """The error that says how the server ended; it is not used again."""
+        """Build the error that says how the server ended; it is not used again."""
         self._broken = True
         assert self._process is not None
         status: Any = "running"

@@ -92,7 +92,7 @@ def check_rows(task: str, rows: Iterable[Mapping[str, Any]], where: str) -> None
 
 
 def check_files(task: str, location: str, name: str | None, split: str) -> None:
-    """`check_rows` on the files of a local folder themselves, for what `datasets` cannot read as one table.
+    """Run `check_rows` on the files of a local folder themselves, for what `datasets` cannot read as one table.
 
     name: the configuration. Nothing is said of a folder whose files are not found so.
     """

@@ -1,4 +1,4 @@
-"""lm-eval's interface to a model in memory, whole on every rank or spread over them.
+"""lm-eval's interface to a model in memory, whole on every rank or sharded over them.
 
 lm-eval sees one process: on every rank it builds all requests, and is given all answers. Here, between the two, the
 requests are cut into the batches that lm-eval would make of them, and this rank is asked its share.
@@ -18,7 +18,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
 from fcsd.distributed.ranks import Ranks, input_device
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
@@ -27,7 +27,7 @@ _Batches = Iterable[list[list[tuple[int, Any]]]]
 class InMemory(HFLM):
     """HFLM with bars that can be switched off, a batch size that may shrink, and several ranks."""
 
-    def __init__(self, model: Any, tokenizer: Any, batch: Batch, ranks: Ranks, *, progress: bool):
+    def __init__(self, model: Any, tokenizer: Any, batch: BatchSizer, ranks: Ranks, *, progress: bool):
         super().__init__(
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval changes it
@@ -39,7 +39,7 @@ class InMemory(HFLM):
         self.cut: set[str] = set()  # the prompts of which the model has seen the end only
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """lm-eval's, with bars on the first rank only."""
+        """Answer as lm-eval does, with bars on the first rank only."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
 
     def _loglikelihood_tokens(
@@ -48,7 +48,7 @@ class InMemory(HFLM):
         for (context, choice), prompt, answer in requests:
             if not 0 < len(answer) <= self.max_length:
                 raise UserError(
-                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be judged; the model has"
+                    f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be scored; the model has"
                     f" {self.max_length} positions"
                 )
             if len(prompt) + len(answer) > self.max_length + 1:
@@ -68,7 +68,7 @@ class InMemory(HFLM):
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """lm-eval's, each rank its share."""
+        """Answer as lm-eval does, each rank its share."""
         self.batch.begin(len(requests), self.ranks)
         for request in requests:
             context, settings = request.args
@@ -108,7 +108,7 @@ class InMemory(HFLM):
         *,
         idle: Callable[[], Any],
     ) -> list[Any]:
-        """The answers to all requests, of which `ask` answers this rank's share.
+        """Return the answers to all requests, of which `ask` answers this rank's share.
 
         batches: in lm-eval's order, so that lm-eval makes the same ones again of any part of them. idle: a pass whose
         result nobody reads.

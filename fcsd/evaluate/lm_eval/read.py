@@ -14,17 +14,16 @@ from typing import Any
 from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.write import lm_eval_key
 from fcsd.evaluate.question import shown_question
-from fcsd.evaluate.results import SCHEMA_VERSION, read_result
+from fcsd.evaluate.results import SCHEMA_VERSION, Samples, read_result
 from fcsd.stats import plain_mean, standard_error
 
 Result = dict[str, Any]
-Samples = dict[str, list[dict[str, Any]]]
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
 """Of several metrics of a task, the one that stands for it when nothing else says which."""
 
 
 def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[Result, Samples]:
-    """The results in a folder of `fcsd evaluate`, or of plain lm-eval.
+    """Read the results in a folder of `fcsd evaluate`, or of plain lm-eval.
 
     Args:
         like: a result with which this one will be compared; its metrics are chosen where lm-eval has several.
@@ -93,7 +92,7 @@ def _read(file: Path) -> Any:
 
 
 def _tasks(whole: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
-    """Tasks and groups that are no member of a group; a group without a score of its own is only a name."""
+    """List tasks and groups that are no member of a group; a group without a score of its own is only a name."""
     groups = {
         name: members
         for name, members in (whole.get("group_subtasks") or {}).items()
@@ -105,7 +104,7 @@ def _tasks(whole: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
 
 
 def _below(group: str, whole: Mapping[str, Any]) -> set[str]:
-    """Everything that a group contains, itself left out."""
+    """Collect everything that a group contains, itself left out."""
     members = {name for name in (whole.get("group_subtasks") or {}).get(group, []) if name != group}
     return members | {name for member in members for name in _below(member, whole)}
 
@@ -116,7 +115,7 @@ def _leaves(task: str, whole: Mapping[str, Any]) -> list[str]:
 
 
 def _suite_row(task: str, whole: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """How a generated answer was cut, in the words of a suite."""
+    """Describe how a generated answer was cut, in the words of a suite."""
     config = (whole.get("configs") or {}).get(_leaves(task, whole)[0]) or {}
     how = config.get("generation_kwargs") or {}
     return {
@@ -130,7 +129,7 @@ def _suite_row(task: str, whole: Mapping[str, Any], file: Path) -> dict[str, Any
 def _task(
     task: str, whole: Mapping[str, Any], file: Path, wanted: str | None
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """One row of a result, and its samples."""
+    """Build one row of a result, and its samples."""
     leaves = _leaves(task, whole)
     try:
         items = {leaf: _read_samples(leaf, file) for leaf in leaves}
@@ -196,7 +195,8 @@ def _metric(
     file: Path,
     wanted: str | None,
 ) -> str:
-    """`metric,filter` of a task: the one that is asked for, or the first preferred one that is a mean over items."""
+    """Choose the `metric,filter` of a task: that which is asked for, or the first preferred one that is a mean over
+    items."""
     leaf, rows = next(iter(items.items()))
     means = []
     for key, value in results[leaf].items():

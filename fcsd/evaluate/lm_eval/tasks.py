@@ -22,7 +22,7 @@ from fcsd.config.suite import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfi
 from fcsd.data.local import fresh_cache
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import Batch
+from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.lm_eval.columns import COLUMNS, check_files, check_rows
 from fcsd.evaluate.progress import Work
 from fcsd.evaluate.question import shown_question
@@ -40,12 +40,12 @@ _GROUP = "fcsd_row"  # the generated group around one row
 def language_model(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    batch: Batch,
+    batch: BatchSizer,
     *,
     progress: bool,
     ranks: Ranks = ALONE,
 ) -> Any:
-    """lm-eval's wrapper around a model in memory.
+    """Build lm-eval's wrapper around a model in memory.
 
     batch: how many sequences go into one forward pass; ranks: those that share the passes.
     """
@@ -58,7 +58,7 @@ def language_model(
 def load_task(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
 ) -> dict[str, Any]:
-    """lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
+    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
 
     Raises:
         UserError: no such task, no data, or a chat template that the tokenizer does not have.
@@ -110,7 +110,7 @@ def load_task(
 
 
 def _name_the_row(row: LMEvalTaskConfig, known: Any, location: str) -> None:
-    """Where lm-eval could not read the data: the row and the column at fault, if there is one."""
+    """Name the row and the column at fault, if there is one, where lm-eval could not read the data."""
     if row.task not in COLUMNS:
         return
     entry = known.task_index[row.task].cfg
@@ -123,13 +123,13 @@ def _name_the_row(row: LMEvalTaskConfig, known: Any, location: str) -> None:
 
 
 def _advice(row: LMEvalTaskConfig, data_root: Path | None) -> str:
-    """What to do when lm-eval cannot load a task."""
+    """Say what to do when lm-eval cannot load a task."""
     columns = ", ".join(COLUMNS.get(row.task, {}))
     return hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
 
 
 def _check_data(name: str, task: Any, row: LMEvalTaskConfig, location: str) -> None:
-    """Rows of the graded split and of the one that the shots come from, and whether there are enough of those."""
+    """Check the rows of the graded split and of the one that the shots come from, and whether those are enough."""
     graded = task.config.test_split or task.config.validation_split
     shots = task.config.fewshot_split or task.config.training_split
     splits = [graded, *([shots] if row.num_fewshot and shots else [])]
@@ -145,7 +145,7 @@ def _check_data(name: str, task: Any, row: LMEvalTaskConfig, location: str) -> N
 
 
 def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
-    """Where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
     import lm_eval
 
     name = row.lm_eval_include or row.task
@@ -162,7 +162,7 @@ def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
 
 
 def _apply(task: Any, row: LMEvalTaskConfig) -> None:
-    """Settings that lm-eval does not take as overrides."""
+    """Apply the settings that lm-eval does not take as overrides."""
     likelihood = task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
     if likelihood != (row.kind == "likelihood"):
         raise UserError(
@@ -186,13 +186,13 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
 
 
 def num_items(tasks: dict[str, Any], limit: int | None) -> int:
-    """How many items of a row's tasks are judged."""
+    """Count the items that a row's tasks are evaluated on."""
     counts = [len(task.eval_docs) for task in tasks.values()]
     return sum(counts if limit is None else [min(count, limit) for count in counts])
 
 
 def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
-    """What a row asks of a model, estimated from a few prompts of every task."""
+    """Estimate what a row asks of a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if row.kind == "generation":
         tokens = [(task.config.generation_kwargs or {}).get("max_gen_toks", 256) for task in tasks.values()]
@@ -208,7 +208,7 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
 
 
 def _characters_read(task: Any, document: Any) -> int:
-    """Of one item: lm-eval asks for all choices at once where they are single tokens."""
+    """Count the prompt characters read for one item; single-token choices share one forward pass."""
     context = task.fewshot_context(document, task.config.num_fewshot or 0)
     requests = task.construct_requests(doc=document, ctx=context, metadata=(task.task_name, 0, 1))
     asked = [request.args for request in (requests if isinstance(requests, list) else [requests])]
@@ -219,7 +219,7 @@ def _characters_read(task: Any, document: Any) -> int:
 
 
 def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
-    """What lm-eval says about the row's metric; of one it knows nothing about, yes."""
+    """Ask lm-eval about the row's metric; of one it knows nothing about, yes."""
     metric = row.metric.split(",", 1)[0]
     return all(task.higher_is_better().get(metric) is not False for task in tasks.values())
 
@@ -271,7 +271,7 @@ def run_task(
 
 @contextlib.contextmanager
 def _no_bars_while_building() -> Iterator[None]:
-    """lm-eval 0.4.13 draws one without a name for every task, so 57 for MMLU, and cannot be asked not to."""
+    """Suppress the bars that lm-eval 0.4.13 draws without a name for every task, so 57 for MMLU."""
     from lm_eval.api import task
 
     bar = task.tqdm

@@ -72,7 +72,7 @@ def write_lm_eval(
 
 
 def _plain(text: str) -> str:
-    """Text that UTF-8 can hold: halves of characters, which models do produce, become question marks."""
+    """Replace halves of characters, which models do produce and UTF-8 cannot hold, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -94,7 +94,7 @@ def _add_group(
     row: Mapping[str, Any],
     members: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-    """A group has a score and no configuration, so that whoever reads `configs` finds samples for each."""
+    """Add a group: it has a score and no configuration, so that whoever reads `configs` finds samples for each."""
     items = [item for part in members.values() for item in part]
     metric, rule = lm_eval_key(row["metric"])
     found = _scores(name, row["metric"], items) | {"sample_count": {f"{metric},{rule}": len(items)}}
@@ -138,7 +138,7 @@ def _add_task(
 
 
 def lm_eval_key(metric: str) -> tuple[str, str]:
-    """Metric and filter: ("acc", "none") of `acc,none`; code tasks have no filter."""
+    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no filter."""
     name, _, rule = metric.partition(",")
     return name, rule or "none"
 

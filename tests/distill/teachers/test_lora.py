@@ -21,7 +21,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.files import weights_fingerprint
 from fcsd.losses.head import attach_loss_head
-from fcsd.losses.hidden_terms import ExtraTerms
+from fcsd.losses.hidden_terms import AuxiliaryLosses
 from fcsd.tiny.models import tiny_model
 from tests.reference.ranks import run_ranks
 from tests.support import Bench, killed_after
@@ -91,9 +91,9 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     found = hidden(AdapterOffTeacher(student), rows)
     assert torch.equal(found, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
-    terms = ExtraTerms(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
-    _, seen = AdapterOffTeacher(student).hidden_and_seen(rows, terms)
-    _, expected = ModelTeacher(original).hidden_and_seen(rows, terms)
+    terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+    _, seen = AdapterOffTeacher(student).hidden_and_captured(rows, terms)
+    _, expected = ModelTeacher(original).hidden_and_captured(rows, terms)
     assert len(seen.streams) == len(expected.streams) == 4
     assert all(torch.equal(one, other) for one, other in zip(seen.streams, expected.streams, strict=True))
 

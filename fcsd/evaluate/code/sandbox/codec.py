@@ -46,7 +46,7 @@ class Codec:
         self.objects: list[Any] = []
 
     def encode(self, value: Any) -> Any:
-        """`value` as JSON-able data."""
+        """Encode `value` as JSON-able data."""
         kind = type(value)
         if kind in _LEAF:
             # Decimal digits of a large number take a time that grows with their square.
@@ -111,7 +111,7 @@ class Codec:
         }
 
     def decode(self, data: Any) -> Any:
-        """The value of `data`; ValueError when it is not something that `encode` makes."""
+        """Decode the value of `data`; ValueError when it is not something that `encode` makes."""
         kind = type(data)
         if kind in _LEAF:
             return data
@@ -176,7 +176,7 @@ _FIRST, _MOST, _LARGE = 35, 90, 4096  # cells are printable characters
 
 
 def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
-    """Many equally long tuples of few objects as one text of indices; None when `rows` is not like that.
+    """Pack many equally long tuples of few objects as one text of indices; None when `rows` is not like that.
 
     Mbpp/255 returns 1.7 million tuples of 77 of the same five objects: as JSON they would need gigabytes.
     """

@@ -143,7 +143,8 @@ def drop_capabilities() -> bool:
 
 
 def readable_paths(modules: str | None) -> list[str]:
-    """What programs may read. A prefix that is the root folder does not count: such a Python lies in /usr and /lib."""
+    """List what programs may read. A prefix that is the root folder does not count: such a Python lies in /usr and
+    /lib."""
     paths = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}
     paths |= {modules} if modules else set()
     paths |= {os.path.realpath(path) for path in paths} | {"/dev/urandom", "/dev/zero"}
@@ -198,7 +199,7 @@ def restrict_files(scratch: str | None, modules: str | None = None) -> int:
 
 
 def filter_program(machine: str, *, job: bool) -> bytes:
-    """The seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, which this one is."""
+    """Build the seccomp filter of the sandbox, or (`job=True`, on top of it) of one job's process, this one."""
     column, audit = _ARCH[machine]
     kill_process, refuse, allow = (0x06, 0, 0, 0x80000000), 0x00050000, (0x06, 0, 0, 0x7FFF0000)
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
@@ -232,7 +233,7 @@ def filter_program(machine: str, *, job: bool) -> bytes:
 
 
 def forbid_system_calls(*, job: bool) -> bool:
-    """Seccomp: apply `filter_program`, where this machine has one."""
+    """Apply `filter_program` of seccomp, where this machine has one."""
     if platform.machine() not in _ARCH or struct.calcsize("P") != 8 or sys.byteorder != "little":
         return False
     code = filter_program(platform.machine(), job=job)
@@ -242,7 +243,7 @@ def forbid_system_calls(*, job: bool) -> bool:
 
 
 def limit_resources(memory_bytes: int, cpu_s: int) -> bool:
-    """Hard limits of one job's process: address space, CPU seconds, file size, open files, processes, no
+    """Set hard limits of one job's process: address space, CPU seconds, file size, open files, processes, no
     core."""
     held = True
     for name, value in (
@@ -259,5 +260,5 @@ def limit_resources(memory_bytes: int, cpu_s: int) -> bool:
 
 
 def prctl(option: int, value: int) -> Any:
-    """One of the simple process controls."""
+    """Call one of the simple process controls."""
     return _libc.prctl(option, value, 0, 0, 0)

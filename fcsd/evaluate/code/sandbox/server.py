@@ -117,7 +117,7 @@ class Link:
         self.values = codec.Codec()
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """One request and its answer; what the program raised is raised here, as the builtin of that name."""
+        """Send one request, return its answer; what the program raised is raised here, as the builtin of that name."""
         try:
             codec.write_frame(self.requests, request)
             reply = codec.read_frame(self.answers)
@@ -136,7 +136,7 @@ class Link:
         raise error
 
     def function(self, name: str) -> Any:
-        """A function that is called in the program's process."""
+        """Return a function that is called in the program's process."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             return self.ask({
@@ -225,7 +225,7 @@ def fork_job_process(run: Any, keep: set[int], config: dict[str, Any], cpu_s: in
 
 
 def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], own_space: bool) -> bool:
-    """One job from start to the last of its processes; False when the scorer has gone."""
+    """Run one job from start to the last of its processes; False when the scorer has gone."""
     start = time.monotonic()
     cpu_s = int(timeout_s) + 2
     to_program, to_examiner, done = os.pipe(), os.pipe(), os.pipe()
@@ -282,7 +282,7 @@ def run_job(number: int, length: int, timeout_s: float, config: dict[str, Any], 
 
 
 def _processor_s(pid: int) -> float:
-    """Processor time of a process, all its threads together; 0 when it has ended."""
+    """Read the processor time of a process, all its threads together; 0 when it has ended."""
     try:
         return time.clock_gettime(
             ~pid << 3 | 2
@@ -294,7 +294,7 @@ def _processor_s(pid: int) -> float:
 def _classify(
     verdict: bytes, in_time: bool, status: int | None, usage: float, cpu_s: int, shielded: bool
 ) -> tuple[str, str]:
-    """What became of a job whose examiner gave no outcome."""
+    """Classify a job whose examiner gave no outcome."""
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
