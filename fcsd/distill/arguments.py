@@ -71,7 +71,7 @@ def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> 
 
 
 def training_arguments(run: TrainingRun) -> TrainingArguments:
-    """The recipe's training section in the words of `transformers`; inside `engine_environment`."""
+    """Say the recipe's training section in the words of `transformers`; inside `engine_environment`."""
     train, engine = run.train, run.launch.engine
     on_cpu = run.launch.device.type == "cpu"
     checkpointing = checkpoints_activations(train, run.student)

@@ -147,7 +147,7 @@ class StopWhenScoreStalls(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The clock of the run stands still."""
+        """Stop the clock of the run."""
         self.stopper.time.stop()
 
 

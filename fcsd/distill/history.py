@@ -15,7 +15,7 @@ def mean_of_last(losses: list[float], count: int) -> float:
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
-    """The logged points of a finished run, oldest first."""
+    """Return the logged points of a finished run, oldest first."""
     lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

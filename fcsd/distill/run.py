@@ -152,7 +152,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
-    """The Trainer's own callback would write into the folder of checkpoints, which does not stay."""
+    """Write event files beside the checkpoints, whose folder the Trainer's own callback would use and does not stay."""
     if "tensorboard" not in run.train.report_to:
         return []
     callback = TensorBoardCallback()
@@ -173,7 +173,7 @@ def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
 
 
 def _not_scored(trainer: DistillTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
-    """What ends a run whose score failed: one line; of an error that nobody has foreseen the traceback before it."""
+    """Return what ends a run whose score failed, in one line; print the traceback of an error nobody has foreseen."""
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
     if step == 0:

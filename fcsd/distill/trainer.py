@@ -135,7 +135,7 @@ class DistillTrainer(GuardedTrainer):
         return self.terms.coefficients(self.state.global_step) if self.terms is not None else {}
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
-        """Number of kept tokens of the optimiser step, over all ranks."""
+        """Count the kept tokens of the optimiser step, over all ranks."""
         if not batch_samples:
             return None
         count = sum(
@@ -155,7 +155,7 @@ class DistillTrainer(GuardedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """This micro-batch's share of the step's mean loss, in nats per kept token."""
+        """Compute this micro-batch's share of the step's mean loss, in nats per kept token."""
         if num_items_in_batch is None:
             raise RuntimeError("the number of kept tokens of the step is unknown")
         inputs = trim_padding(inputs)
@@ -218,7 +218,7 @@ class DistillTrainer(GuardedTrainer):
         self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
 
     def meters(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Sums and counts since the last log; both are replaced, never changed."""
+        """Return sums and counts since the last log; both are replaced, never changed."""
         return dict(self._sums), self._counts
 
     def set_meters(self, meters: Any) -> None:
@@ -419,7 +419,7 @@ class DistillTrainer(GuardedTrainer):
         """Nothing: `restore` does it, once there is an optimiser."""
 
     def restore_progress(self, checkpoint: Path) -> None:
-        """The stopper as it was; the time that was spent stays spent."""
+        """Load the stopper as it was; the time that was spent stays spent."""
         if self.stopper is not None:
             self.stopper.load(read_json(checkpoint / STOPPER_FILE))
 
