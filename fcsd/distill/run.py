@@ -26,7 +26,7 @@ from fcsd.data.batches import Collator
 from fcsd.distill.arguments import (
     TrainingRun,
     check_reporters,
-    refuse_what_cannot_be_spread,
+    refuse_what_cannot_be_sharded,
     training_arguments,
 )
 from fcsd.distill.best import best_folder, drop_others, keep_best, scored
@@ -67,7 +67,8 @@ def train(run: TrainingRun) -> dict[str, Any]:
     engine = run.launch.engine
     check_precision(run.train, engine)
     if engine.shards:
-        refuse_what_cannot_be_spread(run, engine)
+        by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
+        refuse_what_cannot_be_sharded(run.train, run.objective, engine, by_heldout_kl=by_heldout_kl)
     with engine_environment(engine, run.launch.device):
         return _train(run, engine)
 
