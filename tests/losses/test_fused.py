@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fcsd.errors import UserError
+from fcsd.losses import fused as losses
 from fcsd.losses.fused import (
     KERNELS,
     Divergence,
