@@ -182,12 +182,12 @@ class GuardedTrainer(Trainer):
 
     @property
     def events_folder(self) -> Path:
-        """Where `events.jsonl` is left: beside the folder of the checkpoints."""
+        """The folder of `events.jsonl`: beside that of the checkpoints."""
         return Path(str(self.args.output_dir)).parent
 
     @property
     def ending(self) -> bool:
-        """Whether a signal has made this step the last one; the same on all ranks."""
+        """True when a signal has made this step the last one; the same on all ranks."""
         return bool(self._received)
 
     def listen(self) -> None:

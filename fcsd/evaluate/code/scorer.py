@@ -53,7 +53,7 @@ _START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0  # the server ends a job at _WAIT ti
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program.
+    """The outcome of one program.
 
     passed   ran all tests to their end
     wrong    a test's assertion failed
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the program counts."""
+        """True when the program counts."""
         return self.outcome == "passed"
 
 
@@ -358,7 +358,7 @@ class _Server:
 
     @property
     def usable(self) -> bool:
-        """Whether the server can take a job, or can be started anew after an orderly end."""
+        """True when the server can take a job, or can be started anew after an orderly end."""
         return self._process is not None and not self._broken
 
     def ready(self) -> dict[str, Any]:
