@@ -26,7 +26,7 @@ from fcsd.files import read_json, write_text
 
 
 class GuardedTrainer(Trainer):
-    """A Trainer whose every step a `Guard` judges, on figures that all ranks share.
+    """A Trainer whose every step a `Guard` decides on, by figures that all ranks share.
 
     interrupted_by: the number of the signal that ended the training before its last step, on whichever rank it came.
     """

@@ -67,7 +67,7 @@ class SpikeDetector:
 
 
 class Guard:
-    """Judges every step before the optimiser acts on it, and keeps the record.
+    """Decides on every step before the optimiser acts on it, and keeps the record.
 
     skipped_steps, rewinds: in the whole run. passed_steps: batches that rewinds have passed over, counted in steps: the
     data is that many steps ahead of the step's number. events: one dict a row of skipped steps, a spike, a rewind.

@@ -284,7 +284,7 @@ class CodeScorer:
                             return
                         index, (problem, program, limit) = queue.popleft()
                     try:
-                        outcome = _judge(server, problem, program, limit)
+                        outcome = _grade(server, problem, program, limit)
                     except BaseException:
                         with lock:
                             queue.clear()  # the others stop after the program they are at
@@ -303,7 +303,7 @@ class CodeScorer:
         return [outcomes[index] for index in range(len(jobs))]
 
 
-def _judge(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
+def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
     """Run a program against the base tests, if there are any, and if it passes against the others."""
     if not problem.base_tests:
         return _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
