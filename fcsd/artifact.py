@@ -108,16 +108,15 @@ class Stage:
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
-        changes = differences(found["settings"], mine["settings"]) + differences(
-            found["inputs"], mine["inputs"]
-        )
+        changes = differences(found["settings"], mine["settings"])
         if changes and (version := found.get("schema_version")) != SCHEMA_VERSION:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise UserError(
-                f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION}),"
-                f" which wrote settings differently ({'; '.join(changes[:3])}{more}); choose another output_dir, remove"
-                " this folder to run the stage again, or go on with the fcsd that made it"
+                f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION})"
+                f" with other settings, or with these written differently ({'; '.join(changes[:3])}{more}); choose"
+                " another output_dir, remove this folder to run the stage again, or go on with the fcsd that made it"
             )
+        changes += differences(found["inputs"], mine["inputs"])
         if changes:
             raise UserError(
                 f"{self.folder}: was made with other settings ({'; '.join(changes)});"

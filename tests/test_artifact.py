@@ -178,9 +178,9 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
     stage, manifest = former("distill", tmp_path)
     assert manifest["settings"]["early_stopping"]["dataset"] == "fcsd/tiny-code"
     message = (
-        r"was made by another fcsd \(schema_version 1, this one writes 2\), which wrote settings differently"
-        r" \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output_dir, remove this"
-        r" folder to run the stage again, or go on with the fcsd that made it"
+        r"was made by another fcsd \(schema_version 1, this one writes 2\) with other settings, or with these written"
+        r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output_dir,"
+        r" remove this folder to run the stage again, or go on with the fcsd that made it"
     )
     with pytest.raises(UserError, match=message):
         stage.state()
@@ -191,3 +191,5 @@ def test_a_former_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     changed = stage.settings | {"objective": stage.settings["objective"] | {"vocab_size": 7}}
     with pytest.raises(UserError, match=r"objective\.vocab_size: null -> 7"):
         Stage(stage.folder, stage.name, changed, stage.inputs).state()
+    with pytest.raises(UserError, match=r"was made with other settings \(original: .* -> \"abc\"\)"):
+        Stage(stage.folder, stage.name, stage.settings, stage.inputs | {"original": "abc"}).state()

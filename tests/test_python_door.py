@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fcsd
+from tests.support import write_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "python.md"
@@ -47,6 +48,29 @@ def test_every_code_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.M
     assert len(blocks()) >= 8
     for number, block in enumerate(blocks()):
         exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
+
+
+def test_the_lines_of_the_readme_run_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcsd.tiny.models import tiny_model, tiny_tokenizer
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```python\n(.*?)^```", readme, flags=re.M | re.S)
+    (block,) = [each for each in found if "Trainer" in each]
+    tiny = {
+        "Qwen/Qwen3-30B-A3B": str(tmp_path / "tiny"), "max_steps=2000": "max_steps=2",
+        "max_length=4096": "max_length=64", "batch_size_tokens=131072": "batch_size_tokens=256",
+    }  # fmt: skip
+    for real, small in tiny.items():
+        assert real in block
+        block = block.replace(real, small)
+    tiny_model("qwen3_moe", num_hidden_layers=4, vocab_size=300).save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "tiny")
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2 it is"}]
+    write_rows(tmp_path / "chats.jsonl", [{"messages": turns}] * 40)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    exec(compile(block, "README.md", "exec"), {})
+    assert (tmp_path / "runs" / "mine" / "model" / "modeling_farskip.py").is_file()
 
 
 def test_the_example_trains_saves_and_loads_again(

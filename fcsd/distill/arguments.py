@@ -71,7 +71,7 @@ def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> 
 
 
 def training_arguments(run: TrainingRun) -> TrainingArguments:
-    """Translate the recipe's training section to the words of `transformers`; inside `engine_environment`."""
+    """Say the recipe's training section in the words of `transformers`; inside `engine_environment`."""
     train, engine = run.train, run.launch.engine
     on_cpu = run.launch.device.type == "cpu"
     checkpointing = checkpoints_activations(train, run.student)
@@ -116,19 +116,21 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
     )
 
 
-def refuse_what_cannot_be_spread(run: TrainingRun, engine: Engine) -> None:
-    by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
+def refuse_what_cannot_be_sharded(
+    train: TrainConfig, objective: ObjectiveConfig, engine: Engine, *, by_heldout_kl: bool
+) -> None:
+    """Raise UserError for settings that need whole weights; by_heldout_kl: the training stops by that score."""
     wrong = {
         "train.optimizer: muon orthogonalises whole matrices, which no rank has under FSDP or DeepSpeed; launch data"
-        " parallel copies": run.train.optimizer == "muon",
+        " parallel copies": train.optimizer == "muon",
         "train.ema_decay: an average is kept of whole weights, which no rank has under FSDP or DeepSpeed; launch data"
-        " parallel copies": run.train.ema_decay is not None,
+        " parallel copies": train.ema_decay is not None,
         "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
-            engine.name == "ep" and run.train.layer_lr_ratio != 1
+            engine.name == "ep" and train.layer_lr_ratio != 1
         ),
         # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
         "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
-            engine.name == "zero3" and by_heldout_kl and run.objective.has_hidden_terms
+            engine.name == "zero3" and by_heldout_kl and objective.has_hidden_terms
         ),
     }
     for message, asked in wrong.items():

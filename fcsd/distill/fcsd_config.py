@@ -31,7 +31,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
     "fp16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
     "fsdp": ((None, "", [], False), "launch with accelerate and configs/fsdp2_8.yaml"),
-    "deepspeed": ((None,), "launch with accelerate and configs/zero3_8.yaml"),
+    "deepspeed": ((None,), "launch with accelerate and configs/fsdp2_8.yaml"),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.data.batches import Collator
 from fcsd.data.given import given_rows
-from fcsd.distill.arguments import accumulation_steps
+from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
 from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig
@@ -90,10 +90,16 @@ class FCSDTrainer(DistillTrainer):
         if launch is None:
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
-        self._environment = launch
+        self.launch = launch
         self._settings = args
         train, objective = args.train_config(), args.objective_config()
         check_precision(train, launch.engine)
+        if launch.engine.name == "zero3":  # its settings are made before there is a trainer
+            raise UserError(
+                "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
+            )
+        if launch.engine.shards:
+            refuse_what_cannot_be_sharded(train, objective, launch.engine, by_heldout_kl=False)
         with engine_environment(launch.engine, launch.device):
             set_seed(args.seed)
             self._fit_to_engine(args, launch)
@@ -169,7 +175,7 @@ class FCSDTrainer(DistillTrainer):
         )
 
     def _heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
-        """Rows in order, those of a stream in memory; of a dict of data sets a dict of them."""
+        """Return rows in order, those of a stream in memory; of a dict of data sets a dict of them."""
         if isinstance(data, Mapping):
             return {key: self._heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
         rows = self._rows(data, name, shuffle=False)
@@ -179,19 +185,17 @@ class FCSDTrainer(DistillTrainer):
         if rows is None:
             return None
         args = self._settings
-        needed = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * self._environment.ranks.size
-        )
+        needed = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.launch.ranks.size
         return whole_steps(rows, needed, args.max_length, "data set train_dataset")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Rows of the data set given, which is packed first if it is not yet, or of one of those of the constructor."""
+        """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._heldout_rows(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Rows of the data set given, which is packed first if it is not yet."""
+        """Load rows of the data set given, packed first if need be."""
         return super().get_test_dataloader(self._heldout_rows(test_dataset, "test_dataset"))
 
     # ---- training
@@ -286,7 +290,7 @@ class FCSDTrainer(DistillTrainer):
         return found
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Logits (rows, tokens, vocabulary) and labels of the packed rows of a data set, and its held-out loss."""
+        """Return logits (rows, tokens, vocabulary) and labels of a data set's packed rows, and its held-out loss."""
         with self._with_loss_head():
             return super().predict(test_dataset, *args, **kwargs)
 
@@ -346,7 +350,7 @@ class FCSDTrainer(DistillTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Logits and labels of a batch of packed rows, whose examples do not see each other."""
+        """Return logits and labels of a batch of packed rows, whose examples do not see each other."""
         given = self._prepare_inputs(inputs)
         ids, positions = given["input_ids"], given["position_ids"]
         with torch.no_grad():
@@ -387,10 +391,24 @@ class FCSDTrainer(DistillTrainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._refuse_factored_states()
         super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
             self._push_from_checkpoint(str(folder))
+
+    def _refuse_factored_states(self) -> None:
+        """Refuse an optimiser whose states are not laid out like its parameters: a checkpoint would lose them."""
+        if self.launch.engine.shards:
+            return
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        for parameter, states in optimizer.state.items():
+            for name, state in states.items():
+                if isinstance(state, Tensor) and state.ndim > 0 and state.shape != parameter.shape:
+                    raise UserError(
+                        f"{type(optimizer).__name__}: its state {name!r} has not the shape of its parameter, and no"
+                        " checkpoint can hold it; use another optimizer, or save_strategy='no' and save_model()"
+                    )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the Trainer's card, and how the model is loaded."""

@@ -1,4 +1,4 @@
-"""Score a student in training by its KL to the teacher on held-out text: the same rows and tokens every time."""
+"""Loss on held-out text, as a score of a model in training: the same rows and tokens every time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,19 @@ class HeldoutCE:
         self.rows, self.launch = rows, launch
         self.batches: list[Batch] | None = None  # of this rank
 
+    def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        return read_rows(
+            self.rows,
+            self._add_target,
+            model=student,
+            device=self.launch.device,
+            ranks=self.launch.ranks,
+            trim=True,
+        )
+
     @torch.no_grad()
     def __call__(self, student: PreTrainedModel) -> Score:
-        """Compute the loss of `student` as it is now; leave its training mode and the random state as they were.
+        """Compute the loss of `student` as it is now, and leave its training mode and the random state as they were.
 
         Raises:
             UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
@@ -41,7 +51,7 @@ class HeldoutCE:
         with preserved(student):
             student.eval()
             if self.batches is None:
-                self.batches = self._read(student)
+                self.batches = self._prepare(student)
             sums, counts = sums_by_row(
                 self.batches,
                 len(self.rows),
@@ -55,27 +65,15 @@ class HeldoutCE:
             )
         return Score(sums, counts, higher_is_better=False)
 
-    def _read(
-        self, student: PreTrainedModel, prepare: Callable[[Batch], Any] = lambda batch: None
-    ) -> list[Batch]:
-        return read_rows(
-            self.rows,
-            prepare,
-            model=student,
-            device=self.launch.device,
-            ranks=self.launch.ranks,
-            trim=True,
-        )
-
     def _sum(self, student: Any, batch: Batch) -> Tensor:
-        """Sum the loss inside the student's forward pass, where the head is whole under every engine."""
+        """Compute the summed loss inside the student's forward pass, where the head is whole under every engine."""
         keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
-        return student(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            keep=keep,
-            **self._target(batch, targets),
-        )["loss"]
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        target = self._target(batch, targets)
+        return student(input_ids=ids, position_ids=positions, keep=keep, **target)["loss"]
+
+    def _add_target(self, batch: Batch) -> None:
+        """Put what the student is compared with into a batch; of the data it is there."""
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         return {"objective": "ce", "labels": targets}
@@ -86,8 +84,8 @@ class HeldoutKL(HeldoutCE):
 
     Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
 
-    Args: as above; `original` loads the model that the student is compared with, for
-    runs whose own teacher cannot be run on other rows (a cache), or that have none (sft).
+    Args: as above; `original` loads the model that the student is compared with, for runs whose own teacher cannot be
+    run on other rows (a cache), or that have none (sft).
     """
 
     def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
@@ -110,14 +108,18 @@ class HeldoutKL(HeldoutCE):
                 " teacher.backend: sharded, with an objective that has a teacher"
             )
 
-    def _read(
-        self, student: PreTrainedModel, prepare: Callable[[Batch], Any] = lambda batch: None
-    ) -> list[Batch]:
-        # Another copy of the original does not stay in memory.
-        teacher = self.teacher or ModelTeacher(nn.Module.to(self.original(), self.launch.device))
-        batches = super()._read(student, lambda batch: teacher.prepare([batch]))
-        self.head = teacher.head
+    def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        own = self.teacher
+        if own is None:
+            self.teacher = ModelTeacher(nn.Module.to(self.original(), self.launch.device))
+        batches = super()._prepare(student)
+        assert self.teacher is not None
+        self.head, self.teacher = self.teacher.head, own  # one that was loaded for this does not stay
         return batches
+
+    def _add_target(self, batch: Batch) -> None:
+        assert self.teacher is not None
+        self.teacher.prepare([batch])
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         return {"objective": "kl", "teacher_hidden": batch["teacher_hidden"], "teacher_head": self.head}

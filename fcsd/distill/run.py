@@ -26,7 +26,7 @@ from fcsd.data.batches import Collator
 from fcsd.distill.arguments import (
     TrainingRun,
     check_reporters,
-    refuse_what_cannot_be_spread,
+    refuse_what_cannot_be_sharded,
     training_arguments,
 )
 from fcsd.distill.best import best_folder, drop_others, keep_best, scored
@@ -67,7 +67,8 @@ def train(run: TrainingRun) -> dict[str, Any]:
     engine = run.launch.engine
     check_precision(run.train, engine)
     if engine.shards:
-        refuse_what_cannot_be_spread(run, engine)
+        by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
+        refuse_what_cannot_be_sharded(run.train, run.objective, engine, by_heldout_kl=by_heldout_kl)
     with engine_environment(engine, run.launch.device):
         return _train(run, engine)
 
@@ -152,7 +153,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
-    """Make the callback that writes beside the checkpoints; the Trainer's own would write among them, and they go."""
+    """Write event files beside the checkpoints, whose folder the Trainer's own callback would use and does not stay."""
     if "tensorboard" not in run.train.report_to:
         return []
     callback = TensorBoardCallback()
@@ -173,7 +174,7 @@ def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
 
 
 def _not_scored(trainer: DistillTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
-    """Return what ends a run whose score failed: one line; an unforeseen error's traceback is printed before it."""
+    """Return what ends a run whose score failed, in one line; print the traceback of an error nobody has foreseen."""
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
     if step == 0:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.config.suite import CodeTaskConfig, load_suite, suite_names
+from fcsd.config.strict import validate
+from fcsd.config.suite import CodeTaskConfig, TaskConfig, load_suite, suite_names
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import dataset_location
 
@@ -95,3 +96,15 @@ def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(tm
         dataset_location(row, tmp_path)
     (tmp_path / "owner" / "problems").mkdir(parents=True)
     assert dataset_location(row, tmp_path) == str((tmp_path / "owner" / "problems").resolve())
+
+
+def test_a_row_of_its_own_is_refused_in_the_same_words() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"row: num_samples: no meaning for kind 'likelihood', only for code \(and 1 more: metric: is req",
+    ):
+        validate(TaskConfig, {"task": "a", "kind": "likelihood", "dataset": "d", "num_samples": 3}, "row")
+    row = validate(
+        TaskConfig, CODE | {"num_fewshot": 0}, "row"
+    )  # as rows were printed before they were unions
+    assert row == CodeTaskConfig.model_validate(CODE)

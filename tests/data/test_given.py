@@ -1,4 +1,4 @@
-"""Data that a caller holds gives the rows that a recipe's file gives; its columns are seen from their names."""
+"""Data that a caller holds gives the rows of a recipe's file; what its columns mean is seen from their names."""
 
 import json
 from pathlib import Path
@@ -111,11 +111,7 @@ TEXTS_ROWS = [{"text": text} for text in TEXTS]
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (
-            [{"a": 1, "b": 2}],
-            {},
-            "no column 'messages', 'text', 'prompt' with 'response', or 'input_ids'; it has 'a', 'b'",
-        ),
+        ([{"a": 1, "b": 2}], {}, "no column 'messages', 'text', 'prompt' with 'response', .*; it has 'a', 'b'"),
         ([{"a": "x"}], {"columns": {"words": "a"}}, "columns must name 'messages', or 'text', .*, got words"),
         ([{"text": 5}], {}, "column 'text': text is needed, found 5"),
         ([{"messages": "hello"}], {}, "column 'messages': a list of messages"),

@@ -267,6 +267,18 @@ def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
     )
 
 
+def test_an_optimiser_whose_states_a_checkpoint_would_lose_is_refused(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    with pytest.raises(
+        UserError, match="Adafactor: its state 'exp_avg_sq_row' has not the shape of its parameter"
+    ):
+        make(optim="adafactor").train()
+    trainer = make(optim="adafactor", save_strategy="no")
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
 def test_metrics_are_computed_from_the_logits_of_the_model(make: Callable[..., FCSDTrainer]) -> None:
     def agreement(found: Any) -> dict[str, float]:
         kept = found.label_ids[:, 1:] != -100

@@ -149,7 +149,7 @@ def test_a_run_with_all_of_them_that_is_killed_goes_on_to_the_same_weights(
     command = ["distill", str(bench.recipe("killed", **changes))]
 
     def killed() -> int:
-        monkeypatch.setattr(run_module, "_drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(run_module, "drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()

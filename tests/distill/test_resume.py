@@ -74,7 +74,7 @@ def die(*args: Any, **kwargs: Any) -> None:
         (trainer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
         (trainer_module, "write_json"),  # weights and optimiser written, the stopper's state not
         (trainer_module.DistillTrainer, "_save_rng_state"),
-        (run_module, "_drop_others"),
+        (run_module, "drop_others"),
         (run_module, "_leave_model"),  # after the last step
         (run_module, "write_text"),
     ],
@@ -102,7 +102,7 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
     assert weights(bench, "killed") == whole
 
 
-@pytest.mark.parametrize("place", ["_drop_others", "_leave_model"])
+@pytest.mark.parametrize("place", ["drop_others", "_leave_model"])
 def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
     bench: Bench, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,79 @@
+"""Options that mirror a key of a recipe: type, choices and default are those of its field."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.cli.main import build_parser
+from fcsd.cli.options import CommandParser, field_option
+from fcsd.config.recipe import EvaluationConfig, Recipe
+from fcsd.config.unions import place_of
+from fcsd.layers.study import Study
+
+
+def parsed(*words: str) -> Any:
+    return build_parser().parse_args(words)
+
+
+def test_a_changed_field_changes_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (parsed("evaluate", "m").batch_size, parsed("layers", "m", "--output", "o").batch_size) == (16, 16)
+    monkeypatch.setattr(EvaluationConfig.model_fields["batch_size"], "default", 7)
+    assert (parsed("evaluate", "m").batch_size, parsed("layers", "m", "--output", "o").batch_size) == (7, 7)
+
+
+def test_values_have_the_type_of_the_field() -> None:
+    found = parsed(
+        "evaluate", "m", "--batch-size", "8", "--limit", "3", "--allow-weak-sandbox", "--cache", "c"
+    )
+    assert (found.batch_size, found.limit, found.allow_weak_sandbox, found.cache) == (8, 3, True, Path("c"))
+    assert parsed("evaluate", "m", "--batch-size", "auto").batch_size == "auto"
+    assert (parsed("evaluate", "m").suite, parsed("layers", "m", "--output", "o").suite) == (
+        "paper11",
+        "tiny",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "m", "--batch-size", "many"], "argument --batch-size: a number or auto is needed, got 'many'"),
+        (["evaluate", "m", "--limit", "few"], "argument --limit: invalid int value: 'few'"),
+        (["layers", "m", "--output", "o", "--loss-on", "prompt"], "argument --loss-on: invalid choice: 'prompt'"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(*words)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_of_commands_that_are_not_asked_for_no_option_is_looked_up() -> None:
+    parser = CommandParser()
+    parser.asked_for = False
+    field_option(parser, "no.such.key", "")
+    parser.asked_for = True
+    with pytest.raises(AssertionError):
+        field_option(parser, "no.such.key", "")
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    {
+        "attention": "connectivity.attention", "mlp": "connectivity.mlp", "text_examples": "data.heldout_examples",
+        "max_length": "data.max_length", "packing": "data.packing", "loss_on": "data.loss_on",
+        "suite": "evaluation.suite", "data_root": "evaluation.data_root", "limit": "evaluation.limit",
+        "allow_weak_sandbox": "evaluation.allow_weak_sandbox",
+    }.items(),
+)  # fmt: skip
+def test_a_layer_study_takes_what_the_key_of_a_recipe_takes(field: str, key: str) -> None:
+    record = place_of(Recipe, key.split(".")).record
+    assert record is not None
+    ours, theirs = Study.model_fields[field], record.model_fields[key.split(".")[1]]
+    assert (ours.annotation, ours.default, ours.metadata) == (
+        theirs.annotation,
+        theirs.default,
+        theirs.metadata,
+    )
