@@ -1,4 +1,4 @@
-"""What a user is meant to see when a command does not end well."""
+"""Errors that a user is meant to see when a command does not end well."""
 
 
 class UserError(Exception):

@@ -32,7 +32,7 @@ ALL_EXPERTS = 1.5
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where the run is to happen."""
+    """The machine that the run is estimated for."""
 
     gpu: str = "h200"
     num_gpus: int = 1

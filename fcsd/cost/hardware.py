@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a vendor publishes of one device.
+    """The published figures of one device.
 
     link_gb_s: to the other devices of its node, one direction, all of them together.
     """

@@ -25,7 +25,7 @@ ZERO3_BUCKET = 5 * 10**8
 
 @dataclass(frozen=True)
 class Layout:
-    """How the models lie on the ranks.
+    """The layout of the models on the ranks.
 
     offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: of an optimiser
     step, over all ranks: the teacher's hidden states of all of them are there before the student runs.

@@ -26,7 +26,7 @@ from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 @dataclass(frozen=True)
 class Setting:
-    """What the memory and the matmuls of a micro-batch depend on.
+    """The settings that memory and matmuls of a micro-batch depend on.
 
     objective: a name of `fcsd.config.training.ObjectiveConfig`; divergence: its temperature, jsd_beta and clip.
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
@@ -54,18 +54,18 @@ class Setting:
 
     @property
     def runs_teacher_model(self) -> bool:
-        """Whether a second model is in memory."""
+        """True when a second model is in memory."""
         return self.has_teacher and self.teacher == "sharded"
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the student is compared with a teacher."""
+        """True when the student is compared with a teacher."""
         return self.objective not in ("sft", "ce")
 
 
 @dataclass
 class Trace:
-    """What one optimiser step needs.
+    """The needs of one optimiser step.
 
     peak: kind -> bytes at the moment at which most live; transient: the same at the moment at which most live beside
     `PERSISTENT`, without those. flops: phase -> dtype -> operations of one micro-batch. num_pairs: layers that are

@@ -16,7 +16,7 @@ _OPEN_ROWS = 64
 
 @dataclass
 class PackingStats:
-    """What became of the examples."""
+    """Counts of what became of the examples."""
 
     num_examples: int = 0
     num_truncated: int = 0  # were longer than a row

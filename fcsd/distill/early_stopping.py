@@ -1,4 +1,4 @@
-"""When to stop: the score has not improved for a while (paper 5.1: every 1000 steps, patience 20, delta 2 %).
+"""Decide when to stop: the score has not improved for a while (paper 5.1: every 1000 steps, patience 20, delta 2 %).
 
 Pure bookkeeping; what the score is and how it is measured is in `fcsd.stages.scoring`.
 """
@@ -16,7 +16,7 @@ from fcsd.text import RELATIVE, duration, items_text, plus_minus
 
 @dataclass(frozen=True)
 class Score:
-    """What one evaluation found: a figure for each item, of the same items in the same order every time.
+    """One evaluation: a figure for each item, of the same items in the same order every time.
 
     The score is sum(figures) / sum(weights). Of a task the figures are the items' scores and the weights 1; of the
     held-out KL an item is a row, its figure the KL summed over its tokens in nats, its weight their number.
@@ -119,7 +119,7 @@ class EarlyStopper:
 
     @property
     def should_stop(self) -> bool:
-        """Whether `patience` evaluations have passed without an improvement."""
+        """True when `patience` evaluations have passed without an improvement."""
         return self.stalled >= self.patience
 
     def is_due(self, step: int, max_steps: int) -> bool:
@@ -152,7 +152,7 @@ class EarlyStopper:
 
     @property
     def items(self) -> str:
-        """How many items each evaluation has: `40 of 378 items`."""
+        """The number of items of each evaluation: `40 of 378 items`."""
         return items_text(self.metric, self.num_items, self.num_items_total)
 
     def noise(self) -> str | None:
@@ -275,7 +275,7 @@ class TimeSpent:
 
     @property
     def share(self) -> float:
-        """Of the run's time that went into scores."""
+        """The share of the run's time that went into scores."""
         return self.scoring_s / self.run_s if self.run_s else 0.0
 
     @contextlib.contextmanager

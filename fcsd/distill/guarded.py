@@ -26,7 +26,7 @@ from fcsd.files import read_json, write_text
 
 
 class GuardedTrainer(Trainer):
-    """A Trainer whose every step a `Guard` judges, on figures that all ranks share.
+    """A Trainer whose every step a `Guard` decides on, by figures that all ranks share.
 
     interrupted_by: the number of the signal that ended the training before its last step, on whichever rank it came.
     """
@@ -182,12 +182,12 @@ class GuardedTrainer(Trainer):
 
     @property
     def events_folder(self) -> Path:
-        """Where `events.jsonl` is left: beside the folder of the checkpoints."""
+        """The folder of `events.jsonl`: beside that of the checkpoints."""
         return Path(str(self.args.output_dir)).parent
 
     @property
     def ending(self) -> bool:
-        """Whether a signal has made this step the last one; the same on all ranks."""
+        """True when a signal has made this step the last one; the same on all ranks."""
         return bool(self._received)
 
     def listen(self) -> None:

@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
+"""Update the weights: by AdamW, or Muon for the matrices of the decoder layers; one learning rate, or one a layer.
 
 Not covered: the schedule, which is transformers'; Muon for weights that are sharded over ranks.
 """

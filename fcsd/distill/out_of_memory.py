@@ -1,4 +1,4 @@
-"""A training that has not enough memory: which terms are the largest, and what to change.
+"""Explain a training that is out of memory: which terms are the largest, and what to change.
 
 What is held for good is counted from the models; the rest is what was there beyond it when most was.
 

@@ -1,4 +1,4 @@
-"""What a long run does when a step goes wrong: skip it, report it, go back, or stop.
+"""Guard a long run against steps that go wrong: skip, report, rewind, or stop.
 
 A step whose loss or gradient is not finite is skipped, on all ranks: weights, optimiser and schedule are as if it had
 not been, the data moves on, and the step counts towards `max_steps` (as in transformers, DeepSpeed and Megatron, whose
@@ -67,7 +67,7 @@ class SpikeDetector:
 
 
 class Guard:
-    """Judges every step before the optimiser acts on it, and keeps the record.
+    """Decides on every step before the optimiser acts on it, and keeps the record.
 
     skipped_steps, rewinds: in the whole run. passed_steps: batches that rewinds have passed over, counted in steps: the
     data is that many steps ahead of the step's number. events: one dict a row of skipped steps, a spike, a rewind.
@@ -140,7 +140,7 @@ class Guard:
 
     @property
     def weights_are_finite(self) -> bool:
-        """What was found at the beginning of the present row of skipped steps; true when there is none."""
+        """The finding at the beginning of the present row of skipped steps; true when there is none."""
         return self.skipped_in_a_row == 0 or self._row["weights_are_finite"]
 
     @property

@@ -1,4 +1,4 @@
-"""How far an evaluation is, and what is left: a line before every task.
+"""Tell how far an evaluation is, and what is left: a line before every task.
 
 Not covered: the bars within a task, which are those of lm-eval and tqdm.
 """
@@ -14,7 +14,7 @@ from fcsd.text import duration
 
 @dataclass(frozen=True)
 class Work:
-    """What one task asks of a model: an item of MMLU with five shots takes as long as ten of PIQA.
+    """The work that one task asks of a model: an item of MMLU with five shots takes as long as ten of PIQA.
 
     Attributes:
         unit: of `amount`: characters that the model reads, or tokens that it may write; each has its own pace.

@@ -1,4 +1,4 @@
-"""What a reader of single answers needs to see of what the model was asked."""
+"""Show what a reader of single answers needs to see of what the model was asked."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What one MoE family is called upstream. Standard library only: recipes and `--help` read this without
+"""Describe one MoE family by its upstream names. Standard library only: recipes and `--help` read this without
 torch."""
 
 from collections.abc import Callable

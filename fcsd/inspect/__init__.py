@@ -1,4 +1,4 @@
-"""What a checkpoint is, what of it would be rewired, and what that costs, without loading its weights.
+"""Tell what a checkpoint is, what of it would be rewired, and what that costs, without loading its weights.
 
     from fcsd.inspect import inspect_model, report_table
     print(report_table(inspect_model("Qwen/Qwen3-30B-A3B")))

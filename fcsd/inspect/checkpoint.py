@@ -15,7 +15,7 @@ from fcsd.errors import UserError, one_line
 
 @dataclass(frozen=True)
 class Source:
-    """What can be known of a checkpoint from its small files."""
+    """The facts in a checkpoint's small files."""
 
     config: dict[str, Any]
     where: str
@@ -82,7 +82,7 @@ def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, wh
     left = ("farskip", "auto_map", *INSTELLA_KEYS)
     values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
     try:
-        with quiet_transformers():
+        with without_advice():
             return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
         raise UserError(f"{where}: transformers refuses it: {one_line(error)}") from None
@@ -94,7 +94,7 @@ def _special_float(value: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """Keep transformers' advice on a config to itself: it is for those who run the model."""
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -19,7 +19,7 @@ from fcsd.families import (
     moe_mask,
     text_config,
 )
-from fcsd.inspect.checkpoint import Source, config_object, find_source, quiet_transformers
+from fcsd.inspect.checkpoint import Source, config_object, find_source, without_advice
 from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
@@ -164,7 +164,7 @@ def _on_meta(build: Any, config: Any, source: Source) -> Any:
     import torch
 
     try:
-        with quiet_transformers(), torch.device("meta"):
+        with without_advice(), torch.device("meta"):
             return build(config)
     except Exception as error:
         raise UserError(f"{source.where}: transformers cannot build it: {one_line(error)}") from None
@@ -177,7 +177,7 @@ def _total(config: Any) -> int | None:
 
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
-            with quiet_transformers(), torch.device("meta"):
+            with without_advice(), torch.device("meta"):
                 return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
         except Exception:  # no such class for this config, or one that cannot be built: the next may do
             continue

@@ -95,7 +95,7 @@ KERNELS = Kernels()
 
 @dataclass(frozen=True)
 class Divergence:
-    """What a student is compared with its teacher by; the module's docstring has the formulas.
+    """The measure by which a student is compared with its teacher; the module's docstring has the formulas.
 
     temperature: both logits are divided by it. jsd_beta: weight of the teacher in the mixture of `jsd`.
     clip: nats, the most that one token counts; None: no limit.
@@ -120,7 +120,7 @@ class Divergence:
 
 
 class TokenStatistics(NamedTuple):
-    """Of each of N tokens, at the temperature of the divergence; none of them has a gradient.
+    """Figures of each of N tokens, at the temperature of the divergence; none of them has a gradient.
 
     divergence: (N,) nats, before clipping. teacher_entropy: (N,) nats. top1_agreement: (N,) bool, whether the
     student's most probable token is the teacher's (a tie agrees).
@@ -274,7 +274,7 @@ class _Logits:
 
 @dataclass(frozen=True)
 class _Head:
-    """What gives one model's logits: (N, D) hidden states, (V, D) weight, (V,) bias, the post-processing."""
+    """The operands of one model's logits: (N, D) hidden states, (V, D) weight, (V,) bias, the post-processing."""
 
     hidden: Tensor
     weight: Tensor
@@ -305,7 +305,7 @@ class _Teacher:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Of a chunk: gradient of the logits (n, V), and of each token divergence, entropy, agreement."""
+    """The results of a chunk: gradient of the logits (n, V), and of each token divergence, entropy, agreement."""
 
     gradient: Tensor
     divergence: Tensor

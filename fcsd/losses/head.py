@@ -49,7 +49,7 @@ from fcsd.losses.fused import (
 
 @dataclass
 class LossOutput(ModelOutput):
-    """What a model with a loss head returns in training: the loss sum, or (N, D) hidden states.
+    """The output of a model with a loss head in training: the loss sum, or (N, D) hidden states.
 
     Beside a divergence's sum, of each of the N tokens: see `fcsd.losses.fused.TokenStatistics`.
     """
@@ -63,7 +63,7 @@ class LossOutput(ModelOutput):
 
 @dataclass
 class _Target:
-    """What the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors."""
+    """The target that the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors."""
 
     labels: Tensor | None = None
     teacher_hidden: Tensor | None = None

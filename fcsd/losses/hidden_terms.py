@@ -1,4 +1,4 @@
-"""What an objective may compare beside the distributions: streams inside the layers, and the routers' choices.
+"""Compare beside the distributions: streams inside the layers, and the routers' choices.
 
 Each term is a sum over the kept tokens, so that a step's mean does not depend on how its batch is cut.
 
@@ -42,7 +42,7 @@ _ONE_BY_ONE = (
 
 @dataclass
 class Captured:
-    """What one forward pass gave: `streams`, each (B, T, D) or (B T, D); `routers`, logits (B T, E)."""
+    """The captures of one forward pass: `streams`, each (B, T, D) or (B T, D); `routers`, logits (B T, E)."""
 
     streams: list[Tensor] = field(default_factory=list)
     routers: list[Tensor] = field(default_factory=list)

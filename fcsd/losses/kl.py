@@ -95,7 +95,7 @@ def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
 
 @dataclass(frozen=True)
 class Original:
-    """What the KL needs to know of the original, which then need not be in memory beside the model.
+    """The original as far as the KL needs it, which then need not be in memory beside the model.
 
     batches: of `read_rows`.
     """

@@ -23,7 +23,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says.
+    """The facts that a card states.
 
     name, where: title, and the repository id or `HERE`.
     config: config.json of the checkpoint.

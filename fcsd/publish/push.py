@@ -52,7 +52,7 @@ _PLACE = re.compile(r"(?<![\w/.:~-])(?:/[\w.@+-]+){2,}")
 
 @dataclass(frozen=True)
 class NewCard:
-    """What a card says that the checkpoint does not know; for folders without `README.md`.
+    """The facts of a card that the checkpoint does not know; for folders without `README.md`.
 
     base: hub id or folder of the original. licence: overrules the one inherited from `base`.
     results: folders of `fcsd evaluate` for the original and for this checkpoint.

@@ -1,4 +1,4 @@
-"""What people read: tables, figures, the report of a run, the model card.
+"""Write what people read: tables, figures, the report of a run.
 
 Not covered: uploading; that is `fcsd.publish.push`.
 """

@@ -198,16 +198,16 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
     same = (stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
-    judged = {
+    graded = {
         row["task"]
         for each in models.values()
         for row in each["result"]["settings"]["suite"]["tasks"]
         if (row["dataset"], row.get("dataset_name"), row.get("split") or _code_split(row)) == same
     }
-    if not judged:
+    if not graded:
         return ""
     return (
-        f" **The same items are graded in {', '.join(sorted(judged))}: no independent test of this choice.**"
+        f" **The same items are graded in {', '.join(sorted(graded))}: no independent test of this choice.**"
     )
 
 

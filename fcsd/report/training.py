@@ -1,4 +1,4 @@
-"""How trainings went: figures of losses and of early stopping's scores, and what those scores cost.
+"""Report how trainings went: figures of losses and of early stopping's scores, and what those scores cost.
 
 Reads only what finished trainings left: `history.jsonl`, `scores.json`, `manifest.json`.
 """

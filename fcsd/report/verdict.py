@@ -1,4 +1,4 @@
-"""What a comparison says, in words: what was lost, what is noise, and how much loss the noise may hide."""
+"""Put a comparison into words: what was lost, what is noise, and how much loss the noise may hide."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

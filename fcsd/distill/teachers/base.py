@@ -2,10 +2,10 @@
 
 The final hidden states (after the final norm) of the tokens that carry loss, and the teacher's head, are all that a
 divergence needs: D numbers a token instead of the vocabulary's. A step asks for those of all its micro-batches at
-once, before the student's first forward, so that a teacher whose weights are spread over ranks gathers them while the
+once, before the student's first forward, so that a teacher whose weights are sharded over ranks gathers them while the
 student's are not.
 
-Not covered: how a teacher's weights are spread over ranks (`fcsd.distributed.engine`).
+Not covered: how a teacher's weights are sharded over ranks (`fcsd.distributed.engine`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The teacher that a recipe names: loaded, left to the student's own weights, or read from a cache.
 
-Not covered: how a teacher's weights are spread over ranks (`fcsd.distributed.engine`).
+Not covered: how a teacher's weights are sharded over ranks (`fcsd.distributed.engine`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 A row's `test` program there lists inputs and right outputs, the original benchmark's inputs first, and compares in its
 own words, which differ from EvalPlus's: Mbpp/737, 787 and 794 compare nothing, HumanEval/32 fails every program, and
-an empty list of right outputs equals anything. Here the inputs and right outputs are taken from the row and judged by
+an empty list of right outputs equals anything. Here the inputs and right outputs are taken from the row and graded by
 `fcsd.evaluate.code.oracle`, in two programs: base (the original inputs), and plus (the inputs that EvalPlus added).
 
 Not covered: EvalPlus's own file format with `base_input` and `plus_input`; EvalPerf; the mini editions.

@@ -53,7 +53,7 @@ _START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0  # the server ends a job at _WAIT ti
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program.
+    """The outcome of one program.
 
     passed   ran all tests to their end
     wrong    a test's assertion failed
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the program counts."""
+        """True when the program counts."""
         return self.outcome == "passed"
 
 
@@ -284,7 +284,7 @@ class CodeScorer:
                             return
                         index, (problem, program, limit) = queue.popleft()
                     try:
-                        outcome = _judge(server, problem, program, limit)
+                        outcome = _grade(server, problem, program, limit)
                     except BaseException:
                         with lock:
                             queue.clear()  # the others stop after the program they are at
@@ -303,7 +303,7 @@ class CodeScorer:
         return [outcomes[index] for index in range(len(jobs))]
 
 
-def _judge(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
+def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
     """Run a program against the base tests, if there are any, and if it passes against the others."""
     if not problem.base_tests:
         return _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
@@ -358,7 +358,7 @@ class _Server:
 
     @property
     def usable(self) -> bool:
-        """Whether the server can take a job, or can be started anew after an orderly end."""
+        """True when the server can take a job, or can be started anew after an orderly end."""
         return self._process is not None and not self._broken
 
     def ready(self) -> dict[str, Any]:

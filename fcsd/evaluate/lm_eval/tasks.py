@@ -233,7 +233,7 @@ def run_task(
     (generation) or `choices` and their `loglikelihoods`; `cut` if the model has been shown the end of the prompt only.
 
     Raises:
-        UserError: a metric that is not a mean; what the model's positions cannot hold; too little memory.
+        UserError: a metric that is not a mean; what the model's positions cannot hold; out of memory.
     """
 
     for task in tasks.values():

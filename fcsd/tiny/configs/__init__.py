@@ -1,4 +1,4 @@
-"""What the tiny configuration of each family adds to the common sizes of `fcsd.tiny.models`."""
+"""The fields that the tiny configuration of each family adds to the common sizes of `fcsd.tiny.models`."""
 
 from typing import Any
 
