@@ -389,12 +389,13 @@ def packed_and_alone(model):
 LENGTHS = (5, 19, 2, 7, 12, 3, 6)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("family", "attention"), ATTENTION)
 def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(family, attention):
     """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
     model = tiny_model(family, attn_implementation=attention)
     packed, alone, batch = packed_and_alone(model)
-    torch.testing.assert_close(packed, alone, rtol=2e-6, atol=0)
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=0)
     refuse_packing(model, batch["labels"], batch["position_ids"])
 
 
@@ -410,6 +411,7 @@ def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_ea
     refuse_packing(model, single["labels"], single["position_ids"])
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
     student, teacher = make_model(seed=0), make_model(seed=1)
     ids, positions, keep, _ = make_batch()
@@ -430,8 +432,8 @@ def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
         teacher_hidden=final_hidden(teacher, ids, positions, keep),
         teacher_head=teacher.lm_head,
     )
-    torch.testing.assert_close(found["divergence"].double(), per_token, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found["loss"].double(), per_token.clamp(max=clip).sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["divergence"], per_token, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found["loss"], per_token.clamp(max=clip).sum(), rtol=1e-10, atol=0)
 
 
 def test_the_class_of_the_head_is_made_once():
