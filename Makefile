@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Two workers on two cores: one thread each. Multi-rank tests fork further.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test check bench docs clean
+.PHONY: setup demo test test-cpus check bench docs clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,15 @@ test: $(STAMP)  ## everything that needs no GPU
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy fcsd
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+
+test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPUs, as far as this one is not such
+	native=$$($(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())'); \
+	for cpu in DEFAULT AVX2; do \
+	  case "$$cpu $$native" in "$$native $$native" | "AVX2 DEFAULT") continue ;; esac; \
+	  echo "contract tests, ATEN_CPU_CAPABILITY $$cpu"; \
+	  ATEN_CPU_CAPABILITY=$$(echo $$cpu | tr A-Z a-z) $(TEST_ENV) \
+	    $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/connectivity || exit 1; \
+	done
 
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .

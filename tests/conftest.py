@@ -1,4 +1,16 @@
-"""A small base checkpoint with its tokenizer and data."""
+"""A small base checkpoint with its tokenizer and data; the environment that tests need, however pytest is started."""
+
+import os
+
+# Before torch and transformers are imported, and inherited by child processes. One thread: a backward pass in a forked
+# rank does not work once the parent has computed gradients with several, and the workers share the cores.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
 
 import functools
 from collections.abc import Iterator

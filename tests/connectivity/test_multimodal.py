@@ -499,7 +499,7 @@ def test_code_of_a_hub_repository_is_named_there(tmp_path, monkeypatch):
     tiny_model("aria").save_pretrained(snapshot)
     names = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     (snapshot / "tokenizer_config.json").write_text(json.dumps(names))
-    monkeypatch.setattr("fcsd.connectivity.checkpoint.find_folder", lambda *_: snapshot)
+    monkeypatch.setattr("fcsd.connectivity.export.find_folder", lambda *_: snapshot)
     convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
     carried = json.loads((tmp_path / "far" / "tokenizer_config.json").read_text())
     assert carried == {"auto_map": {"AutoTokenizer": ["owner/name--tokenization_own.Own", None]}}

@@ -83,7 +83,7 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
             raise UserError("the sandbox is gone")
 
-        fcsd.evaluate.code.generate.generate_completions = broken  # type: ignore[assignment]
+        fcsd.evaluate.runner.generate_completions = broken  # type: ignore[assignment]
     if spoil == "nan":
 
         class Spoil(TrainerCallback):

@@ -232,7 +232,7 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
     command = ["distill", str(recipe(bench, "r"))]
     assert main(command) == 0
     capsys.readouterr()
-    monkeypatch.setattr("fcsd.distill.run.train", lambda run: pytest.fail("trained again"))
+    monkeypatch.setattr("fcsd.stages.distill.train", lambda run: pytest.fail("trained again"))
     assert main(command) == 0
     assert "finished before" in capsys.readouterr().err
     assert main([*command, "--set", "train.logging_steps=7"]) == 0
