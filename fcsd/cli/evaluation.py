@@ -130,7 +130,7 @@ def _add_evaluate(command: Command) -> None:
     parser = command(
         "evaluate",
         _evaluate,
-        "Judge a checkpoint on a suite of tasks.",
+        "Evaluate a checkpoint on a suite of tasks.",
         "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
         " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
         " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
@@ -223,7 +223,7 @@ def _add_layers(command: Command) -> None:
     )
     field_option(parser, "data.heldout_examples", "examples of the text", name="text_examples")
     field_option(parser, "data.max_length", "tokens in one row of the text")
-    field_option(parser, "data.loss_on", "tokens of the text that are judged")
+    field_option(parser, "data.loss_on", "tokens the KL is computed on: response or all")
     parser.add_argument(
         "--task",
         action="append",

@@ -105,7 +105,7 @@ def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="spread the experts over groups of N processes, which send each other tokens instead of weights"
+        help="shard the experts over groups of N processes, which send each other tokens instead of weights"
         " (configs/ep_8.yaml)",
     )
 

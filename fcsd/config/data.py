@@ -33,7 +33,7 @@ class SourceConfig(Strict):
 
 
 class TestSetConfig(Strict):
-    """Rows of a data set that models are judged on."""
+    """A test split that training data is decontaminated against."""
 
     path: str  # hub id or folder below evaluation.data_root, or a local folder or file
     name: str | None = None  # configuration of the data set

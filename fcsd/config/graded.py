@@ -54,8 +54,8 @@ def _graded(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
         yield Graded("early_stopping", stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
-        for judged in data.decontaminate.against:
-            yield Graded("data.decontaminate.against", judged.path, judged.name, judged.split)
+        for test_set in data.decontaminate.against:
+            yield Graded("data.decontaminate.against", test_set.path, test_set.name, test_set.split)
         if data.decontaminate.suite is not None:
             suites.append(("data.decontaminate.suite", data.decontaminate.suite))
     for key, name in suites:

@@ -47,7 +47,7 @@ _VARIANT_SECTIONS = (
 
 
 class EvaluationConfig(Strict):
-    """How every model of the run is judged."""
+    """How every model of the run is evaluated."""
 
     suite: str = "tiny"  # name in eval/suites, or a path
     data_root: str | None = None  # folder in hub layout; null: the Hub

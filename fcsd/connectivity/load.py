@@ -70,7 +70,7 @@ def load_model(
         from transformers import AutoModelForCausalLM
 
         if not weights:
-            raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be spread")
+            raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
     else:
         config, cls = config_and_class(checkpoint, connectivity, original)

@@ -1,10 +1,10 @@
-"""Which engine a launch asks for: one process, data parallel copies, or weights spread by FSDP2 or DeepSpeed ZeRO-3.
+"""Which engine a launch asks for: one process, data parallel copies, or weights sharded by FSDP2 or DeepSpeed ZeRO-3.
 
 accelerate's configuration says which (`configs/`), the recipe says everything that a result depends on, the precision
 too. What can be seen to be wrong is refused before anything is loaded. Expert parallelism, for which accelerate has no
-setting, is asked for by `fcsd distill --expert-parallel N`; transformers spreads the weights then, while it loads them.
+setting, is asked for by `fcsd distill --expert-parallel N`; transformers shards the weights then, while it loads them.
 
-Not covered: how weights are spread (`fcsd.distributed.shard`); tensor and context parallel meshes; ZeRO stages 1 and 2.
+Not covered: how weights are sharded (`fcsd.distributed.shard`); tensor, context parallel meshes; ZeRO stages 1 and 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKPOINTING_FROM = 1_000_000_000
 
 @dataclass(frozen=True)
 class Engine:
-    """What spreads the weights of a launch, and over which ranks.
+    """What shards the weights of a launch, and over which ranks.
 
     replicas: groups of ranks that each hold the whole model among them (hybrid sharding); FSDP2 only.
     reshard: FSDP2 frees a layer's weights after its forward pass, and gathers them again in the backward pass.
@@ -58,7 +58,7 @@ def requested_engine(world: int, device: torch.device, expert_parallel: int = 1)
     world: number of processes. device: of this one.
 
     Raises:
-        UserError: a configuration that is not supported, or that would spread nothing.
+        UserError: a configuration that is not supported, or that would shard nothing.
     """
     _check_expert_parallel(expert_parallel, world)
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
@@ -90,7 +90,7 @@ def _check_expert_parallel(size: int, world: int) -> None:
     flags = ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
     if any(parse_flag_from_env(f"ACCELERATE_USE_{flag}") for flag in flags):
         raise UserError(
-            f"--expert-parallel {size}: spreads all other weights as well; launch with distributed_type: MULTI_GPU and"
+            f"--expert-parallel {size}: shards all other weights as well; launch with distributed_type: MULTI_GPU and"
             " no parallelism_config (see configs/ep_8.yaml)"
         )
 
@@ -226,7 +226,7 @@ def finish_zero_settings(arguments: Any, train: TrainConfig) -> None:
 
 
 def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
-    """Return what transformers is to spread while it loads a model; None: nothing, `fcsd.distributed.shard` does it.
+    """Return what transformers is to shard while it loads a model; None: nothing, `fcsd.distributed.shard` does it.
 
     bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
     """

@@ -127,7 +127,7 @@ def known_to_all(error: BaseException) -> bool:
     return getattr(error, "of_all_ranks", False)
 
 
-def is_spread(model: "nn.Module") -> bool:
+def is_sharded(model: "nn.Module") -> bool:
     """Return whether this rank holds a shard of the weights: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
     return any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in model.parameters())
 
@@ -137,7 +137,7 @@ def input_device(model: Any) -> "torch.device":
     import torch
 
     embedding = model.get_input_embeddings()
-    if is_spread(embedding):
+    if is_sharded(embedding):
         from accelerate import PartialState
 
         return PartialState().device  # weights that are offloaded lie elsewhere

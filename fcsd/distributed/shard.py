@@ -118,7 +118,7 @@ def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
 
 
 def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> PreTrainedModel | None:
-    """On the first rank a model of its own on the CPU with the weights of one that is spread; None on the others.
+    """Gather a sharded model into a whole one on the CPU of the first rank; return None on the others.
 
     All ranks call this; one parameter at a time is whole on their devices.
     """
@@ -232,7 +232,7 @@ class _Sender:
         for part in module.modules():
             for name, parameter in list(part._parameters.items()):
                 if parameter is None or id(parameter) not in self.places:
-                    continue  # sent before, and spread perhaps
+                    continue  # sent before, and sharded perhaps
                 old, places = self.places.pop(id(parameter))
                 value = self._sent(old.data, self.dtypes[self.names[id(part), name]])
                 if dtype is not None and value.is_floating_point():

@@ -9,7 +9,7 @@ from the end, `single` rewires one layer alone: its sensitivity.
 
 On several ranks each has the whole model, and its share of the rows and items.
 
-Not covered: weights that are spread over ranks; a proposal from the sensitivities, that is `fcsd.layers.proposal`.
+Not covered: weights that are sharded over ranks; a proposal from the sensitivities, that is `fcsd.layers.proposal`.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def study_layers(
     draw: makes the figure of the result (`fcsd.report.plots.plot_layers`).
 
     Raises:
-        UserError: a launch that spreads the weights; unknown task; no text; a count that the model does not have; a
+        UserError: a launch that shards the weights; unknown task; no text; a count that the model does not have; a
             converted checkpoint; a folder whose study had other settings or another model.
     """
     check_copies(launch)
@@ -213,7 +213,7 @@ def check_copies(launch: Launch) -> None:
     """Raise UserError in a launch that shards the weights."""
     if launch.engine.shards:
         raise UserError(
-            "the layer study rewires whole copies of the model, and this launch spreads the weights; launch copies"
+            "the layer study rewires whole copies of the model, and this launch shards the weights; launch copies"
             " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
         )
 

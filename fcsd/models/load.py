@@ -97,7 +97,7 @@ def load_checkpoint(
         if distributed_config is None:
             raise
         raise UserError(
-            f"{config.path}: cannot be spread with --expert-parallel {distributed_config.ep_size}:"
+            f"{config.path}: cannot be sharded with --expert-parallel {distributed_config.ep_size}:"
             f" {' '.join(str(error).split())} Launch FSDP2 instead (configs/fsdp2_8.yaml)"
         ) from None
     return loaded
@@ -119,7 +119,7 @@ def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> User
     """Return the error of weights that are larger than what is left of a device."""
     return UserError(
         f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
-        " free the device, or spread the weights over several (docs/evaluation.md, docs/training.md)"
+        " free the device, or shard the weights over several (docs/evaluation.md, docs/training.md)"
     )
 
 

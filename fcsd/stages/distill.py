@@ -180,7 +180,7 @@ def _training_run(
 def _check_launch(run: Run) -> None:
     if run.recipe.lora is not None and run.launch.engine.shards:
         raise UserError(
-            "lora: adapters on weights that are spread over ranks are not supported; launch data parallel copies"
+            "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
         )
 
 

@@ -59,7 +59,7 @@ def _decontaminator(
 ) -> Decontaminator | None:
     if plan is None:
         return None
-    sets = [dataset_items(**judged.model_dump(), data_root=data_root) for judged in plan.against]
+    sets = [dataset_items(**test_set.model_dump(), data_root=data_root) for test_set in plan.against]
     if plan.suite is not None:
         sets.append(suite_items(load_suite(plan.suite), data_root, tokenizer))
     return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))
@@ -88,9 +88,9 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
     }
     plan, data_root = data.decontaminate, run.data_root
     if plan is not None:
-        for index, judged in enumerate(plan.against):
-            location = test_set_location(judged.path, data_root)
-            inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, judged.revision)
+        for index, test_set in enumerate(plan.against):
+            location = test_set_location(test_set.path, data_root)
+            inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, test_set.revision)
         if plan.suite is not None:
             found = test_set_fingerprints(load_suite(plan.suite).tasks, data_root)
             inputs |= {f"data.decontaminate {name}": value for name, value in found.items()}

@@ -29,7 +29,7 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
     if recipe.evaluation.layer_study and launch.engine.shards:
         raise UserError(
-            "evaluation.layer_study: the study rewires whole copies of the model, and this launch spreads the weights;"
+            "evaluation.layer_study: the study rewires whole copies of the model, and this launch shards the weights;"
             " add --set evaluation.layer_study=false, and afterwards run the same recipe without it in one process or"
             " on copies: it does what is left"
         )

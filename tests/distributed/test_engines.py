@@ -245,7 +245,7 @@ def test_adapters_on_spread_weights_are_refused_before_anything_is_loaded(
     monkeypatch.setattr("fcsd.stages.distill.load_checkpoint", None)
     command = ["distill", str(bench.recipe("r", lora={"r": 4}))]
     ((first, one),), ((second, other),) = outcomes("cpu_2_fsdp2", command)
-    assert first == second == 2 and "lora: adapters on weights that are spread over ranks" in one + other
+    assert first == second == 2 and "lora: adapters on weights that are sharded over ranks" in one + other
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -645,7 +645,7 @@ def test_what_expert_parallel_ranks_cannot_train_is_refused(bench: Bench) -> Non
         "muon orthogonalises whole matrices": {"train": train | {"optimizer": "muon"}},
         "an average is kept of whole weights": {"train": train | {"ema_decay": 0.9}},
         "layer_lr_ratio: does not work with --expert-parallel": {"train": train | {"layer_lr_ratio": 0.9}},
-        "lora: adapters on weights that are spread over ranks": {"lora": {"r": 4}},
+        "lora: adapters on weights that are sharded over ranks": {"lora": {"r": 4}},
     }
     recipes = [bench.recipe(f"r{number}", **changes) for number, changes in enumerate(cases.values())]
     ranks = outcomes("cpu_2_ep", *(["distill", str(recipe), *EP] for recipe in recipes))
@@ -658,7 +658,7 @@ def test_a_model_whose_experts_cannot_be_spread_is_refused(bench: Bench, tmp_pat
     model_of("odd").save_pretrained(tmp_path / "odd")
     for folder, message in (("llama4", "has no `ep_plan`"), ("odd", "Cannot evenly shard 3 experts")):
         ranks = run_ranks(refusal, 2, tmp_path / folder)
-        assert all(f"{folder}: cannot be spread with --expert-parallel 2" in line for line in ranks)
+        assert all(f"{folder}: cannot be sharded with --expert-parallel 2" in line for line in ranks)
         assert all(message in line and "Launch FSDP2 instead" in line and "\n" not in line for line in ranks)
 
 

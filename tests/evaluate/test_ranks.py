@@ -16,7 +16,7 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.suite import load_suite
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distributed.launch import join_launch
-from fcsd.distributed.ranks import Ranks, is_spread
+from fcsd.distributed.ranks import Ranks, is_sharded
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import evaluate, prepare_evaluation
 from fcsd.losses.kl import mean_kl, read_original
@@ -88,7 +88,7 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
         known = read_original(other, rows, ranks=ranks)
         del other
     model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), launch)
-    assert ranks.lockstep == is_spread(model)
+    assert ranks.lockstep == is_sharded(model)
     passes = []
     forward = model.forward
     model.forward = lambda *args, **kwargs: (passes.append(1), forward(*args, **kwargs))[1]  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def judged(rank: int, place: Path, variables: dict[str, str], experts: int = 1) 
     )  # fmt: skip
     kl = mean_kl(known, model, rows, ranks=ranks) if known is not None else None
     return {
-        "result": result, "samples": samples, "kl": kl, "passes": len(passes), "spread": is_spread(model),
+        "result": result, "samples": samples, "kl": kl, "passes": len(passes), "spread": is_sharded(model),
     }  # fmt: skip
 
 
