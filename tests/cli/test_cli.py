@@ -49,7 +49,7 @@ def test_the_commands_are_these() -> None:
 def test_help_and_version_load_no_heavy_library() -> None:
     code = (
         "import sys, resource\n"
-        "import fcsd, fcsd.cli\n"
+        "import fcsd, fcsd.cli.main\n"
         "for words in (['--version'], ['--help'], ['distill', '--help']):\n"
         "    try: fcsd.cli.main.main(words)\n"
         "    except SystemExit as end: assert not end.code\n"
