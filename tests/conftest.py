@@ -1,26 +1,17 @@
-"""A small base checkpoint with its tokenizer and data; the environment that tests need, however pytest is started."""
-
-import os
-
-# Before torch and transformers are imported, and inherited by child processes. One thread: a backward pass in a forked
-# rank does not work once the parent has computed gradients with several, and the workers share the cores.
-for _name, _value in {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-}.items():
-    os.environ.setdefault(_name, _value)
+"""A small base checkpoint with its tokenizer and data; every test begins alike, in any order."""
 
 import functools
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tests.environment  # noqa: F401  before torch
 from tests.float64 import in_float64
-from tests.support import Bench, make_bench
+from tests.support import SHARED_DATA, Bench, make_bench
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,6 +29,53 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if has_module_fixture(config.rootpath / file) else nodeid
 
     return Scheduling(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="files, and tests in a file, in a random order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--shuffle`: no test may need another one before it."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        order = random.Random(seed)
+        places = {file: order.random() for file in sorted({item.path for item in items})}
+        order.shuffle(items)
+        items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seed_everything()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_everything()
+
+
+def seed_everything() -> None:
+    """A test draws the same numbers after any other test, and whether or not it is the first to need a fixture."""
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A command that a test runs in this process sets variables for its own libraries; the next test has not these."""
+    before = dict(os.environ)
+    yield
+    for name in (os.environ.keys() | before.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 @functools.cache
@@ -61,6 +99,15 @@ def float64() -> Iterator[None]:
     """For `usefixtures`: models are made and called in float64 throughout."""
     with in_float64():
         yield
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data sets, where the machine has them; where a user says that it has them, they must be there."""
+    if not (SHARED_DATA / "hub").is_dir():
+        missing = f"no real data sets at {SHARED_DATA}/hub (set FCSD_SHARED_DATA)"
+        pytest.fail(missing) if "FCSD_SHARED_DATA" in os.environ else pytest.skip(missing)
+    return SHARED_DATA
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import yaml
 from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = Path(os.environ.get("FCSD_SHARED_DATA") or ROOT.parent / "shared" / "data")
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,10 @@ def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:
 
 def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     """Begin a command in a process of its own, as a user would, with one thread and without network."""
-    names = {
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,
-        env={**os.environ, **names, **environment},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -8,6 +8,7 @@ Not covered: starting processes; that is the launcher's work, see `configs/`.
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -129,7 +130,11 @@ def _process_state() -> PartialState:
         # DeepSpeed, which transformers imports where it is installed, would tell stdout that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Left to itself, accelerate forms a group of CPU processes only under ACCELERATE_USE_CPU.
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
+    with warnings.catch_warnings():
+        # Where the launcher left it unset (mpirun), accelerate shares a machine's cores out among its processes, as it
+        # should, and warns of that in each of them.
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
     if state.num_processes > 1:
         watch_ranks()
     return state

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -21,8 +20,6 @@ from fcsd.data.dataset import build_dataset
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.sources import load_source
 from fcsd.errors import UserError
-
-SHARED = Path(os.environ.get("FCSD_SHARED_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
 PLAIN_TEMPLATE = (
@@ -586,6 +583,7 @@ def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
 # ---- real data, through the same keys
 
 
+@pytest.mark.real_data
 @pytest.mark.parametrize(
     ("path", "name", "columns"),
     [
@@ -598,10 +596,10 @@ def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_real_instruction_data_is_packed_with_loss_on_its_responses(path, name, columns, streaming):
-    if not (SHARED / path).exists():
-        pytest.skip(f"no {path} in {SHARED}; set FCSD_SHARED_DATA")
-    source = Source(str(SHARED / path), name=name, columns=columns, max_examples=50, streaming=streaming)
+def test_real_instruction_data_is_packed_with_loss_on_its_responses(
+    shared_data, path, name, columns, streaming
+):
+    source = Source(str(shared_data / path), name=name, columns=columns, max_examples=50, streaming=streaming)
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
     first = next(iter(load_source(source)))
     encoded = tokenize_example(first, columns, tokenizer)

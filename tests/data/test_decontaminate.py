@@ -1,7 +1,6 @@
 """Test items in training data: planted ones are found, what only looks alike is not, and real data is told apart."""
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ from fcsd.evaluate.items import dataset_items, suite_items
 from fcsd.files import read_json
 from fcsd.tiny.models import tiny_tokenizer
 from tests.support import Bench
-
-SHARED = Path(os.environ.get("FCSD_SHARED_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 
 QUESTION = "A farmer's well is 12 metres deep, and every day the water in it rises by three more; how deep is it then?"
 
@@ -192,12 +189,9 @@ def test_what_the_items_are_is_checked(places: Any, bench: Bench, capsys: pytest
         assert message in capsys.readouterr().err
 
 
-def items_of(name: str) -> Iterator[Item]:
-    root = SHARED / "hub"
-    if not (root / name).is_dir():
-        pytest.skip(f"{root / name} is not there")
+def items_of(shared_data: Path, name: str) -> Iterator[Item]:
     config = {"openai/gsm8k": "main"}.get(name)
-    return dataset_items(name, config, "test", None, [], root)
+    return dataset_items(name, config, "test", None, [], shared_data / "hub")
 
 
 def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tasks(tmp_path: Path) -> None:
@@ -222,15 +216,16 @@ def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tas
     assert questions[0]["question"] in next(item for item in items if item.task == "tiny_choice").texts
 
 
+@pytest.mark.real_data
 def test_every_test_problem_of_gsm8k_is_found_in_itself_and_few_in_the_training_problems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    searched = ItemIndex(items_of("openai/gsm8k"))
+    searched = ItemIndex(items_of(shared_data, "openai/gsm8k"))
     assert len(searched.items) == 1319 and searched.unchecked.total() == 0
 
     def left_out(split: str) -> tuple[int, int]:
-        rows = datasets.load_dataset(str(SHARED / "hub/openai/gsm8k"), "main", split=split)
+        rows = datasets.load_dataset(str(shared_data / "hub/openai/gsm8k"), "main", split=split)
         found = [searched.find(row["question"]) or searched.find(row["answer"]) for row in rows]
         return sum(overlap is not None for overlap in found), len(rows)
 
@@ -239,11 +234,12 @@ def test_every_test_problem_of_gsm8k_is_found_in_itself_and_few_in_the_training_
     assert rows == 7473 and found < 0.005 * rows  # figures of speech: "find the total number of students"
 
 
+@pytest.mark.real_data
 def test_mbpp_items_are_found_by_their_short_questions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    items = list(items_of("evalplus/mbppplus"))
+    items = list(items_of(shared_data, "evalplus/mbppplus"))
     searched = ItemIndex(Item(item.task, item.id, item.texts[:2]) for item in items)  # code and question
     found = [searched.find(f"Here is a task. {item.texts[1]} Use Python.") for item in items]
     assert sum(overlap is not None for overlap in found) >= 370 and len(items) == 378

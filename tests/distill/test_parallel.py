@@ -5,6 +5,7 @@ import math
 import re
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -109,6 +110,23 @@ def test_an_error_that_all_ranks_learn_of_is_printed_by_one(bench: Bench, spoil:
     (error,) = [error for _, error in outcomes if error]
     assert message in error and error.count("\n") == 0
     assert not (bench.folder / "r" / "distill" / "model").exists()
+
+
+def threads_of_a_rank(rank: int) -> tuple[int, int]:
+    from accelerate.state import AcceleratorState
+
+    from fcsd.distributed.launch import join_launch
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    return join_launch().ranks.size, torch.get_num_threads()
+
+
+def test_ranks_whose_launcher_sets_no_number_of_threads_share_the_cores_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    share = max(1, psutil.cpu_count(logical=False) // 2)
+    assert run_ranks(threads_of_a_rank, 2) == [(2, share)] * 2  # a warning is an error here
 
 
 def test_two_forked_ranks_train_what_one_trains(bench: Bench) -> None:

@@ -1,13 +1,9 @@
-"""Offline from the start, and no data set cached outside the test's own folders."""
+"""No data set cached outside the test's own folders."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,9 +17,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_hub() -> Path:
-    """Real data sets in hub layout, where the machine has them."""
-    root = Path(os.environ.get("FCSD_SHARED_DATA") or Path(__file__).parents[3] / "shared" / "data")
-    if not (root / "hub").is_dir():
-        pytest.skip(f"no real data sets at {root}/hub (set FCSD_SHARED_DATA)")
-    return root / "hub"
+def shared_hub(shared_data: Path) -> Path:
+    """Real data sets in hub layout."""
+    return shared_data / "hub"

@@ -11,6 +11,8 @@ from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.runner import evaluate
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.real_data
+
 
 def test_benchmarks_run_from_local_data_and_have_their_official_numbers_of_items(shared_hub: Path) -> None:
     official = {

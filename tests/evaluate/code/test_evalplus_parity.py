@@ -17,7 +17,11 @@ from tests.evaluate.rows import mbpp_row, write_root
 evaluation = pytest.importorskip(
     "evalplus.eval", reason="evalplus is not installed: pip install 'fcsd[evalplus]'"
 )
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.real_data,
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
 
 # Special oracles (2 set, 558, 581, 794 not none), numbers, tuples in lists, floats, a tuple, a list of floats.
 PROBLEMS = ("2", "14", "63", "558", "581", "794", "HumanEval/2", "HumanEval/8", "HumanEval/21")

@@ -1,0 +1,40 @@
+"""What tests need of the environment, whatever the shell's is.
+
+`conftest.py` imports this before torch and transformers, which read some of it once; the processes that tests start
+inherit it.
+"""
+
+import os
+
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",  # the order of sums depends on it; two workers on two cores, and ranks fork further
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+# What a launcher, a user's configuration of one, or a terminal says.
+_OTHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MKL_NUM_THREADS",
+)
+_OTHERS += (
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "MBPP_OVERRIDE_PATH",
+    "DS_ACCELERATOR",
+    "PYTHONWARNINGS",
+    "COLUMNS",
+    "LINES",
+)
+_FAMILIES = ("ACCELERATE_", "FSDP_", "PMI_", "OMPI_", "MV2_", "TQDM_", "TRANSFORMERS_", "WANDB_")
+
+for name in [*os.environ]:
+    if name in _OTHERS or name.startswith(_FAMILIES):
+        del os.environ[name]
+os.environ.update(SETTINGS)
