@@ -255,7 +255,7 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(base_checkpoint: Path, tmp_p
     # No end of a reply before all positions, and steps slow enough to be interrupted.
     (folder / "generation_config.json").write_text('{"eos_token_id": null, "pad_token_id": 0}')
     code = (
-        "import signal, time, fcsd.chat.chat, fcsd.cli\n"
+        "import signal, time, fcsd.chat.chat, fcsd.cli.main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "once = fcsd.chat.chat.Reply._criterion\n"
         "def slow(*a, **k): time.sleep(0.2); return once(*a, **k)\n"
