@@ -1,6 +1,7 @@
 """Options that several commands share, and the help formatter."""
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, get_origin
@@ -40,6 +41,18 @@ LAYERS_HELP = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-1
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that say something."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(
+            " ".join(text.split()),
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         plain = action.default is None or action.default is False or action.default == []

@@ -66,7 +66,7 @@ def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -
         ),
         (
             likelihood(dataset="o/lengthy"),
-            "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be judged; the model has 40 positions",
+            "task t_choice: an answer of [0-9]+ tokens .*y y y.* cannot be scored; the model has 40 positions",
         ),
     ],
 )
