@@ -49,7 +49,7 @@ def test_all_distillations_have_the_same_losses_after_the_same_updates(benchmark
         others += ["gkd"] + ["gkd sorted"] * (lengths == "mixed")
     for variant in others:
         # Divergences of 2e-4 nats: float32 has each token's to 1e-7, TRL from two log-softmaxes.
-        assert losses(benchmark, variant, lengths, tmp_path / variant) == pytest.approx(expected, rel=1e-2)
+        assert losses(benchmark, variant, lengths, tmp_path / variant) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_mixed_batch_fills_its_rows_and_the_equal_one_needs_no_padding(benchmark):
