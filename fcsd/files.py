@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import json
@@ -94,6 +95,52 @@ def replace_folder(source: Path, destination: Path) -> None:
         os.replace(destination, old)
     os.replace(source, destination)
     shutil.rmtree(old, ignore_errors=True)
+
+
+_HELD: dict[Path, int] = {}  # folders that this process works in -> the descriptor that holds the lock
+
+
+def hold_folder(folder: Path) -> None:
+    """Let no other process work in `folder` until this one has ended, or has called `release_folder`.
+
+    The lock is on the folder itself, so that nothing is left behind; the system gives it back when the process ends,
+    however it does. File systems that know no locks (some network ones) are not watched.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder = folder.resolve()
+    if folder in _HELD:
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"{folder}: another process is working in this folder; wait for it or end it, or choose another output_dir"
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return
+    _HELD[folder] = descriptor
+
+
+def release_folder(folder: Path) -> None:
+    """Let others work in a folder that `hold_folder` holds; any other folder: nothing."""
+    if (descriptor := _HELD.pop(folder.resolve(), None)) is not None:
+        os.close(descriptor)
+
+
+def release_folders() -> None:
+    """Let others work in all folders that this process holds: its command has ended."""
+    for folder in list(_HELD):
+        release_folder(folder)
+
+
+os.register_at_fork(
+    after_in_child=release_folders
+)  # a worker that outlives its killed parent must not keep the lock
 
 
 def disk_error(path: Path, error: BaseException) -> UserError:

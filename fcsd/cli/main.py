@@ -11,6 +11,7 @@ from fcsd.cli import checkpoints, evaluation, publishing, recipes
 from fcsd.cli.options import CommandParser, Help
 from fcsd.distributed import failure as rank_failure
 from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
+from fcsd.files import release_folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error)
     finally:
         rank_failure.stop_watching()
+        release_folders()
 
 
 def _failed(text: str, status: int, error: Exception) -> int:

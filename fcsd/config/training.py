@@ -153,6 +153,17 @@ class TrainConfig(Strict):
         return self
 
 
+MAY_CHANGE = tuple(
+    f"train.{key}"
+    for key in (
+        *("logging_steps", "save_steps", "save_total_limit", "report_to"),
+        *("per_device_train_batch_size", "gradient_checkpointing"),
+    )
+)
+"""What may be another when a training is continued: the result does not depend on it, but for the order of float sums.
+"""
+
+
 class SafetyConfig(Strict):
     """What a long run does when a step goes wrong (`fcsd.distill.safety`); of every training of the recipe."""
 

@@ -16,6 +16,7 @@ from fcsd.cost.time import StepTime, step_time
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.training import Training, distillation, micro_batch_setting, pretraining, tracer
 from fcsd.distill.arguments import accumulation_steps
+from fcsd.distill.disk import disk_need
 from fcsd.errors import UserError
 
 MFU = (0.10, 0.25)
@@ -49,7 +50,7 @@ def estimate(
     Args:
         variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead.
 
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, flops, time, totals,
+    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, totals,
         assumptions.
 
     Raises:
@@ -93,6 +94,7 @@ def estimate(
         "changes": []
         if memory["fits"]
         else list(changes(training, setting, layout, memory["gpu_bytes"], trace_of)),
+        "disk": _disk(training, trace),
         "flops": _flops(training, trace, setting),
         "time": _time(training, seconds, hardware),
         "totals": list(_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant)),
@@ -139,6 +141,23 @@ def _memory(
         "gpu_bytes": available,
         "fits": total <= available,
         "activations": activations | layer_inputs,
+    }
+
+
+def _disk(training: Training, trace: Trace) -> dict[str, int]:
+    need = disk_need(
+        training.train,
+        num_trained=trace.num_trainable,
+        num_parameters=trace.num_parameters,
+        model_itemsize=training.left_dtype.itemsize,
+        keeps_best=training.keeps_best,
+    )
+    return {
+        "checkpoint_bytes": need.checkpoint,
+        "num_checkpoints": need.num_checkpoints,
+        "best_bytes": need.best,
+        "model_bytes": need.model,
+        "total_bytes": need.total,
     }
 
 

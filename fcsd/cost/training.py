@@ -39,6 +39,8 @@ class Training:
     teacher_dtype: torch.dtype
     attention: str | None
     num_active: int | None
+    left_dtype: torch.dtype  # of the checkpoint that the training leaves
+    keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
 
@@ -70,6 +72,8 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         teacher_dtype=dtype_of(dtype),
         attention=recipe.model.attn_implementation,
         num_active=num_active,
+        left_dtype=dtype_of(dtype),
+        keeps_best=recipe.early_stopping is not None,
         teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
         lora=recipe.lora,
     )
@@ -90,6 +94,7 @@ def pretraining(recipe: Recipe) -> Training:
         teacher_dtype=torch.float32,
         attention=None,
         num_active=None,
+        left_dtype=dtype_of(plan.train.dtype),
     )
 
 

@@ -102,7 +102,7 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
         activation_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
         logging_steps=train.logging_steps,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run, see DistillTrainer
-        save_strategy="steps" if run.save_model else "no",
+        save_strategy="steps",
         save_steps=train.save_steps,
         save_total_limit=train.save_total_limit,
         report_to=[name for name in train.report_to if name != "tensorboard"],  # see `_tensorboard`

@@ -100,14 +100,13 @@ class StopWhenScoreStalls(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Score the model before the first step: the curve's first point, and never the best one kept.
+        """Score the model before the first step: it is the first checkpoint to beat.
 
         Of a run that goes on, make the score that its last step is still to have.
         """
         self.stopper.time.start()
         if state.global_step == 0:
-            self.stopper.first(self.score(0))
-            self.say(self.stopper.line())
+            self._evaluate(0)
         elif self.stopper.is_due(state.global_step, state.max_steps):
             self._evaluate(state.global_step)
             control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
@@ -149,6 +148,17 @@ class StopWhenScoreStalls(TrainerCallback):
     ) -> None:
         """Stop the clock of the run."""
         self.stopper.time.stop()
+
+
+class NoCheckpointAtTheEnd(TrainerCallback):
+    """Leave the checkpoint of the last step out, where nothing but the loss curve is wanted of a training."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take back what `Trainer` asks for."""
+        if state.global_step >= state.max_steps:
+            control.should_save = False
 
 
 def replace_output(trainer: Trainer, description: str) -> ProgressBar:

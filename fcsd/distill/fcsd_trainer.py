@@ -252,14 +252,14 @@ class FCSDTrainer(DistillTrainer):
             return None
         folder = Path(str(self.args.output_dir))
         if given is True:
-            newest: Path | None = self.launch.ranks.from_first(lambda: newest_usable(folder))
+            newest = newest_usable(folder, self.launch.ranks)
             if newest is None:
                 raise UserError(
                     f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
                 )
             return newest
         checkpoint = Path(str(given))
-        if (what := damage(checkpoint)) is not None:
+        if (what := damage(checkpoint, self.launch.ranks)) is not None:
             raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
         return checkpoint
 

@@ -68,10 +68,13 @@ def run_sweep(
     base: TrainConfig,
     folder: Path,
     run_candidate: Callable[[Candidate, TrainConfig, Path], None],
+    *,
+    remove_checkpoints: Callable[[Path], None],
 ) -> dict[str, Any]:
     """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
 
-    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`.
+    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
+    its result is on disk.
 
     Returns:
         `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
@@ -80,7 +83,10 @@ def run_sweep(
         raise UserError(f"sweep.last_steps ({sweep.last_steps}) is more than sweep.steps ({sweep.steps})")
 
     def measure(candidates: list[Candidate]) -> list[dict[str, Any]]:
-        return [_measured(candidate, base, sweep, folder, run_candidate) for candidate in candidates]
+        return [
+            _measured(candidate, base, sweep, folder, run_candidate, remove_checkpoints)
+            for candidate in candidates
+        ]
 
     first = measure(batch_size_candidates(base, sweep))
     batch_size_tokens = best(first)["batch_size_tokens"]
@@ -105,6 +111,7 @@ def _measured(
     sweep: SweepConfig,
     folder: Path,
     run_candidate: Callable[[Candidate, TrainConfig, Path], None],
+    remove_checkpoints: Callable[[Path], None],
 ) -> dict[str, Any]:
     place = folder / candidate.folder
     if not (place / "result.json").is_file():
@@ -120,6 +127,7 @@ def _measured(
         loss = mean_of_last(losses, sweep.last_steps)
         place.mkdir(parents=True, exist_ok=True)
         write_json(place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses})
+    remove_checkpoints(place)
     found = read_json(place / "result.json")
     return {
         "stage": candidate.stage,

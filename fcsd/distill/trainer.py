@@ -6,6 +6,7 @@ exact continuation needs.
 """
 
 import shutil
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -84,6 +85,11 @@ class DistillTrainer(GuardedTrainer):
     ):
         self.launch, self.engine = launch, launch.engine
         if args.n_gpu > 1:  # a process has one device; transformers would copy the model to all that it sees
+            print(
+                f"this process trains on one of the {args.n_gpu} devices that it sees; `accelerate launch"
+                f" --num_processes {args.n_gpu}` starts a process for each (docs/training.md)",
+                file=sys.stderr,
+            )
             args._n_gpu = 1
         args.save_only_model = (
             self.engine.name == "ep"
@@ -380,8 +386,9 @@ class DistillTrainer(GuardedTrainer):
                 shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
         if self.args.should_save:
             check_state(folder / _PARTIAL / name)
-            with writing(folder / name):
-                note_files(folder / _PARTIAL / name)
+        with writing(folder / name):
+            note_files(folder / _PARTIAL / name, self.launch.ranks)
+        if self.args.should_save:
             replace_folder(folder / _PARTIAL / name, folder / name)
             shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
             self._remove_old_checkpoints(folder)

@@ -170,7 +170,7 @@ def study_layers(
     ranks = launch.ranks
     mask = layer_mask(model)
     plan = selections(study, len(mask))
-    stage = layers_stage(study, model, folder)
+    stage = ranks.from_first(lambda: layers_stage(study, model, folder))
     if launch.begin(stage) == "finished":
         return stage
     found = folder / "layers.json"

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage
-from fcsd.config.training import CrossEntropyObjectiveConfig
+from fcsd.config.training import MAY_CHANGE, CrossEntropyObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
-from fcsd.distill.run import train
+from fcsd.distill.run import remove_checkpoints, train
 from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
@@ -27,8 +27,10 @@ def pretrain(run: Run) -> Stage:
     settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
         "seed": recipe.seed
     }
-    stage = Stage(folder, "pretrain", settings, data_inputs(plan.data, run))
+    inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
+    stage = Stage(folder, "pretrain", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
+        remove_checkpoints(folder, launch)
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
     set_seed(recipe.seed)
@@ -54,6 +56,7 @@ def pretrain(run: Run) -> Stage:
     )
     results = train(training) | left_out(record, folder, launch)
     launch.finish(stage, results, folder / "model")
+    remove_checkpoints(folder, launch)
     return stage
 
 

@@ -80,7 +80,8 @@ def _loaded(source: TeacherSource) -> PreTrainedModel:
 def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:
     rows, launch, num_checked = source.rows, source.launch, plan.spot_check_rows
     facts = unloaded(source.model)
-    cache = HiddenCache(Path(plan.cache), identity(facts, source.model.weights))
+    weights = launch.ranks.from_first(lambda: source.model.weights)
+    cache = HiddenCache(Path(plan.cache), identity(facts, weights))
     if hasattr(rows, "__len__"):
         cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
     if num_checked:
@@ -128,7 +129,8 @@ def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = Fa
     _check_is_original(source)
     _check_tokenizer(source)
     rows = source.rows
-    known = identity(unloaded(source.model), source.model.weights)
+    weights = source.launch.ranks.from_first(lambda: source.model.weights)
+    known = identity(unloaded(source.model), weights)
     if hasattr(rows, "__len__"):
         wanted: Any = (rows[i] for i in range(len(rows)))
     else:
