@@ -116,10 +116,10 @@ def _add_estimate(command: Command) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, one rank each")
     parser.add_argument(
         "--sharding",
-        choices=["none", "fsdp2", "zero3"],
+        choices=["none", "fsdp2", "hsdp", "zero3"],
         default="none",
         help="none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the others as with"
-        " configs/fsdp2_8.yaml and configs/zero3_8.yaml",
+        " configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and zero3_8.yaml",
     )
     parser.add_argument(
         "--mfu", default="0.1-0.25", help="share of the published peak that is reached, a range or a number"

@@ -11,10 +11,17 @@ from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean
 from fcsd.cost.changes import activation_bytes, changes, is_supported
 from fcsd.cost.hardware import GPUS, Gpu
-from fcsd.cost.memory import SHARDINGS, Layout, Sharding, memory_parts
+from fcsd.cost.memory import GPUS_PER_NODE, SHARDINGS, Layout, Sharding, memory_parts
 from fcsd.cost.time import StepTime, step_time
 from fcsd.cost.trace import Setting, Trace
-from fcsd.cost.training import Training, distillation, micro_batch_setting, pretraining, tracer
+from fcsd.cost.training import (
+    Training,
+    distillation,
+    micro_batch_setting,
+    only_pretrains,
+    pretraining,
+    tracer,
+)
 from fcsd.distill.arguments import accumulation_steps
 from fcsd.distill.disk import disk_need
 from fcsd.errors import UserError
@@ -25,7 +32,7 @@ TFLOP/s a GPU (0.21), of DeepSeek-V3 high tens of percent (Megatron-Bridge, MoE 
 a Trainer without expert parallelism reaches less."""
 
 NETWORK_GB_S = 50.0
-"""Assumption: GB/s between one GPU and other nodes."""
+"""Assumption: GB/s between one GPU and other nodes, each GPU with an interface of its own (400 Gbit/s)."""
 
 ALL_EXPERTS = 1.5
 """Times the active parameters above which a forward pass runs experts that were not chosen."""
@@ -48,7 +55,8 @@ def estimate(
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only config.json is fetched.
 
     Args:
-        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead.
+        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
+            has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
     Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, totals,
         assumptions.
@@ -59,6 +67,7 @@ def estimate(
     """
     hardware = hardware or Hardware()
     gpu = _gpu(hardware)
+    pretrain = pretrain or (variant is None and only_pretrains(recipe))
     training = pretraining(recipe) if pretrain else distillation(recipe, variant)
     micro_batches = accumulation_steps(training.train, training.max_length, hardware.num_gpus)
     layout = Layout(
@@ -97,7 +106,10 @@ def estimate(
         "disk": _disk(training, trace),
         "flops": _flops(training, trace, setting),
         "time": _time(training, seconds, hardware),
-        "totals": list(_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant)),
+        "totals": [
+            *_before(recipe, hardware, pretrain, variant),
+            *_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant),
+        ],
         "assumptions": list(_assumptions(training, setting, hardware, trace)),
     }
 
@@ -194,6 +206,11 @@ def _gpu(hardware: Hardware) -> Gpu:
         raise UserError(f"--sharding {hardware.sharding}: allowed: {', '.join(SHARDINGS)}")
     if hardware.num_gpus < 1:
         raise UserError(f"--gpus {hardware.num_gpus}: must be 1 or more")
+    if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
+        raise UserError(
+            f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node, so that --gpus is a multiple of"
+            f" {GPUS_PER_NODE}, not {hardware.num_gpus}"
+        )
     lowest, highest = hardware.mfu
     if not 0 < lowest <= highest <= 1:
         raise UserError(f"--mfu {lowest:g}-{highest:g}: a range such as 0.1-0.25, within 0 and 1")
@@ -224,6 +241,14 @@ def _cache(recipe: Recipe, training: Training, trace: Trace, setting: Setting) -
 def _float32_share(trace: Trace) -> float:
     total = sum(sum(by.values()) for by in trace.flops.values())
     return sum(by.get("float32", 0) for by in trace.flops.values()) / total
+
+
+def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None) -> list[dict[str, Any]]:
+    """Return the row of the pre-training that a whole run of the recipe begins with."""
+    if recipe.pretrain is None or pretrain or variant is not None:
+        return []
+    rows: list[dict[str, Any]] = estimate(recipe, hardware, pretrain=True)["totals"]
+    return rows
 
 
 def _totals(

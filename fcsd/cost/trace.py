@@ -13,6 +13,7 @@ import torch
 import transformers.integrations.moe as moe
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.cost.tracker import Tracker
@@ -117,7 +118,7 @@ def trace_step(
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(_calls(progress))
-    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back():
+    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back(), _attention_is_fused(tracker):
         with tracker.making("student"):
             _give_fake_storage(student)
         head: Any = output_head(student)
@@ -309,6 +310,46 @@ class _CountedKernels(Kernels):
 
     def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
         self.mm(a, b, accumulator)
+
+
+@contextlib.contextmanager
+def _attention_is_fused(tracker: Tracker) -> Iterator[None]:
+    """Let attention whose values are narrower than its keys (MLA) be one operation, as it is on GPUs.
+
+    A CPU has no such kernel: there it would be bmm in float32, with all scores in memory.
+    """
+    before = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if query.shape[-1] == value.shape[-1]:
+            return before(query, key, value, *args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+        return _Attention.apply(query, key, value, tracker)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+class _Attention(torch.autograd.Function):
+    """Allocate and count what the fused operation does: inputs, output and one number a row of scores are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tracker: Tracker) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.tracker = tracker
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        tracker.add_attention(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.tracker.add_attention(q, k, v, gradient=gradients[0])
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 @contextlib.contextmanager

@@ -79,6 +79,11 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
     )
 
 
+def only_pretrains(recipe: Recipe) -> bool:
+    """Tell whether a recipe is about its pre-training alone: it says nothing of a training that would follow."""
+    return recipe.pretrain is not None and "train" not in recipe.model_fields_set
+
+
 def pretraining(recipe: Recipe) -> Training:
     plan = recipe.pretrain
     if plan is None:

@@ -12,6 +12,8 @@ from fcsd.connectivity.aliases import INSTELLA_KEYS
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
 from fcsd.errors import UserError, one_line
 
+_SHIPPED = Path(__file__).with_name("configs")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -28,6 +30,8 @@ class Source:
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:
     """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
+
+    Of the models of the shipped recipes the file is in `fcsd/inspect/configs`, for where the Hub cannot be reached.
 
     Raises:
         UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a
@@ -57,6 +61,9 @@ def _remote(name: str, revision: str | None) -> Source:
     try:
         file = Path(hf_hub_download(name, CONFIG, revision=revision))
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
+        shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
+        if revision is None and shipped.is_file():
+            return Source(read_checkpoint_json(shipped), f"{name}: {CONFIG} as shipped with fcsd", {}, ())
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository of this name: {reason}"
