@@ -147,8 +147,8 @@ def _all(config: Any) -> list[bool]:
     return [True] * config.num_hidden_layers
 
 
-def _first_k_dense(config: Any) -> list[bool]:
-    return [k >= config.first_k_dense_replace for k in range(config.num_hidden_layers)]
+def _from_layer(field: str) -> Callable[[Any], list[bool]]:
+    return lambda config: [k >= getattr(config, field) for k in range(config.num_hidden_layers)]
 
 
 def _sparse_step(config: Any) -> list[bool]:
@@ -181,10 +181,6 @@ def _layers_num_experts(config: Any) -> list[bool]:
     return [count > 1 for count in config.layers_num_experts]
 
 
-def _num_dense_layers(config: Any) -> list[bool]:
-    return [k >= config.num_dense_layers for k in range(config.num_hidden_layers)]
-
-
 def _num_local_experts(config: Any) -> list[bool]:
     return [config.num_local_experts > 0] * config.num_hidden_layers
 
@@ -195,7 +191,7 @@ def _enable_moe_block(config: Any) -> list[bool]:
 
 MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "all": (("num_hidden_layers",), _all),
-    "first_k_dense_replace": (("first_k_dense_replace",), _first_k_dense),
+    "first_k_dense_replace": (("first_k_dense_replace",), _from_layer("first_k_dense_replace")),
     "decoder_sparse_step": (("num_experts", "decoder_sparse_step", "mlp_only_layers"), _sparse_step),
     "moe_layers": (("moe_layers", "interleave_moe_layer_step"), _listed),
     "mlp_layer_types": (("mlp_layer_types",), _mlp_layer_types),
@@ -204,7 +200,7 @@ MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
         _moe_layer_interval,
     ),
     "expert_layer_period": (("expert_layer_period", "expert_layer_offset"), _layers_num_experts),
-    "num_dense_layers": (("num_dense_layers",), _num_dense_layers),
+    "num_dense_layers": (("num_dense_layers",), _from_layer("num_dense_layers")),
     "num_local_experts": (("num_local_experts",), _num_local_experts),
     "enable_moe_block": (("enable_moe_block",), _enable_moe_block),
 }
