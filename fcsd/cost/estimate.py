@@ -11,7 +11,15 @@ from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean
 from fcsd.cost.changes import activation_bytes, changes, is_supported
 from fcsd.cost.hardware import GPUS, Gpu
-from fcsd.cost.memory import GPUS_PER_NODE, SHARDINGS, Layout, Sharding, memory_parts
+from fcsd.cost.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GPUS_PER_NODE,
+    SHARDINGS,
+    Layout,
+    Sharding,
+    memory_parts,
+)
 from fcsd.cost.time import StepTime, step_time
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.training import (
@@ -274,8 +282,6 @@ def _totals(
 
 
 def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace: Trace) -> Iterator[str]:
-    from fcsd.cost.memory import CONTEXT_BYTES, FRAGMENTATION
-
     lowest, highest = hardware.mfu
     yield (
         f"{lowest:.0%} to {highest:.0%} of the published peak is reached; teacher and recomputation count as work,"

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from fcsd.cost.trace import Setting, Trace
+from fcsd.cost.tracker import PERSISTENT
 
 Sharding = Literal["none", "fsdp2", "hsdp", "zero3"]
 SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "hsdp", "zero3")
@@ -76,7 +77,7 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
             "teacher weights": peak.get("teacher", 0),
             "DDP buckets": trained * size if ranks > 1 else 0,
         }
-        moving = {kind: n for kind, n in peak.items() if kind not in _PERSISTENT}
+        moving = {kind: n for kind, n in peak.items() if kind not in PERSISTENT}
     else:
         computed = compute_dtype(setting).itemsize
         total, mixed = trace.num_parameters, computed < size
@@ -117,6 +118,3 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
     parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}
-
-
-_PERSISTENT = ("student", "teacher", "gradients", "optimizer")

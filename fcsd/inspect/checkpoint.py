@@ -11,6 +11,7 @@ from typing import Any
 from fcsd.connectivity.aliases import INSTELLA_KEYS
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
 from fcsd.errors import UserError, one_line
+from fcsd.inspect.memory import BYTES
 
 _SHIPPED = Path(__file__).with_name("configs")
 
@@ -93,6 +94,15 @@ def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, wh
             return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
         raise UserError(f"{where}: transformers refuses it: {one_line(error)}") from None
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a checkpoint's config names; bfloat16 where it names none of `BYTES`."""
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        if (dtype := place.get("dtype") or place.get("torch_dtype")) in BYTES:
+            return str(dtype)
+    return "bfloat16"
 
 
 def _special_float(value: dict[str, Any]) -> Any:
