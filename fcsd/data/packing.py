@@ -106,12 +106,11 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __init__(self, rows: Iterable[dict[str, np.ndarray]], stats: PackingStats):
         held = list(rows)
-        self.columns = {name: np.stack([row[name] for row in held]) for name in ROW_FEATURES} if held else {}
+        self.columns = {name: np.array([row[name] for row in held]) for name in ROW_FEATURES}
         self.stats = stats
-        self._length = len(held)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.columns["input_ids"])
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return {name: column[index] for name, column in self.columns.items()}

@@ -33,6 +33,7 @@ from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import family_of
+from fcsd.families.structure import unwrapped
 from fcsd.losses.head import kept
 
 _ONE_BY_ONE = (
@@ -185,7 +186,7 @@ class AuxiliaryLosses:
         Gradients flow through what is collected, under activation checkpointing too.
         """
         captured = Captured()
-        inner: Any = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+        inner = unwrapped(model)
         handles = []
         for module in self._modules(inner):
             handles.append(

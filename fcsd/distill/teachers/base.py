@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import Batch, next_token_targets, trim_padding
+from fcsd.data.batches import Batch, trim_padding
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
-from fcsd.losses.head import LossHead, final_hidden
+from fcsd.losses.head import LossHead, batch_hidden
 from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
@@ -70,14 +70,10 @@ class ModelTeacher(Teacher):
     def prepare(self, batches: list[Batch]) -> None:
         """One forward a micro-batch."""
         for batch in batches:
-            cut = trim_padding(batch)
-            keep, _ = next_token_targets(cut["labels"], cut["position_ids"])
-            batch["teacher_hidden"] = final_hidden(self.model, cut["input_ids"], cut["position_ids"], keep)
+            batch["teacher_hidden"] = batch_hidden(self.model, trim_padding(batch))
 
     @torch.no_grad()
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
         """Run one forward that collects what the terms need."""
-        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         with terms.captured(self.model) as captured:
-            hidden = final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)
-        return hidden, captured
+            return batch_hidden(self.model, batch), captured

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config.model import CachedTeacherConfig, TeacherConfig
 from fcsd.connectivity.checkpoint import read_config
-from fcsd.distill.teachers.base import ModelTeacher, Teacher
+from fcsd.distill.prepare import place_teacher
+from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
 from fcsd.distill.teachers.cache_fill import fill_cache, keyed, spot_check, verify_cache
 from fcsd.distill.teachers.unloaded import identity, read_head, unloaded
 from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
-from fcsd.distributed.shard import shard_teacher
 from fcsd.errors import UserError
 from fcsd.models.load import ModelFolder, free_memory, load_checkpoint, load_tokenizer
 
@@ -61,17 +61,16 @@ def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedMode
         return None
     _check_tokenizer(source)
     if plan.backend == "sharded":
-        return _loaded(source)
+        return load_model_teacher(source.model, source.launch)
     if fill:
         fill_teacher_cache(source, Path(plan.cache))
     return _cached_teacher(source, plan)
 
 
-def _loaded(source: TeacherSource) -> PreTrainedModel:
-    """Load the teacher's model as this rank of the launch begins with it."""
-    launch = source.launch
+def load_model_teacher(model: ModelFolder, launch: Launch) -> PreTrainedModel:
+    """Load a teacher's model as this rank of the launch begins with it."""
     return load_checkpoint(
-        source.model,
+        model,
         weights=launch.loads_weights,
         distributed_config=distributed_config(launch.engine, launch.ranks.size),
     )
@@ -106,12 +105,9 @@ def _some(rows: Any, number: int, seed: int) -> list[Any]:
 
 def _model_teacher(source: TeacherSource) -> Teacher:
     """Load the teacher whole, or sharded over the ranks as the launch says."""
-    launch = source.launch
     try:
-        loaded = _loaded(source)
-        if launch.engine.shards:
-            return ModelTeacher(loaded, shard_teacher(loaded, launch))
-        return ModelTeacher(torch.nn.Module.to(loaded, launch.device))
+        loaded = load_model_teacher(source.model, source.launch)
+        return cast(Teacher, place_teacher(loaded, source.launch))
     except torch.OutOfMemoryError:
         raise UserError(
             f"the teacher {source.model.config.path} does not fit on one device; launch with weights that are sharded"

@@ -82,11 +82,6 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether adapters are in the model."""
-    return any(is_adapter(name) for name, _ in model.named_parameters())
-
-
 def leave_adapters(adapted: Any, folder: Path) -> None:
     """Write the adapters to `folder` in peft's format, and merge them into the model, in place.
 
@@ -106,7 +101,7 @@ class AdapterOffTeacher(Teacher):
     """
 
     def __init__(self, student: PreTrainedModel):
-        if not has_adapters(student):
+        if not any(is_adapter(name) for name, _ in student.named_parameters()):
             raise ValueError("the student has no adapters: its trained weights are not the teacher's")
         self.student: Any = student
         self.head = output_head(student)
@@ -122,8 +117,7 @@ class AdapterOffTeacher(Teacher):
     def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
         """Run one forward without adapters that collects what the terms need."""
         with as_original(self.student), terms.captured(self.student) as captured:
-            hidden = self._hidden(batch)
-        return hidden, captured
+            return self._hidden(batch), captured
 
     def _hidden(self, batch: Batch) -> Tensor:
         batch = trim_padding(batch)
