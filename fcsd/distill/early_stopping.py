@@ -66,12 +66,8 @@ class EarlyStopper:
     """
 
     def __init__(self, *, every_steps: int, patience: int, min_delta: float, metric: str = "pass@1"):
-        self.every_steps, self.patience, self.metric, self.min_delta = (
-            every_steps,
-            patience,
-            metric,
-            min_delta,
-        )
+        self.every_steps, self.patience = every_steps, patience
+        self.metric, self.min_delta = metric, min_delta
         self.time = TimeSpent()
         self.points: list[dict[str, Any]] = []
         self.num_items: int | None = None

@@ -35,7 +35,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
-class _Sections(Strict):
+class Sections(Strict):
     """The sections of a recipe that the arguments fill, checked as those of a recipe are."""
 
     objective: ObjectiveConfig
@@ -148,10 +148,11 @@ class FCSDConfig(TrainingArguments):
             raise UserError(f"FCSDConfig: loss_on: must be 'response' or 'all', got {self.loss_on!r}")
         if self.max_length < 2:
             raise UserError(f"FCSDConfig: max_length: must be at least 2, got {self.max_length}")
-        self._sections()
+        self.sections()
         self.connectivity()
 
-    def _sections(self) -> _Sections:
+    def sections(self) -> Sections:
+        """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
         given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
         train = {
             "max_steps": max(1, self.max_steps),
@@ -166,19 +167,7 @@ class FCSDConfig(TrainingArguments):
             "train": train | {name: getattr(self, name) for name in same},
             "safety": self.safety or {},
         }
-        return validate(_Sections, raw, "FCSDConfig")
-
-    def objective_config(self) -> ObjectiveConfig:
-        """Return the objective and its settings as a recipe has them."""
-        return self._sections().objective
-
-    def train_config(self) -> TrainConfig:
-        """Return what a recipe's `train` section says and transformers' arguments do not."""
-        return self._sections().train
-
-    def safety_config(self) -> SafetyConfig:
-        """Return what happens when a step goes wrong."""
-        return self._sections().safety
+        return validate(Sections, raw, "FCSDConfig")
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
@@ -21,6 +20,7 @@ from fcsd.config.training import SafetyConfig
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 
@@ -36,10 +36,12 @@ class GuardedTrainer(Trainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
+        launch: Launch,
         guard: Guard | None = None,
         signals: Signals | None = None,
         **kwargs: Any,
     ):
+        self.launch = launch
         super().__init__(model, args, **kwargs)
         self.guard = guard or Guard(SafetyConfig())
         self.signals = signals or Signals()
@@ -59,7 +61,10 @@ class GuardedTrainer(Trainer):
         """Return what has been gathered for the next log; a skipped step is taken out by `set_meters`."""
 
     def set_meters(self, meters: Any) -> None:
-        """Go back to what `meters` gave; None: to nothing gathered."""
+        """Go back to what `meters` gave."""
+
+    def reset_meters(self) -> None:
+        """Go back to nothing gathered."""
 
     def restore(self, checkpoint: Path) -> None:
         """Restore weights, optimiser and schedule as they were at a checkpoint."""
@@ -216,13 +221,11 @@ class GuardedTrainer(Trainer):
     # ---- rewind
 
     def _checkpoint_before(self, step: int) -> Path | None:
-        found: list[Any] = [None]
-        if self.is_world_process_zero():
+        def newest() -> Path | None:
             before = [path for path in checkpoints(Path(str(self.args.output_dir))) if step_of(path) < step]
-            found = [before[-1] if before else None]
-        if self.args.world_size > 1:
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+            return before[-1] if before else None
+
+        return self.launch.ranks.from_first(newest)
 
     def _rewind(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, with the data that comes next: what the iterator has given stays behind."""
@@ -241,7 +244,7 @@ class GuardedTrainer(Trainer):
         self.state.log_history = state.log_history
         self._globalstep_last_logged = state.global_step
         self._tr_loss.zero_()
-        self.set_meters(None)
+        self.reset_meters()
         self._rewind_to = None
         self._verdict = "go"
         for what in ("training_stop", "epoch_stop", "save", "evaluate", "log"):

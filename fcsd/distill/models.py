@@ -72,7 +72,7 @@ def _not_converted(what: str) -> UserError:
 
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
-    """Return the model to compare with, or the `Teacher` that was given; None: the student before it is converted.
+    """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
 
     Raises:
         UserError: it is the student itself; what `load_model` refuses.
