@@ -16,7 +16,7 @@ from fcsd.connectivity import Connectivity
 from fcsd.errors import UserError
 
 # Keys of a recipe's `objective` section, which are arguments of their own here.
-OBJECTIVE_KEYS = (
+_OBJECTIVE_KEYS = (
     "temperature", "jsd_beta", "clip", "l2_coefficient", "l2_relative", "l2_points", "l2_until",
     "router_kl_coefficient", "vocab_size", "freeze_embeddings_and_head", "freeze_routers",
 )  # fmt: skip
@@ -153,7 +153,7 @@ class FCSDConfig(TrainingArguments):
 
     def sections(self) -> Sections:
         """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
-        given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+        given = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
         train = {
             "max_steps": max(1, self.max_steps),
             "warmup_steps": 0,
@@ -181,9 +181,8 @@ class FCSDConfig(TrainingArguments):
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
         """Return how a model given by its path is loaded."""
-        given = (self.teacher_model_init_kwargs if teacher else self.model_init_kwargs) or {}
         name = "teacher_model_init_kwargs" if teacher else "model_init_kwargs"
-        values = {"path": path, "trust_remote_code": self.trust_remote_code, **dict(given)}  # type: ignore[arg-type]
+        values = {"path": path, "trust_remote_code": self.trust_remote_code, **(getattr(self, name) or {})}
         if isinstance(dtype := values.get("dtype"), torch.dtype):
             values["dtype"] = str(dtype).removeprefix("torch.")
         return validate(ModelConfig, values, f"FCSDConfig: {name}")

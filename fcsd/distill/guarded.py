@@ -116,17 +116,13 @@ class GuardedTrainer(Trainer):
         self.write_events()
         if self._verdict == "stop":
             raise self._stopped(step)
-        if self._verdict != "go":
-            self._leave_out_step()
+        if self._verdict != "go":  # take the step out of the means that are logged next
+            assert self._before_step is not None
+            loss, meters = self._before_step
+            self._tr_loss.copy_(loss)
+            self.set_meters(meters)
+            self._skipped_since_log += 1
         return norm
-
-    def _leave_out_step(self) -> None:
-        """Take the step out of the means that are logged next."""
-        assert self._before_step is not None
-        loss, meters = self._before_step
-        self._tr_loss.copy_(loss)
-        self.set_meters(meters)
-        self._skipped_since_log += 1
 
     def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
         """Gather (F,) figures of this rank as one list a rank, the same on all ranks."""

@@ -101,15 +101,11 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     ]
     found = []
     for layer in decoder_layers(model, family):
-        block = getattr(layer, family.moe)
-        for module in block.modules():
-            index = [
-                each.index
-                for each in recorders
-                if module is not block and isinstance(module, each.target_class)
-            ]
-            if index:
-                found.append((module, index[0]))
+        _, *inside = getattr(layer, family.moe).modules()  # without the block itself
+        for module in inside:
+            recorder = next((each for each in recorders if isinstance(module, each.target_class)), None)
+            if recorder is not None:
+                found.append((module, recorder.index))
     if not found:
         raise UserError(
             f"model type '{family.model_type}': transformers does not say where its router's logits are; leave out"

@@ -171,15 +171,13 @@ def _check_tokenizer(source: TeacherSource) -> None:
     model = source.model
     theirs = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code).get_vocab()
     ours = source.tokenizer.get_vocab()
-    if ours == theirs:
+    differ = [token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)]
+    if not differ:
         return
-    token = min(
-        (t for t in {*ours, *theirs} if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 40)
-    )
-    differ = sum(ours.get(t) != theirs.get(t) for t in {*ours, *theirs})
+    token = min(differ, key=lambda token: ours.get(token, 1 << 40))
     raise UserError(
-        f"teacher.path {source.settings.path}: its tokenizer is not the student's: {differ} tokens have other ids or"
-        f" are missing, the first is {token!r} ({ours.get(token, 'none')} in the student's,"
+        f"teacher.path {source.settings.path}: its tokenizer is not the student's: {len(differ)} tokens have other ids"
+        f" or are missing, the first is {token!r} ({ours.get(token, 'none')} in the student's,"
         f" {theirs.get(token, 'none')} in the teacher's);"
         " distributions over different vocabularies cannot be compared, use a teacher with the same tokenizer"
     )
