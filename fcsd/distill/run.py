@@ -29,8 +29,8 @@ from fcsd.distill.arguments import (
     refuse_what_cannot_be_sharded,
     training_arguments,
 )
-from fcsd.distill.best import best_folder, drop_others, keep_best, scored
-from fcsd.distill.callbacks import ScoreFailure, StopWhenScoreStalls, replace_output
+from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
+from fcsd.distill.callbacks import replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
@@ -40,12 +40,7 @@ from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_studen
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.lora import leave_adapters
 from fcsd.distill.trainer import DistillTrainer
-from fcsd.distributed.engine import (
-    Engine,
-    check_precision,
-    engine_environment,
-    finish_zero_settings,
-)
+from fcsd.distributed.engine import Engine, check_precision, engine_environment, finish_zero_settings
 from fcsd.distributed.state import read_state
 from fcsd.errors import Interrupted, ScorerError, UserError
 from fcsd.files import new_folder, write_json, write_text
@@ -107,16 +102,8 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         )
         bar = replace_output(trainer, run.description)
         if run.stopper is not None and run.score is not None:
-            trainer.add_callback(
-                stops := StopWhenScoreStalls(
-                    run.stopper,
-                    scored(run.stopper, run.score, trainer),
-                    keep_best=lambda step: keep_best(trainer, run, step),
-                    drop_others=lambda step: drop_others(trainer, run, step),
-                    say=trainer.say,
-                    ending=lambda: trainer.ending,
-                )
-            )
+            stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
+            trainer.add_callback(stops)
         done = run.launch.ranks.from_first(lambda: newest_usable(run.folder / "checkpoints"))
         if done is None or not trainer.restore_if_complete(done):
             with signals, explain_oom(student, teacher, run.train, run.max_length, run.launch.device):

@@ -22,8 +22,7 @@ from transformers import (
 from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.averaging import WeightAverage
-from fcsd.distill.callbacks import STOPPER_FILE
-from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, guard_state, note_files, remove
+from fcsd.distill.checkpoints import GUARD_FILE, STOPPER_FILE, checkpoints, guard_state, note_files, remove
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.guarded import GuardedTrainer
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
