@@ -194,13 +194,9 @@ def heldout_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_examples: int,
-    max_length: int,
-    packing: bool,
-    loss_on: str,
+    **options: Any,
 ) -> Any:
-    """Build rows of the first `num_examples` of held-out text, in order."""
+    """Build rows of the first `num_examples` of held-out text, in order; options as `build_dataset`."""
     limit = min(num_examples, source.max_examples or num_examples)
     plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset(
-        [plain], tokenizer, max_length=max_length, packing=packing, loss_on=loss_on, shuffle=False
-    )
+    return build_dataset([plain], tokenizer, shuffle=False, **options)

@@ -120,13 +120,10 @@ class ItemIndex:
         if len(numbers) < self.first or not len(self._first):
             return None
         keys = self._keys(numbers, self.first)
-        places = np.searchsorted(self._first, keys)
+        rows, ends = np.searchsorted(self._first, keys), np.searchsorted(self._first, keys, "right")
         known = _windows(numbers == 0, self.first) == 0
-        same = self._first[np.minimum(places, len(self._first) - 1)] == keys
-        for begin in np.flatnonzero(known & same):
-            for row in range(places[begin], len(self._first)):
-                if self._first[row] != keys[begin]:
-                    break
+        for begin in np.flatnonzero(known & (rows < ends)):
+            for row in range(rows[begin], ends[begin]):
                 mine = self._words[self._starts[row] : self._starts[row] + self._lengths[row]]
                 if np.array_equal(mine, numbers[begin : begin + len(mine)]):
                     return *self.items[self._items[row]], " ".join(self._names[word] for word in mine)

@@ -36,12 +36,8 @@ def given_rows(
     *,
     name: str,
     max_length: int,
-    packing: bool = True,
-    loss_on: str = "response",
     columns: Mapping[str, str] | None = None,
-    seed: int = 0,
-    shuffle: bool = True,
-    num_proc: int | None = None,
+    **options: Any,
 ) -> Any:
     """Make packed rows of `data`, as `fcsd.data.dataset.build_dataset` does of sources, in the same order for a seed.
 
@@ -51,6 +47,7 @@ def given_rows(
         name: what errors call the data, for example "train_dataset".
         columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
             columns; None: seen from the names. input_ids (and labels) are tokens, and are packed as they are.
+        options: as `build_dataset`.
 
     Raises:
         UserError: no such columns, no examples, what `tokenize_example` refuses, packed rows of another length.
@@ -70,16 +67,8 @@ def given_rows(
         )
     # Tensors of a format that was set would not tokenize.
     plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
-    return build_dataset(
-        [GivenSource(name, _meaning(names, name, columns), plain)],
-        tokenizer,
-        max_length=max_length,
-        packing=packing,
-        loss_on=loss_on,
-        seed=seed,
-        shuffle=shuffle,
-        num_proc=num_proc,
-    )
+    source = GivenSource(name, _meaning(names, name, columns), plain)
+    return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
 def _column_names(data: Any, name: str) -> list[str]:
