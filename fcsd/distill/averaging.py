@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 FILE = "average.safetensors"
 
@@ -30,17 +30,13 @@ class WeightAverage(TrainerCallback):
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.average: dict[str, Tensor] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Start from the weights as they are now, where they belong, unless an average has been loaded."""
         if not self.average:
             self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
 
     @torch.no_grad()
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Add one step to the average."""
         if self.skipped():
             return

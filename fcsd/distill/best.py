@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fcsd.distill.arguments import Scorer, TrainingRun
@@ -67,9 +67,7 @@ class StopWhenScoreStalls(TrainerCallback):
         self.trainer, self.run, self.stopper, self.score = trainer, run, stopper, score
         self.failure: ScoreFailure | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Score the model before the first step: the curve's first point, and never the best one kept.
 
         Of a run that goes on, make the score that its last step is still to have.
@@ -82,9 +80,7 @@ class StopWhenScoreStalls(TrainerCallback):
             self._evaluate(state.global_step)
             control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Score, keep the best, stop."""
         step = state.global_step
         later = self.trainer.ending and step < state.max_steps
@@ -133,15 +129,11 @@ class StopWhenScoreStalls(TrainerCallback):
         trainer.control.should_log = due
         return found
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Drop all other weights: a checkpoint that names the best ones is on disk."""
         if self.stopper.best_step is not None:
             drop_others(self.trainer, self.run, self.stopper.best_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Stop the clock of the run."""
         self.stopper.time.stop()

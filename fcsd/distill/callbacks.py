@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 _SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
@@ -15,9 +15,7 @@ class ProgressBar(TrainerCallback):
         self.description = description
         self.bar: Any = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Open the bar at the step at which training begins."""
         if state.is_world_process_zero:
             from tqdm import tqdm
@@ -26,24 +24,15 @@ class ProgressBar(TrainerCallback):
                 total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Move the bar."""
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         """Show the newest figures."""
-        if self.bar is not None and logs and "tokens_per_second" in logs:
-            shown: dict[str, str] = {name: f"{logs[name]:.4f}" for name in _SHOWN if name in logs}
+        if self.bar is not None and "tokens_per_second" in logs:
+            shown = {name: f"{logs[name]:.4f}" for name in _SHOWN if name in logs}
             self.bar.set_postfix({**shown, "tok/s": f"{logs['tokens_per_second']:.0f}"}, refresh=False)
 
     def close(self) -> None:
@@ -52,10 +41,8 @@ class ProgressBar(TrainerCallback):
             self.bar.close()
 
 
-def replace_output(trainer: Trainer, description: str) -> ProgressBar:
+def replace_output(trainer: Trainer, bar: ProgressBar) -> None:
     """Put our progress bar in the place of the Trainer's own output."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    bar = ProgressBar(description)
     trainer.add_callback(bar)
-    return bar

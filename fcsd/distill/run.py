@@ -30,7 +30,7 @@ from fcsd.distill.arguments import (
     training_arguments,
 )
 from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
-from fcsd.distill.callbacks import replace_output
+from fcsd.distill.callbacks import ProgressBar, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
@@ -81,8 +81,8 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     prepare_student(student, run.objective, run.train, run.launch)
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
-    bar, stops = None, None
-    signals = Signals()
+    stops = None
+    signals, bar = Signals(), ProgressBar(run.description)
     try:
         trainer = DistillTrainer(
             student,
@@ -100,7 +100,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             data_collator=Collator(teacher.ahead if teacher is not None else None),
             callbacks=_tensorboard(run),
         )
-        bar = replace_output(trainer, run.description)
+        replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
             stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
             trainer.add_callback(stops)
@@ -111,8 +111,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
     finally:
-        if bar is not None:
-            bar.close()
+        bar.close()
         if not engine.shards:
             detach_loss_head(student)
     if stops is not None and stops.failure is not None:
