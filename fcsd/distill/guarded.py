@@ -16,7 +16,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from fcsd.config.training import SafetyConfig
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
@@ -37,13 +36,13 @@ class GuardedTrainer(Trainer):
         args: TrainingArguments,
         *,
         launch: Launch,
-        guard: Guard | None = None,
+        guard: Guard,
         signals: Signals | None = None,
         **kwargs: Any,
     ):
         self.launch = launch
         super().__init__(model, args, **kwargs)
-        self.guard = guard or Guard(SafetyConfig())
+        self.guard = guard
         self.signals = signals or Signals()
         self.interrupted_by = 0
         self._received = 0  # the signal of any rank, as known to all

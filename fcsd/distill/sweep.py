@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fcsd.config.training import SweepConfig, TrainConfig
-from fcsd.distill.history import mean_of_last, read_history
+from fcsd.distill.history import read_history
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json, write_text
 
@@ -82,7 +83,8 @@ def run_sweep(
                 if "not finite" not in str(error):
                     raise
                 losses = []  # a candidate that diverges has lost, it does not end the sweep
-            loss = mean_of_last(losses, sweep.last_steps)
+            # Not a number when any of them is not, so that a diverged run never wins.
+            loss = fmean(losses[-sweep.last_steps :]) if losses else math.nan
             place.mkdir(parents=True, exist_ok=True)
             write_json(
                 place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}

@@ -158,9 +158,7 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
     manifest = {
         "format": FORMAT,
         "teacher": read_json(folder / TEACHER),
-        "rows": sum(rows.values()),
-        "tokens": sum(tokens.values()),
-        "bytes": sum(shard["bytes"] for shard in shards.values()),
+        **{what: sum(shard[what] for shard in shards.values()) for what in ("rows", "tokens", "bytes")},
         "shards": shards,
         "versions": versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

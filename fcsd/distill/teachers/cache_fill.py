@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -142,8 +141,8 @@ def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
 
 
 def _num_kept(row: Row) -> int:
-    labels, positions = np.asarray(row["labels"]), np.asarray(row["position_ids"])
-    return int(((labels[1:] != -100) & (positions[1:] != 0)).sum())
+    batch = Collator()([row])
+    return int(next_token_targets(batch["labels"], batch["position_ids"])[0].sum())
 
 
 def _check_room(folder: Path, size: int, rows: int, tokens: int, quiet: bool) -> None:
