@@ -25,13 +25,6 @@ class PackingStats:
     num_tokens: int = 0  # of examples, in rows; the rest of num_rows * max_length is padding
     num_loss_tokens: int = 0
 
-    def __str__(self) -> str:
-        return (
-            f"{self.num_examples} examples in {self.num_rows} rows, {self.num_tokens} tokens, "
-            f"{self.num_loss_tokens} of them with loss; {self.num_truncated} truncated, "
-            f"{self.num_without_loss} left out without loss"
-        )
-
 
 def pack(
     examples: Iterable[Mapping[str, Any]],
