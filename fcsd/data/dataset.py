@@ -3,8 +3,7 @@
     load_source → tokenize_example → pack → Collator → next_token_targets
 
 Several examples share a row of `max_length` tokens. Position ids restart at 0 at each of them, which is how
-transformers (with no attention mask and no cache) keeps them from seeing each other. Labels follow the
-convention of
+transformers (with no attention mask and no cache) keeps them from seeing each other. Labels follow the convention of
 transformers: the label at position t is the token at position t, -100 where there is no loss.
 
 Two kinds of data set come out. Normally one in memory, shuffled once and packed as a whole; when a source
@@ -21,22 +20,17 @@ from typing import TYPE_CHECKING, Any
 import datasets
 from tqdm import tqdm
 
-from fcsd.errors import UserError
-
-if TYPE_CHECKING:
-    from fcsd.data.decontaminate import Decontaminator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 from fcsd.config.data import SourceConfig
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
-from fcsd.data.sources import load_source
+from fcsd.data.sources import Source, load_source
+from fcsd.errors import UserError
 
-Loaded = tuple[Any, Any]  # SourceConfig or GivenSource, and its examples: a Dataset or an IterableDataset
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
+    from fcsd.data.decontaminate import Decontaminator
 
 _EXAMPLE = {
     "input_ids": datasets.List(datasets.Value("int32")),
@@ -54,7 +48,7 @@ _SHUFFLE_BUFFER = 10_000
 
 
 def build_dataset(
-    sources: Sequence[SourceConfig],
+    sources: Sequence[Source],
     tokenizer: Any,
     *,
     max_length: int,
@@ -65,55 +59,22 @@ def build_dataset(
     num_proc: int | None = None,
     decontaminator: Decontaminator | None = None,
 ) -> PackedRows | datasets.IterableDataset:
-    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same
-    order.
+    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
 
     One source: all its examples once. Several: each next example comes from a source drawn with probability
-    proportional to its `weight`, until every source has been read to its end; those that end early start
-    again.
+    proportional to its `weight`, until every source has been read to its end; those that end early start again.
     Any source streaming: all of them do, and an IterableDataset comes back.
     `decontaminator` leaves out the examples that overlap with test items, and keeps the record.
 
     Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
     """
-    return rows_of_loaded(
-        [(source, load_source(source)) for source in sources],
-        tokenizer,
-        max_length=max_length,
-        packing=packing,
-        loss_on=loss_on,
-        seed=seed,
-        shuffle=shuffle,
-        num_proc=num_proc,
-        decontaminator=decontaminator,
-    )
-
-
-def rows_of_loaded(
-    loaded: Sequence[Loaded],
-    tokenizer: Any,
-    *,
-    max_length: int,
-    packing: bool,
-    loss_on: str,
-    seed: int,
-    shuffle: bool,
-    num_proc: int | None = None,
-    decontaminator: Decontaminator | None = None,
-) -> PackedRows | datasets.IterableDataset:
-    """Return `build_dataset` of sources whose examples are loaded already; of a source its name, columns and weight
-    count.
-
-    One that is an IterableDataset streams.
-
-    Raises: UserError as `tokenize_example`; also when no example has a token to predict.
-    """
-    streaming = any(isinstance(examples, datasets.IterableDataset) for _, examples in loaded)
+    loaded = [load_source(source) for source in sources]
+    streaming = any(isinstance(examples, datasets.IterableDataset) for examples in loaded)
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
     if streaming:
-        examples = _stream(loaded, tokenize, decontaminator, seed, shuffle)
+        examples = _stream(sources, loaded, tokenize, decontaminator, seed, shuffle)
     else:
-        examples = _in_memory(loaded, tokenize, decontaminator, seed, shuffle, num_proc)
+        examples = _in_memory(sources, loaded, tokenize, decontaminator, seed, shuffle, num_proc)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
         raise UserError(f"tokenizer {tokenizer.name_or_path}: neither a padding nor an end-of-sequence token")
@@ -130,7 +91,7 @@ def rows_of_loaded(
     rows = PackedRows(pack(bar, max_length, pad_token_id=pad_token_id, packing=packing, stats=stats), stats)
     if len(rows) == 0:
         raise UserError(
-            f"data set {', '.join(source.path for source, _ in loaded)}: not one of {stats.num_examples} "
+            f"data set {', '.join(source.path for source in sources)}: not one of {stats.num_examples} "
             f"examples has a response token within max_length: {max_length}; "
             "raise max_length or check `columns`"
         )
@@ -138,7 +99,8 @@ def rows_of_loaded(
 
 
 def _in_memory(
-    loaded: Sequence[Loaded],
+    sources: Sequence[Source],
+    loaded: Sequence[datasets.Dataset],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     seed: int,
@@ -147,13 +109,12 @@ def _in_memory(
 ) -> datasets.Dataset:
     """Load the tokenized examples of all sources, mixed."""
     tokenized = []
-    for source, dataset in loaded:
+    for source, dataset in zip(sources, loaded, strict=True):
         if decontaminator is not None:
             dataset = decontaminator.filter(dataset, source)
         if shuffle:
             dataset = dataset.shuffle(seed=seed)
-        # In memory and never from the cache of `datasets`, which does not notice a changed version of this
-        # file.
+        # In memory and never from the cache of `datasets`, which does not notice a changed version of this file.
         dataset = dataset.map(
             partial(tokenize, columns=source.columns),
             remove_columns=dataset.column_names,
@@ -164,11 +125,12 @@ def _in_memory(
             load_from_cache_file=False,
         )
         tokenized.append(dataset)
-    return _mixed(tokenized, [source for source, _ in loaded], seed)
+    return _mixed(tokenized, sources, seed)
 
 
 def _stream(
-    loaded: Sequence[Loaded],
+    sources: Sequence[Source],
+    loaded: Sequence[datasets.Dataset | datasets.IterableDataset],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     seed: int,
@@ -180,9 +142,8 @@ def _stream(
     templates of transformers (5.23) that mark responses have one state for all threads. Examples of different columns
     are mixed as JSON.
     """
-    sources = [source for source, _ in loaded]
     streams = []
-    for index, (source, dataset) in enumerate(loaded):
+    for index, (source, dataset) in enumerate(zip(sources, loaded, strict=True)):
         if isinstance(dataset, datasets.Dataset):
             dataset = dataset.to_iterable_dataset()
         if shuffle:
@@ -195,7 +156,7 @@ def _stream(
         streams.append(dataset)
     mixed = _mixed(streams, sources, seed)
 
-    def example(row: Mapping[str, Any]) -> tuple[SourceConfig, dict[str, Any]]:
+    def example(row: Mapping[str, Any]) -> tuple[Source, dict[str, Any]]:
         return sources[row["source"]], json.loads(row["json"])
 
     if decontaminator is not None:
@@ -213,7 +174,7 @@ def _as_json(example: Mapping[str, Any], columns: Mapping[Any, str], source: int
     return {"source": source, "json": json.dumps(values, ensure_ascii=False, default=str)}
 
 
-def _mixed(parts: list[Any], sources: Sequence[Any], seed: int) -> Any:
+def _mixed(parts: list[Any], sources: Sequence[Source], seed: int) -> Any:
     if len(parts) == 1:
         return parts[0]
     total = sum(source.weight for source in sources)
@@ -233,13 +194,9 @@ def heldout_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_examples: int,
-    max_length: int,
-    packing: bool,
-    loss_on: str,
+    **options: Any,
 ) -> Any:
-    """Build rows of the first `num_examples` of held-out text, in order."""
+    """Build rows of the first `num_examples` of held-out text, in order; options as `build_dataset`."""
     limit = min(num_examples, source.max_examples or num_examples)
     plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset(
-        [plain], tokenizer, max_length=max_length, packing=packing, loss_on=loss_on, shuffle=False
-    )
+    return build_dataset([plain], tokenizer, shuffle=False, **options)

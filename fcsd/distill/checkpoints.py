@@ -18,6 +18,7 @@ from fcsd.errors import UserError
 from fcsd.files import file_sha256, read_json, write_json
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
+STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 _FILES = "files.json"
 _REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back, and the guard's state then
 

@@ -67,12 +67,8 @@ class EarlyStopper:
     """
 
     def __init__(self, *, every_steps: int, patience: int, min_delta: float, metric: str = "pass@1"):
-        self.every_steps, self.patience, self.metric, self.min_delta = (
-            every_steps,
-            patience,
-            metric,
-            min_delta,
-        )
+        self.every_steps, self.patience = every_steps, patience
+        self.metric, self.min_delta = metric, min_delta
         self.time = TimeSpent()
         self.points: list[dict[str, Any]] = []
         self.num_items: int | None = None
@@ -171,20 +167,19 @@ class EarlyStopper:
         change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
         if self._warned or error is None or abs(change) > 2 * error:
             return None
-        before, scale = self.points[-2], 1.0
-        if self.metric in RELATIVE:
-            scale = before["score"]
+        before, relative = self.points[-2], self.metric in RELATIVE
+        scale = before["score"] if relative else 1.0
         if error <= self.min_delta * scale:
             return None
         self._warned = True
-        share = f" ({error / scale:.3g} of the score)" if self.metric in RELATIVE else ""
+        share = f" ({error / scale:.3g} of the score)" if relative else ""
         text = (
             f"early stopping: {self.name} changed by {plus_minus(change, error, sign='+')}{share} from step"
             f" {before['step']} to {self.points[-1]['step']}, with the paired standard error on {self.items}."
             f" early_stopping.min_delta, {self.min_delta:g}, is less than that error, so that chance decides what"
             " counts as an improvement: raise it, or "
         )
-        if self.metric in RELATIVE:
+        if relative:
             return text + "data.heldout_examples"
         assert self.num_items is not None
         if self.num_items_total is None or self.num_items_total <= self.num_items:

@@ -90,9 +90,10 @@ class FCSDTrainer(DistillTrainer):
         if launch is None:
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
-        self.launch = launch
+        self.launch = launch  # here already: rows are made before there is a Trainer
         self._settings = args
-        train, objective = args.train_config(), args.objective_config()
+        sections = args.sections()
+        train, objective = sections.train, sections.objective
         check_precision(train, launch.engine)
         if launch.engine.name == "zero3":  # its settings are made before there is a trainer
             raise UserError(
@@ -127,7 +128,7 @@ class FCSDTrainer(DistillTrainer):
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
                 settings=train,
-                guard=Guard(args.safety_config()),
+                guard=Guard(sections.safety),
                 train_dataset=self._whole_steps(rows),
                 eval_dataset=heldout,
                 data_collator=Collator(compared.ahead if compared is not None else None),
@@ -145,7 +146,7 @@ class FCSDTrainer(DistillTrainer):
         """Set what the engine and the batch of a step decide, as the run of a recipe does."""
         if args.batch_size_tokens is not None:
             args.gradient_accumulation_steps = accumulation_steps(
-                args.train_config(), args.max_length, launch.ranks.size
+                args.sections().train, args.max_length, launch.ranks.size
             )
         if launch.engine.shards:
             args.bf16, args.mixed_precision = False, "no"  # there it is in the parameters, not in autocast

@@ -30,8 +30,8 @@ from fcsd.distill.arguments import (
     refuse_what_cannot_be_sharded,
     training_arguments,
 )
-from fcsd.distill.best import best_folder, drop_others, keep_best, scored
-from fcsd.distill.callbacks import NoCheckpointAtTheEnd, ScoreFailure, StopWhenScoreStalls, replace_output
+from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
+from fcsd.distill.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.disk import check_disk, count_parameters, disk_need
 from fcsd.distill.export import write_model
@@ -42,12 +42,7 @@ from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_studen
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.lora import leave_adapters
 from fcsd.distill.trainer import DistillTrainer
-from fcsd.distributed.engine import (
-    Engine,
-    check_precision,
-    engine_environment,
-    finish_zero_settings,
-)
+from fcsd.distributed.engine import Engine, check_precision, engine_environment, finish_zero_settings
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.state import read_state
 from fcsd.errors import Interrupted, ScorerError, UserError
@@ -90,8 +85,8 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     run.launch.ranks.from_first(lambda: _check_disk(run))
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
-    bar, stops = None, None
-    signals = Signals()
+    stops = None
+    signals, bar = Signals(), ProgressBar(run.description)
     try:
         trainer = DistillTrainer(
             student,
@@ -109,18 +104,10 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             data_collator=Collator(teacher.ahead if teacher is not None else None),
             callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
         )
-        bar = replace_output(trainer, run.description)
+        replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
-            trainer.add_callback(
-                stops := StopWhenScoreStalls(
-                    run.stopper,
-                    scored(run.stopper, run.score, trainer),
-                    keep_best=lambda step: keep_best(trainer, run, step),
-                    drop_others=lambda step: drop_others(trainer, run, step),
-                    say=trainer.say,
-                    ending=lambda: trainer.ending,
-                )
-            )
+            stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
+            trainer.add_callback(stops)
         done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
         if done is not None:
             trainer.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
@@ -130,8 +117,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
     finally:
-        if bar is not None:
-            bar.close()
+        bar.close()
         if not engine.shards:
             detach_loss_head(student)
     if stops is not None and stops.failure is not None:

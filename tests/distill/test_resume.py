@@ -14,6 +14,7 @@ import pytest
 
 from fcsd import artifact
 from fcsd.cli.main import main
+from fcsd.distill import best as best_module
 from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.history import read_history
@@ -78,7 +79,7 @@ def die(*args: Any, **kwargs: Any) -> None:
         (trainer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
         (trainer_module, "write_json"),  # weights and optimiser written, the stopper's state not
         (trainer_module.DistillTrainer, "_save_rng_state"),
-        (run_module, "drop_others"),
+        (best_module, "drop_others"),
         (run_module, "_leave_model"),  # after the last step
         (run_module, "write_text"),
     ],
@@ -106,16 +107,16 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
     assert weights(bench, "killed") == whole
 
 
-@pytest.mark.parametrize("place", ["drop_others", "_leave_model"])
+@pytest.mark.parametrize(("module", "place"), [(best_module, "drop_others"), (run_module, "_leave_model")])
 def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
-    bench: Bench, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, module: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = bench.early_stopping | {"patience": 4}  # no score is better than the one before training, 0
     assert main(["distill", str(bench.recipe("whole", early_stopping=early))]) == 0
     command = ["distill", str(bench.recipe("killed", early_stopping=early))]
 
     def killed() -> int:
-        monkeypatch.setattr(run_module, place, die)
+        monkeypatch.setattr(module, place, die)
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
