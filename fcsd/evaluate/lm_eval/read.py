@@ -13,9 +13,9 @@ from typing import Any
 
 from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.write import lm_eval_key
-from fcsd.evaluate.question import shown_question
-from fcsd.evaluate.results import SCHEMA_VERSION, Samples, read_result
-from fcsd.stats import plain_mean, standard_error
+from fcsd.evaluate.question import lm_eval_sample
+from fcsd.evaluate.results import Samples, parse_json, read_result, whole_result
+from fcsd.stats import standard_error
 
 Result = dict[str, Any]
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
@@ -32,11 +32,10 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         UserError: as `runner.read_result`; lm-eval's results of several models, without samples, damaged, or without
             a metric that is a mean over items.
     """
-    if (folder / "results.json").is_file() or not folder.is_dir():
-        return read_result(folder)
     files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
-    if not files and (folder / "stage.json").is_file():
-        return read_result(folder)  # says that it is not finished
+    unfinished = not files and (folder / "stage.json").is_file()  # `read_result` says so
+    if (folder / "results.json").is_file() or not folder.is_dir() or unfinished:
+        return read_result(folder)
     if not files:
         raise UserError(
             f"{folder}: holds no result of `fcsd evaluate` (results.json) or of lm_eval (results_*.json)"
@@ -48,7 +47,7 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
     metrics = {task: row["metric"] for task, row in (like or {}).get("tasks", {}).items()}
     found: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
-        whole = _read(file)
+        whole = parse_json(file, file.read_text(encoding="utf-8"))
         if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
         for task in _tasks(whole, metrics):
@@ -56,39 +55,22 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
     tasks, samples = {}, {}
     for task, (whole, file) in found.items():
         tasks[task], samples[task] = _task(task, whole, file, metrics.get(task))
-    mean, error = plain_mean([(row["value"], row["stderr"]) for row in tasks.values()])
     newest = found[next(reversed(found))][0]
     config = newest.get("config") or {}
     versions = {"lm-eval": newest.get("lm_eval_version"), "transformers": newest.get("transformers_version")}
     limit = config.get("limit")
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "suite": "lm_eval",
-        "model": str(newest.get("model_name") or folder.name),
-        "complete": not limit,
-        "tasks": tasks,
-        "mean": mean,
-        "mean_stderr": error,
-        "settings": {
-            "limit": int(limit) if limit and limit >= 1 else limit,
-            "batch_size": config.get("batch_size"),
-            "dtype": str(config["model_dtype"]).removeprefix("torch.") if config.get("model_dtype") else None,
-            "device": config.get("device"),
-            "fewshot_seed": config.get("fewshot_seed"),
-            "decoding": "as lm_eval was told",
-            "suite": {"tasks": [_suite_row(task, *found[task]) for task in tasks]},
-            "versions": {name: version for name, version in versions.items() if version},
-        },
-        "sandbox": None,
+    settings = {
+        "limit": int(limit) if limit and limit >= 1 else limit,
+        "batch_size": config.get("batch_size"),
+        "dtype": str(config["model_dtype"]).removeprefix("torch.") if config.get("model_dtype") else None,
+        "device": config.get("device"),
+        "fewshot_seed": config.get("fewshot_seed"),
+        "decoding": "as lm_eval was told",
+        "suite": {"tasks": [_suite_row(task, found[task][0]) for task in tasks]},
+        "versions": {name: version for name, version in versions.items() if version},
     }
-    return result, samples
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON ({error}); evaluate again") from None
+    model = str(newest.get("model_name") or folder.name)
+    return whole_result("lm_eval", model, tasks, settings, sandbox=None), samples
 
 
 def _tasks(whole: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
@@ -114,7 +96,7 @@ def _leaves(task: str, whole: Mapping[str, Any]) -> list[str]:
     return [leaf for name in members for leaf in _leaves(name, whole)] or [task]
 
 
-def _suite_row(task: str, whole: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _suite_row(task: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Describe how a generated answer was cut, in the words of a suite."""
     config = (whole.get("configs") or {}).get(_leaves(task, whole)[0]) or {}
     how = config.get("generation_kwargs") or {}
@@ -140,7 +122,8 @@ def _task(
             chosen = sorted(
                 (row for row in rows if row["filter"] == rule), key=lambda row: int(row["doc_id"])
             )
-            samples += [_sample(row, float(row[name]), None if leaf == task else leaf) for row in chosen]
+            member = None if leaf == task else leaf
+            samples += [lm_eval_sample(row, float(row[name]), member, _asked(row)) for row in chosen]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
@@ -222,21 +205,5 @@ def _metric(
     return next((key for key in _PREFERRED if key in means), means[0])
 
 
-def _sample(row: Mapping[str, Any], score: float, member: str | None) -> dict[str, Any]:
-    doc_id = int(row["doc_id"])
-    sample: dict[str, Any] = {
-        "doc_id": doc_id if member is None else f"{member}/{doc_id}",
-        "doc_hash": row["doc_hash"],
-        "prompt_hash": row["prompt_hash"],
-        "score": score,
-        "target": str(row.get("target", "")),
-    }
-    asked = [list(each.values()) for each in (row.get("arguments") or {}).values() if isinstance(each, dict)]
-    response = (row.get("resps") or [[""]])[0][0]
-    if isinstance(response, list):
-        sample["loglikelihoods"] = [float(choice[0][0]) for choice in row["resps"]]
-        sample |= shown_question([(str(each[0]), str(each[1])) for each in asked if len(each) > 1])
-    else:
-        sample["completion"] = str(response)
-        sample |= shown_question([(str(each[0]), "") for each in asked[:1]])
-    return sample
+def _asked(row: Mapping[str, Any]) -> list[list[Any]]:
+    return [list(each.values()) for each in (row.get("arguments") or {}).values() if isinstance(each, dict)]
