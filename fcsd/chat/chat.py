@@ -56,15 +56,11 @@ class Speaker:
         """
         from jinja2 import TemplateError
 
-        options: dict[str, Any] = {} if self.thinking else {"enable_thinking": False}
+        options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        if not self.thinking:
+            options["enable_thinking"] = False
         try:
-            inputs: Any = self.tokenizer.apply_chat_template(
-                self.messages,
-                add_generation_prompt=True,
-                return_dict=True,
-                return_tensors="pt",
-                **options,
-            )
+            inputs: Any = self.tokenizer.apply_chat_template(self.messages, **options)
         except (TemplateError, ValueError, TypeError) as error:
             raise UserError(f"{self.name}: its chat template refuses the conversation: {error}") from None
         length, positions = inputs["input_ids"].shape[1], self.positions
@@ -78,9 +74,7 @@ class Speaker:
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model's config says it takes."""
-        config = self.model.config.get_text_config()
-        found: int | None = getattr(config, "max_position_embeddings", None)
-        return found
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def settings(self, greedy: bool) -> str:
         """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
@@ -157,8 +151,9 @@ def chat(
         for speaker in speakers:
             print(f"{speaker.name}: {speaker.settings(greedy)}", file=sink)
         print("Type a message; /help explains, /exit leaves.", file=sink)
+    opening = [{"role": "system", "content": system}] if system else []
     for speaker in speakers:
-        speaker.messages = _opening(system)
+        speaker.messages = [*opening]
     last = between = ""
     for line in _lines(source, terminal):
         text = line.strip()
@@ -170,7 +165,7 @@ def chat(
                 return
             if text == "/reset":
                 for speaker in speakers:
-                    speaker.messages = _opening(system)
+                    speaker.messages = [*opening]
                 print("The conversation begins anew.", file=sink)
             elif text == "/again":
                 if not last:
@@ -188,10 +183,6 @@ def chat(
             last = text
             _turn(speakers, text, max_new_tokens, greedy, sink, terminal)
         sink.flush()
-
-
-def _opening(system: str | None) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}] if system else []
 
 
 def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
@@ -283,11 +274,8 @@ class Reply:
         self.cut = ""
         self.error: str | None = None
         self._stopped = threading.Event()
-        self._streamer: Any = TextIteratorStreamer(
-            speaker.tokenizer,  # type: ignore[arg-type]
-            skip_prompt=True,
-            skip_special_tokens=True,
-        )
+        tokenizer: Any = speaker.tokenizer
+        self._streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._model: Any = speaker.model
         inputs = speaker.prompt()
         own = speaker.model.generation_config
@@ -305,7 +293,7 @@ class Reply:
         if greedy:
             self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if own is None or own.pad_token_id is None:
-            self._options["pad_token_id"] = speaker.tokenizer.pad_token_id or speaker.tokenizer.eos_token_id
+            self._options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
         self._thread = threading.Thread(target=self._generate, daemon=True)
 
     def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
@@ -343,6 +331,3 @@ class Reply:
                 self._thread.join()
             except KeyboardInterrupt:
                 continue
-
-
-__all__ = ["Reply", "Speaker", "chat", "load_speaker"]

@@ -131,25 +131,23 @@ def prepare_evaluation(
                     f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
                     " better, so choose one of those, or leave the task out"
                 )
+        code = [row for row in missing if row.kind == "code"]
         scorer: CodeScorer | None = None
 
-        def checked() -> dict[str, Any] | None:
+        def checked() -> dict[str, Any]:
             """Start the sandbox, of which one is enough for all ranks, and return its layers."""
             nonlocal scorer
-            for row in missing:
-                if row.kind == "code":
-                    if scorer is None:
-                        scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
-                    try:
-                        scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
-                    except ScorerError as error:
-                        raise ScorerError(f"task {row.task}: {error}") from error
-            return scorer.layers if scorer is not None else None
+            scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
+            for row in code:
+                try:
+                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+                except ScorerError as error:
+                    raise ScorerError(f"task {row.task}: {error}") from error
+            return scorer.layers
 
-        layers = ranks.from_first(checked)
-        for row in missing:
-            if row.kind == "code":
-                facts[row.task]["sandbox"] = layers
+        layers = ranks.from_first(checked) if code else None
+        for row in code:
+            facts[row.task]["sandbox"] = layers
         settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
         finished = {task: samples for task, (samples, _) in kept.items()}
         yield PreparedEvaluation(

@@ -286,20 +286,22 @@ class CodeScorer:
 
 def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
     """Run a program against the base tests, if there are any, and if it passes against the others."""
+
+    def run(tests: Sequence[str]) -> Outcome:
+        reply = server.run(program, tests, limit, problem.names)
+        outcome = reply.get("outcome")
+        if outcome not in OUTCOME_CLASSES:
+            message = reply.get("message", reply)
+            raise ScorerError(f"problem {problem.task_id}: the sandbox failed: {message}")
+        return Outcome(problem.task_id, outcome, float(reply["seconds"]), str(reply["message"]))
+
     if not problem.base_tests:
-        return _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
-    base = _outcome(problem.task_id, server.run(program, problem.base_tests, limit, problem.names))
+        return run(problem.tests)
+    base = run(problem.base_tests)
     if not base.passed:
         return replace(base, base=base.outcome)
-    plus = _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
+    plus = run(problem.tests)
     return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
-
-
-def _outcome(task_id: str, reply: dict[str, Any]) -> Outcome:
-    outcome = reply.get("outcome")
-    if outcome not in OUTCOME_CLASSES:
-        raise ScorerError(f"problem {task_id}: the sandbox failed: {reply.get('message', reply)}")
-    return Outcome(task_id, outcome, float(reply["seconds"]), str(reply["message"]))
 
 
 class _Server:

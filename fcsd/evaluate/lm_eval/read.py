@@ -18,6 +18,7 @@ from fcsd.evaluate.results import Samples, parse_json, read_result, whole_result
 from fcsd.stats import standard_error
 
 Result = dict[str, Any]
+_SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
 """Of several metrics of a task, the one that stands for it when nothing else says which."""
 
@@ -50,6 +51,7 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         whole = parse_json(file, file.read_text(encoding="utf-8"))
         if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
+        whole |= {section: whole.get(section) or {} for section in _SECTIONS}
         for task in _tasks(whole, metrics):
             found[task] = (whole, file)
     tasks, samples = {}, {}
@@ -77,28 +79,28 @@ def _tasks(whole: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
     """List tasks and groups that are no member of a group; a group without a score of its own is only a name."""
     groups = {
         name: members
-        for name, members in (whole.get("group_subtasks") or {}).items()
+        for name, members in whole["group_subtasks"].items()
         if name in wanted or any("," in key for key in whole["results"].get(name, {}))
     }
-    names = set(whole.get("group_subtasks") or {}) - groups.keys()
+    names = set(whole["group_subtasks"]) - groups.keys()
     names |= {leaf for group in groups for leaf in _below(group, whole)}
     return [name for name in [*groups, *whole["results"]] if name not in names]
 
 
 def _below(group: str, whole: Mapping[str, Any]) -> set[str]:
     """Collect everything that a group contains, itself left out."""
-    members = {name for name in (whole.get("group_subtasks") or {}).get(group, []) if name != group}
+    members = {name for name in whole["group_subtasks"].get(group, []) if name != group}
     return members | {name for member in members for name in _below(member, whole)}
 
 
 def _leaves(task: str, whole: Mapping[str, Any]) -> list[str]:
-    members = [name for name in (whole.get("group_subtasks") or {}).get(task, []) if name != task]
+    members = [name for name in whole["group_subtasks"].get(task, []) if name != task]
     return [leaf for name in members for leaf in _leaves(name, whole)] or [task]
 
 
 def _suite_row(task: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Describe how a generated answer was cut, in the words of a suite."""
-    config = (whole.get("configs") or {}).get(_leaves(task, whole)[0]) or {}
+    config = whole["configs"].get(_leaves(task, whole)[0]) or {}
     how = config.get("generation_kwargs") or {}
     return {
         "task": task,
@@ -129,20 +131,20 @@ def _task(
             f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
         ) from None
     scores = [sample["score"] for sample in samples]
-    config = (whole.get("configs") or {}).get(leaves[0]) or {}
+    config = whole["configs"].get(leaves[0]) or {}
     own = (config.get("metadata") or {}).get("chat_template")  # of a task, where fcsd wrote the files
-    sizes = [((whole.get("n-samples") or {}).get(leaf) or {}).get("original") for leaf in leaves]
+    sizes = [(whole["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
+    higher = (whole["higher_is_better"].get(leaves[0]) or {}).get(name)
     return {
         "metric": metric if "," in str(wanted or metric) else str(wanted),
         "value": math.fsum(scores) / len(scores),
         "stderr": standard_error(scores),
         "num_items": len(scores),
         "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(scores),
-        "num_fewshot": int((whole.get("n-shot") or {}).get(leaves[0]) or 0),
+        "num_fewshot": int(whole["n-shot"].get(leaves[0]) or 0),
         "kind": "generation" if config.get("output_type") == "generate_until" else "likelihood",
         "headline": True,
-        "higher_is_better": ((whole.get("higher_is_better") or {}).get(leaves[0]) or {}).get(name)
-        is not False,
+        "higher_is_better": higher is not False,
         "chat_template": bool(whole.get("chat_template")) if own is None else bool(own),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,
