@@ -80,7 +80,7 @@ class Speaker:
         """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
         own: Any = self.model.generation_config
         how = "greedy"
-        if own is not None and own.do_sample and not greedy:
+        if own.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             values = {name: getattr(own, name, None) for name in names}
             neutral = {"temperature": None, "repetition_penalty": 1.0}
@@ -278,8 +278,8 @@ class Reply:
         self._streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._model: Any = speaker.model
         inputs = speaker.prompt()
-        own = speaker.model.generation_config
-        limit = max_new_tokens or (own.max_new_tokens if own is not None else None) or _MAX_NEW_TOKENS
+        own: Any = speaker.model.generation_config
+        limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
         self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
         if speaker.positions is not None and speaker.positions - inputs["input_ids"].shape[1] < limit:
             limit = speaker.positions - inputs["input_ids"].shape[1]
@@ -292,7 +292,7 @@ class Reply:
         }
         if greedy:
             self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if own is None or own.pad_token_id is None:
+        if own.pad_token_id is None:
             self._options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
         self._thread = threading.Thread(target=self._generate, daemon=True)
 
@@ -307,8 +307,7 @@ class Reply:
     def _generate(self) -> None:
         try:
             ids = self._model.generate(**self._options)[0, self._options["input_ids"].shape[1] :]
-            own = self._model.generation_config
-            ends = own.eos_token_id if own is not None else None
+            ends = self._model.generation_config.eos_token_id
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit

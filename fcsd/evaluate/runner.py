@@ -66,8 +66,7 @@ def evaluate(
         batch_size: sequences in one forward, or "auto" (`fcsd.evaluate.batch`).
         limit: only the first items of every task (of every member, for a group of tasks); recorded in the
             result.
-        allow_weak_sandbox: run generated code even where it cannot be kept off the network and from
-        writing files.
+        allow_weak_sandbox: run generated code even where it cannot be kept off the network and from writing files.
         store: where finished tasks are kept and found; the first rank's.
         ranks: those that share the work (`fcsd.distributed.ranks`); by default this process does all of it.
 

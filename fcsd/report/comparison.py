@@ -33,7 +33,7 @@ def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[
     path as tells it apart; training is `training_of` the folder.
 
     Raises:
-        UserError: as `lm_eval_results.read_results`; a folder twice.
+        UserError: as `lm_eval.read.read_results`; a folder twice.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]

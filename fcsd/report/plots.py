@@ -75,7 +75,7 @@ def plot_models(
     figure, axis = plt.subplots(figsize=(max(_SIZE[0], 0.28 * len(tasks) * (len(models) + 1) + 1), _SIZE[1]))
     width = 0.8 / max(1, len(models))
     for index, (name, scores) in enumerate(models.items()):
-        places = _places(len(tasks), width, index, len(models))
+        places = [place - 0.4 + width * (index + 0.5) for place in range(len(tasks))]
         values = [scores[task][0] for task in tasks]
         errors = [scores[task][1] for task in tasks]
         axis.bar(places, values, width, yerr=errors, capsize=2, label=name)
@@ -111,11 +111,8 @@ def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: 
         1, 1 + bool(near), figsize=(_SIZE[0] * (1 + bool(near)), height), sharey=True, squeeze=False,
         gridspec_kw={"wspace": 0.05},
     )  # fmt: skip
-    thick = 0.7 / len(comparisons)
     for axis in axes[0]:
-        for index, (name, each) in enumerate(rows.items()):
-            places = _places(len(tasks), thick, index, len(rows))
-            _intervals(axis, each, places, f"C{index % 10}", name, markersize=5, capsize=2)
+        _intervals(axis, rows, 0.7, markersize=5, capsize=2)
         if has_mean:
             axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
         _difference_axis(axis, f"{label}; filled: beyond noise", note)
@@ -145,11 +142,8 @@ def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: 
     members = sorted(first, key=lambda member: -first[member]["delta"])
     step = 0.17 * max(1.0, 0.6 * len(comparisons))
     figure, axis = plt.subplots(figsize=(_SIZE[0], step * len(members) + 1.2))
-    height = 0.6 / len(comparisons)
-    for index, (model, row) in enumerate(comparisons.items()):
-        rows = [row["members"][member] for member in members]
-        places = _places(len(members), height, index, len(comparisons))
-        _intervals(axis, rows, places, f"C{index % 10}", model, markersize=3, linewidth=0.7)
+    rows = {model: [row["members"][member] for member in members] for model, row in comparisons.items()}
+    _intervals(axis, rows, 0.6, markersize=3, linewidth=0.7)
     labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
     axis.set_yticks(range(len(members)), labels, fontsize=6)
     _difference_axis(axis, f"{name}: difference to the original (points), 95 % interval", note)
@@ -157,31 +151,22 @@ def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: 
     _save(figure, path, around=True)
 
 
-def _places(count: int, width: float, index: int, of: int) -> list[float]:
-    """Return where the `index`-th of the marks stands that lie side by side around each of `count` ticks."""
-    return [tick + width * (index - (of - 1) / 2) for tick in range(count)]
-
-
 def _intervals(
-    axis: Any,
-    rows: Sequence[Mapping[str, Any]],
-    places: Sequence[float],
-    colour: str,
-    label: str,
-    **style: Any,
+    axis: Any, models: Mapping[str, Sequence[Mapping[str, Any]]], space: float, **style: Any
 ) -> None:
-    """Draw the differences to the original, in points, with their 95 % intervals."""
-    for row, place in zip(rows, places, strict=True):
-        delta, (low, high) = row["delta"], _bounds(row)
-        # Of members there is no verdict, only the interval.
-        noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
-        errors = [[100 * (delta - low)], [100 * (high - delta)]]
-        face = "white" if noise else colour
-        axis.errorbar(
-            [100 * delta], [place], xerr=errors, linestyle="none", marker="o", color=colour,
-            markerfacecolor=face, label=label, **style,
-        )  # fmt: skip
-        label = "_"  # one entry a model
+    """Draw the differences to the original, in points, with their 95 % intervals: a tick a row, the models side by side
+    in `space` around it."""
+    for index, (name, rows) in enumerate(models.items()):
+        colour = f"C{index % 10}"
+        for tick, row in enumerate(rows):
+            delta, (low, high) = row["delta"], _bounds(row)
+            # Of members there is no verdict, only the interval.
+            noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
+            axis.errorbar(
+                [100 * delta], [tick + space * ((index + 0.5) / len(models) - 0.5)],
+                xerr=[[100 * (delta - low)], [100 * (high - delta)]], linestyle="none", marker="o", color=colour,
+                markerfacecolor="white" if noise else colour, label="_" if tick else name, **style,
+            )  # fmt: skip
 
 
 def _difference_axis(axis: Any, label: str, note: str) -> None:

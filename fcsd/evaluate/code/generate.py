@@ -82,8 +82,7 @@ def generate_completions(
             default this process does all of it.
 
     Raises:
-        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat
-        template.
+        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat template.
     """
     import torch
 

@@ -73,8 +73,7 @@ def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[P
     """Load the problems of a code task, in the order of the data set.
 
     Raises:
-        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given
-        twice.
+        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given twice.
     """
     location = dataset_location(task, data_root)
     try:

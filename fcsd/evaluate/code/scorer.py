@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -112,8 +111,8 @@ class CodeScorer:
         disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
 
     Raises:
-        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not
-        accepted. ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not accepted.
+        ScorerError: a server does not start, or ends, or fails; the next call starts it again.
     """
 
     def __init__(
@@ -145,9 +144,7 @@ class CodeScorer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -206,13 +203,7 @@ class CodeScorer:
             self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
         return outcomes
 
-    def score(
-        self,
-        problems: Sequence[Problem],
-        completions: Mapping[str, str],
-        *,
-        progress: bool = False,
-    ) -> list[Outcome]:
+    def score(self, problems: Sequence[Problem], completions: Mapping[str, str]) -> list[Outcome]:
         """Run the program in each completion (`extract_code`) against the tests of its problem.
 
         Raises:
@@ -220,7 +211,7 @@ class CodeScorer:
             ScorerError: the sandbox failed.
         """
         several = {task_id: [text] for task_id, text in completions.items()}
-        return [outcomes[0] for outcomes in self.score_samples(problems, several, progress=progress)]
+        return [outcomes[0] for outcomes in self.score_samples(problems, several)]
 
     def score_samples(
         self,

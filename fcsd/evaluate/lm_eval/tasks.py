@@ -50,7 +50,7 @@ def load_task(
         overrides["test_split"] = row.split
     if row.revision is not None and data_root is None:
         overrides["dataset_kwargs"] = {"revision": row.revision}
-    with quiet(), fresh_cache(location or ""), tempfile.TemporaryDirectory() as overlay:
+    with quiet(), fresh_cache(location), tempfile.TemporaryDirectory() as overlay:
         from lm_eval.tasks import TaskManager
 
         known = TaskManager(include_path=[str(folder)], include_defaults=False)
@@ -59,10 +59,9 @@ def load_task(
                 f"task {row.task}: not defined in {folder}{did_you_mean(row.task, known.all_tasks)}"
             )
         if row.task in known.all_tags:
-            members = sorted(name for name in known.task_index[row.task].tags)
             raise UserError(
                 f"task {row.task}: is a tag of lm-eval, neither task nor group; give its tasks rows of their own:"
-                f" {', '.join(members)}"
+                f" {', '.join(sorted(known.task_index[row.task].tags))}"
             )
         if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
             # Loading it would fetch and run a metric's code, or take `code_eval` from the working directory.

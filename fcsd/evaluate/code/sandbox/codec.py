@@ -67,10 +67,9 @@ class Codec:
             flat = value.ravel()
             parts = flat.view(flat.real.dtype) if value.dtype.kind == "c" else flat
             return {"t": "numpy", "v": [value.dtype.str, list(value.shape), parts.tolist()]}
-        if isinstance(value, bool | int | float | str):  # a subclass (an Enum): its plain value
-            for base in (int, float, str):
-                if isinstance(value, base):
-                    return base(value)
+        for base in (int, float, str):
+            if isinstance(value, base):  # a subclass (an Enum): its plain value
+                return base(value)
         if isinstance(value, list):
             return self.encode(list(value))
         for name, collection in _COLLECTIONS.items():
