@@ -156,17 +156,15 @@ def _generate(
 ) -> list[str]:
     """Generate the completions of one batch of token rows."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import GenerationConfig, StoppingCriteriaList
 
     stop = task.stop
     ends = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
-    width = max(map(len, rows))
-    ids = torch.full((len(rows), width), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for line, row in enumerate(rows):
-        ids[line, width - len(row) :] = torch.tensor(row, dtype=torch.long)
-        mask[line, width - len(row) :] = 1
+    ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, pad, "left")
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], True, 0, "left")
+    width = ids.shape[1]
     sampling: dict[str, Any] = {"do_sample": False}
     if task.temperature:
         # top_k: transformers' own default would cut the distribution to 50 tokens.
