@@ -265,7 +265,7 @@ def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
         patch.setattr(trainer_module.DistillTrainer, "compute_loss", ended)
         assert main(command) == 130
     capsys.readouterr()
-    command += ["--set", "train.per_device_train_batch_size=4", "train.gradient_checkpointing=true"]
+    command += ["--set", "train.per_device_train_batch_size=4", "--set", "train.gradient_checkpointing=true"]
     assert main(command) == 0
     folder = bench.folder / "r" / "distill"
     assert (
