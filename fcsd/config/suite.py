@@ -155,8 +155,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
     Raises:
-        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that
-        does not
+        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that does not
             belong to the task's kind.
     """
     text = str(name_or_path)
