@@ -10,6 +10,7 @@ from fcsd.cli.options import (
     SEVERAL,
     Command,
     expert_parallel_argument,
+    quiet_transformers,
     recipe_arguments,
 )
 from fcsd.errors import UserError
@@ -17,7 +18,6 @@ from fcsd.errors import UserError
 if TYPE_CHECKING:
     from fcsd.config.recipe import Recipe
     from fcsd.stages.context import Run
-from fcsd.cli.options import quiet_transformers
 
 
 def _load_recipe(arguments: argparse.Namespace) -> "Recipe":

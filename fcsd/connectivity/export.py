@@ -141,6 +141,3 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-__all__ = ["convert_checkpoint", "unconvert_checkpoint"]

@@ -23,13 +23,6 @@ from fcsd.report.table import paired_table, score_table
 from fcsd.report.verdict import LEGEND, quick_look, verdict
 from fcsd.text import items_text, plus_minus, scored_row, stopping_text
 
-"""Stands in a card for the repository id as long as there is none."""
-
-
-"""Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
-data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark."""
-
-
 _TEXT = """\
 # {title}
 {untrained}
@@ -116,8 +109,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
-    """Link link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
-    here."""
+    """Return the licence with a link that leads to the file beside the original's card, unless that is here."""
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
         return dict(facts.licence)

@@ -162,12 +162,9 @@ def _checked(source: Path) -> Checkpoint:
 
 
 def _modules(config: dict[str, Any]) -> list[str]:
-    names = [name for value in (config.get("auto_map") or {}).values() for name in _listed(value)]
+    values = (config.get("auto_map") or {}).values()
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
     return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
-
-
-def _listed(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
 
 
 # ---- the folder
@@ -363,9 +360,7 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
     if "generation_config.json" not in sent:
         notes.append("no generation_config.json: generation uses transformers' defaults")
-    old = (
-        source / _CARD
-    ).is_file()  # one that is there is kept as it is, and was made by a recipe or by hand
+    old = (source / _CARD).is_file()  # it is kept as it is, and was made by a recipe or by hand
     where = f"edit {source / _CARD}"
     if old and (source / "report.json").is_file():
         where += ", or publication in the recipe and `fcsd run` it again"
@@ -494,6 +489,3 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
             f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
             " again, it continues from what has arrived"
         ) from None
-
-
-__all__ = ["NewCard", "find_checkpoint", "push"]
