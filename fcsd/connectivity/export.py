@@ -94,8 +94,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
 
 def _checked(folder: Path) -> Checkpoint:
     checkpoint = read_checkpoint(folder)
-    config, cls = config_and_class(checkpoint, None, original=False)
-    check_tensors(checkpoint, config, cls)
+    check_tensors(checkpoint, *config_and_class(checkpoint))
     return checkpoint
 
 

@@ -89,7 +89,7 @@ def load_model(
 
 
 def config_and_class(
-    checkpoint: Checkpoint, connectivity: Connectivity | None, original: bool
+    checkpoint: Checkpoint, connectivity: Connectivity | None = None, original: bool = False
 ) -> tuple[Any, Any]:
     """Return the config object and model class that a checkpoint of a known family is to be loaded with."""
     family = checkpoint.family

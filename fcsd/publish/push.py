@@ -85,8 +85,7 @@ def push(
             index or config, remote code missing, a token in a text file; then what the Hub refuses.
     """
     _check_repo_id(repo_id)
-    source = find_checkpoint(folder)
-    checkpoint = _checked(source)
+    checkpoint = _checked(find_checkpoint(folder))
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
             raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
@@ -148,8 +147,7 @@ def _checked(source: Path) -> Checkpoint:
             f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd convert`), or upload it as it is"
             " with `hf upload`"
         )
-    config, cls = config_and_class(checkpoint, None, original=False)
-    check_tensors(checkpoint, config, cls)
+    check_tensors(checkpoint, *config_and_class(checkpoint))
     for name in _modules(checkpoint.config):
         if not (source / name).is_file():
             raise UserError(
@@ -186,8 +184,11 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
                 " and edit this one, or remove it"
             )
         text = (source / _CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
-        if (other := _other_repo(source)) not in (None, repo_id):
-            text = text.replace(f'"{other}"', f'"{repo_id}"')
+        if (source / "report.json").is_file():
+            # The repository id that the recipe of a publish folder wrote into its card.
+            publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
+            if other := publication.get("repo_id"):
+                text = text.replace(f'"{other}"', f'"{repo_id}"')
         write_text(new / _CARD, text)
     for file in sorted(new.rglob("*")):
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
@@ -210,15 +211,6 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     for pattern in (*CARRIED, *_OTHER):
         found |= {file for file in source.glob(pattern) if file.is_file()}
     return sorted(found)
-
-
-def _other_repo(source: Path) -> str | None:
-    """Read the repository id that the recipe of a publish folder wrote into its card."""
-    if not (source / "report.json").is_file():
-        return None
-    publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
-    name: str | None = publication.get("repo_id")
-    return name
 
 
 def _refuse_token(file: Path, shown: Path) -> None:
