@@ -1,7 +1,6 @@
 """Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
 weights."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +221,8 @@ def _loading_problem(info: dict[str, Any]) -> str | None:
         ("error_msgs", "tensors could not be loaded"),
     ):
         if values := sorted(str(value) for value in info.get(key) or ()):
-            first = re.sub(r"\s+", " ", values[0])[:200]
-            advice = "the checkpoint is incomplete or of another model"
-            return f"{len(values)} {text}, the first is '{first}'; {advice}"
+            first = " ".join(values[0].split())[:200]
+            return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
     return None
 
 

@@ -1,10 +1,4 @@
-"""The folder that goes to the Hub: checkpoint, remote code, tokenizer, model card and results as data.
-
-    write_publication(recipe, original, model, report_folder, folder)   # stage `publish` of a run
-    write_card(facts, folder)                                           # README.md and .eval_results/
-
-Not covered: uploading, and checkpoints that no recipe made; that is `fcsd.publish.push`.
-"""
+"""Write the model card of a checkpoint (`README.md`), and its results as data (`.eval_results/`)."""
 
 import dataclasses
 import importlib.metadata

@@ -86,19 +86,17 @@ def push(
     """
     _check_repo_id(repo_id)
     checkpoint = _checked(find_checkpoint(folder))
+    card = card or NewCard()
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
             raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
         with new_folder(dry_run) as new:
-            _assemble(checkpoint, repo_id, new, card or NewCard(), place)
-            _say(checkpoint, new, repo_id)
+            _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
     with tempfile.TemporaryDirectory(prefix="fcsd-push-") as name:
-        new = Path(name)
         # Links: nothing of the weights is written a second time, on whatever disk they are.
-        _assemble(checkpoint, repo_id, new, card or NewCard(), lambda old, to: to.symlink_to(old.resolve()))
-        _say(checkpoint, new, repo_id)
-        return _upload(new, repo_id, private)
+        _assemble(checkpoint, repo_id, Path(name), card, lambda old, to: to.symlink_to(old.resolve()))
+        return _upload(Path(name), repo_id, private)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -169,7 +167,7 @@ def _modules(config: dict[str, Any]) -> list[str]:
 
 
 def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
-    """Fill `new` with what goes to the Hub; kinds of files that are not named here stay behind."""
+    """Fill `new` with what goes to the Hub, and print it; kinds of files that are not named here stay behind."""
     source = checkpoint.folder
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
@@ -193,6 +191,7 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
     for file in sorted(new.rglob("*")):
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
             _refuse_token(file, source / file.relative_to(new))
+    _say(checkpoint, new, repo_id)
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.config.data import DataConfig
 from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.config.suite import SuiteConfig
 from fcsd.data.dataset import heldout_rows
@@ -46,8 +45,17 @@ def early_stopping(
         every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
     )
     if isinstance(plan, HeldoutKLStoppingConfig):
+        data = recipe.data
+        assert data.heldout is not None  # the recipe has checked it
         with stopper.time.scoring():
-            rows = _rows(recipe.data, tokenizer)
+            rows = heldout_rows(
+                data.heldout,
+                tokenizer,
+                num_examples=data.heldout_examples,
+                max_length=data.max_length,
+                packing=data.packing,
+                loss_on=data.loss_on,
+            )
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row = plan.task
@@ -94,15 +102,3 @@ def scored_data(run: Run) -> dict[str, str]:
 def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
     """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
     return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
-
-
-def _rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    assert data.heldout is not None
-    return heldout_rows(
-        data.heldout,
-        tokenizer,
-        num_examples=data.heldout_examples,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-    )
