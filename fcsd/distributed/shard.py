@@ -69,7 +69,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
         The head, whole on every rank: V x D numbers (0.6 GB for Qwen3-30B-A3B in bfloat16), which every micro-batch
         reads whole; a gather for each would cost more time than the memory is worth.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.eval().requires_grad_(False)
     head, body = head_and_body(model)
@@ -78,7 +78,9 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     model.__dict__["_sharded"] = True
     engine = launch.engine
     if engine.name == "ep":
-        model.__dict__["_whole_head"] = _without_root(model, launch.device)
+        mesh: Any = head.weight
+        fully_shard(body, mesh=mesh.device_mesh)  # it was loaded as a part of the model, and runs alone here
+        model.__dict__["_whole_head"] = whole_head(model, launch.device)
         return model.__dict__["_whole_head"]
     layers = _decoder_layers(model, engine)
     embedding: Any = model.get_input_embeddings()
@@ -95,16 +97,6 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     else:
         _fully_shard(body, units, sender, launch, None, MixedPrecisionPolicy(), trained=False)
     return head
-
-
-def _without_root(model: PreTrainedModel, device: torch.device) -> nn.Module:
-    """Let the body of a model that was loaded in parts run alone; a head whole on every rank."""
-    from torch.distributed.fsdp import fully_shard
-
-    head, body = head_and_body(model)
-    mesh: Any = head.weight
-    fully_shard(body, mesh=mesh.device_mesh)
-    return whole_head(model, device)
 
 
 def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
