@@ -91,10 +91,6 @@ class Stage:
         }
         write_json(self.folder / "manifest.json", record)
 
-    def manifest(self) -> dict[str, Any]:
-        """Read the manifest of a finished stage."""
-        return read_json(self.folder / "manifest.json")
-
     def _record(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,

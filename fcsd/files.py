@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from fcsd.errors import UserError
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+# safetensors and torch.save report a failed write in words only.
+_CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
 
 
 def read_json(path: Path) -> Any:
@@ -74,18 +76,17 @@ def writing(path: Path) -> Iterator[None]:
     """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, OSError):
+            expected = error.errno in _CANNOT_WRITE
+        else:
+            expected = any(words in str(error) for words in _CANNOT_WRITE_WORDS)
+        if not expected:
             raise
-        raise disk_error(path, error) from error
-    except SafetensorError as error:  # safetensors reports a failed write in words only
-        if "I/O error" not in str(error):
-            raise
-        raise disk_error(path, error) from error
-    except RuntimeError as error:  # so does torch.save
-        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
-            raise
-        raise disk_error(path, error) from error
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
+        ) from error
 
 
 def replace_folder(source: Path, destination: Path) -> None:
@@ -138,17 +139,8 @@ def release_folders() -> None:
         release_folder(folder)
 
 
-os.register_at_fork(
-    after_in_child=release_folders
-)  # a worker that outlives its killed parent must not keep the lock
-
-
-def disk_error(path: Path, error: BaseException) -> UserError:
-    """Say in one line what could not be written (full disk, no permission), where, and that nothing was left behind."""
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return UserError(
-        f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
-    )
+# A worker that outlives its killed parent must not keep the lock.
+os.register_at_fork(after_in_child=release_folders)
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -24,27 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
-    if os.environ.get("RANK", "0") != "0":
-        os.environ.setdefault(
-            "TQDM_DISABLE", "1"
-        )  # the first rank's bars stand for all, those of libraries too
+    first = os.environ.get("RANK", "0") == "0"
+    if not first:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # its bars stand for all, those of libraries too
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
-    except UserError as error:
-        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 2, error)
-    except ScorerError as error:
-        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 1, error)
+    except (UserError, ScorerError) as error:
+        status = 2 if isinstance(error, UserError) else 1
+        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", status, error)
     except Interrupted as interruption:
-        if os.environ.get("RANK", "0") == "0":
+        if first:
             print(f"fcsd {arguments.command}: {interruption}", file=sys.stderr)
         return interruption.status
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"\nfcsd {arguments.command}: interrupted; run the same command again to continue",
-                file=sys.stderr,
-            )
+        if first:
+            text = f"\nfcsd {arguments.command}: interrupted; run the same command again to continue"
+            print(text, file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0

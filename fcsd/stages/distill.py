@@ -112,7 +112,7 @@ def _with_sweep(run: Run) -> Run:
         raise UserError(
             f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
-    return run.with_recipe(with_choice(run.recipe, read_json(manifest)["results"]))
+    return replace(run, recipe=with_choice(run.recipe, read_json(manifest)["results"]))
 
 
 def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
@@ -215,14 +215,13 @@ def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
-    keep = recipe.dump()
-    data = {key: value for key, value in keep["data"].items() if key not in ("heldout", "heldout_examples")}
-    names = ("connectivity", "objective", "lora", "seed")
     # All back-ends of a teacher give the same numbers: a run may go on with another one. Its checkpoint is an input.
-    return {
-        "model": keep["model"], "data": data, "train": keep["train"], **{name: keep[name] for name in names},
-        "early_stopping": score_settings(recipe.early_stopping),
-    }  # fmt: skip
+    settings = recipe.model_dump(
+        mode="json",
+        include={"model", "data", "train", "connectivity", "objective", "lora", "seed"},
+        exclude={"data": {"heldout", "heldout_examples"}},
+    )
+    return settings | {"early_stopping": score_settings(recipe.early_stopping)}
 
 
 def _training_inputs(run: Run) -> dict[str, str]:

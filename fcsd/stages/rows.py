@@ -4,7 +4,9 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from fcsd.config.data import DataConfig, DecontaminateConfig
 from fcsd.config.suite import load_suite
@@ -17,12 +19,9 @@ from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.files import write_json
 from fcsd.stages.context import Run
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def training_rows(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", run: Run
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> tuple[Any, Decontaminator | None]:
     """Return packed rows of a `data` section of the recipe, and the record of what was left out of them.
 
@@ -55,7 +54,7 @@ def training_rows(
 
 
 def _decontaminator(
-    plan: DecontaminateConfig | None, tokenizer: "PreTrainedTokenizerBase", data_root: Path | None
+    plan: DecontaminateConfig | None, tokenizer: PreTrainedTokenizerBase, data_root: Path | None
 ) -> Decontaminator | None:
     if plan is None:
         return None
