@@ -8,6 +8,7 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.training import TrainConfig
+from fcsd.distill import best
 from fcsd.distill import run as run_module
 from fcsd.distill.disk import disk_need
 from tests.support import Bench
@@ -48,7 +49,7 @@ def test_what_a_run_keeps_is_never_more_than_was_said(bench: Bench, monkeypatch:
     """Against the bytes of the weights and states of a real run, at every checkpoint."""
     folder = bench.folder / "r" / "distill"
     said: list[Any] = []
-    check, drop = run_module.check_disk, run_module.drop_others
+    check, drop = run_module.check_disk, best.drop_others
     monkeypatch.setattr(run_module, "check_disk", lambda *args: (said.append(args[1]), check(*args)))
     held = []
 
@@ -56,7 +57,7 @@ def test_what_a_run_keeps_is_never_more_than_was_said(bench: Bench, monkeypatch:
         held.append(sum(path.stat().st_size for path in folder.rglob("state-*.safetensors")))
         drop(*args)
 
-    monkeypatch.setattr(run_module, "drop_others", measured)
+    monkeypatch.setattr(best, "drop_others", measured)
     assert main(["distill", str(bench.recipe("r", early_stopping=bench.early_stopping))]) == 0
     (need,) = said
     model = (folder / "model" / "model.safetensors").stat().st_size
