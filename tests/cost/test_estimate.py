@@ -27,6 +27,7 @@ from fcsd.distill.teachers.lora import add_adapters
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.losses.head import attach_loss_head, final_hidden
+from fcsd.text import size
 from fcsd.tiny.configs import TINY
 from fcsd.tiny.models import tiny_config, tiny_model
 from tests.memory import PLAIN, measured_by, peak_of_two_steps, peak_on_two_ranks, small_model
@@ -253,6 +254,100 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
+
+
+def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
+    recipe: Callable[..., Path],
+) -> None:
+    """By hand, DeepSeek-V2-Lite: 16 heads of 192 for queries and keys, of 128 for values."""
+    path = few_layers(recipe("DeepSeek-V2-Lite", train={"bf16": True}), 2)
+    facts = estimate(load_recipe(path), Hardware("h200", 8, "fsdp2"))
+    assert facts["flops"]["float32_share"] < 0.01  # the routers
+    longer = yaml.safe_load(path.read_text())
+    longer["data"]["max_length"] = 2048
+    longer["train"]["batch_size_tokens"] = 131072
+    path.write_text(yaml.safe_dump(longer))
+    twice = estimate(load_recipe(path), Hardware("h200", 8, "fsdp2"))
+    more = twice["flops"]["per_token"]["student forward"] - facts["flops"]["per_token"]["student forward"]
+    assert more == 2 * 2 * 16 * 1024 * (192 + 128)  # two layers, a token's scores and their sums
+    without = [each["memory"]["activations"]["without_checkpointing_bytes"] for each in (facts, twice)]
+    assert without[1] < 2.05 * without[0]  # scores would make it four times as much
+
+
+def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_once_more(
+    recipe: Callable[..., Path],
+) -> None:
+    path = few_layers(
+        recipe(train={"bf16": True, "gradient_checkpointing": True, "batch_size_tokens": 131072})
+    )
+    plan = load_recipe(path)
+    eight, sixteen, copies = (
+        estimate(plan, Hardware("h100", count, sharding))
+        for count, sharding in ((8, "fsdp2"), (16, "fsdp2"), (16, "hsdp"))
+    )
+    parts = [each["memory"]["parts"] for each in (eight, sixteen, copies)]
+    for name in ("student weights", "gradients", "optimizer states", "teacher weights"):
+        assert parts[2][name] == parts[0][name] == pytest.approx(2 * parts[1][name], rel=1e-6)
+    # Gathers stay inside the node: half the micro-batches of eight ranks, and the gradients' shards over the network.
+    shard = 4 * eight["parameters"]["trained"] / 8
+    own = copies["time"]["communication_s"] - eight["time"]["communication_s"] / 2
+    micro_batches = copies["settings"]["micro_batches"]
+    assert own == pytest.approx(micro_batches * 2 * (1 / 2) * shard / 50e9, rel=1e-6)
+    # All interfaces of a node serve a ring: a second node makes a step faster, not slower.
+    assert sixteen["time"]["step_s"][0] < eight["time"]["step_s"][0]
+    with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, not 12"):
+        estimate(plan, Hardware("h100", 12, "hsdp"))
+
+
+def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(train={"bf16": True}))
+    facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
+    number, steps = facts["parameters"]["total"], facts["settings"]["micro_batches"]
+    teacher = facts["memory"]["parts"]["teacher weights"] * 8 + facts["memory"]["parts"]["teacher head"]
+    sent = (
+        7 / 8 * steps * (2 * 2 * number + 4 * number + teacher)
+    )  # two gathers in bfloat16, gradients in float32
+    assert facts["time"]["communication_s"] == pytest.approx(sent / 450e9, rel=1e-3)
+
+
+SHIPPED = {
+    "qwen3-30b-a3b/distill": 8,
+    "deepseek-v2-lite/distill": 8,
+    "llama-4-scout/distill": 32,
+    "studies/pretrain-farskip": 64,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_network(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = ROOT / "recipes" / f"{name}.yaml"
+    facts = estimate(load_recipe(path), Hardware("h200", SHIPPED[name], "fsdp2"))
+    said = " ".join(
+        line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
+    )
+    assert f"{facts['memory']['total_bytes'] / 2**30:.0f} GiB a rank" in said
+    low, high = facts["time"]["step_s"]
+    assert " s a step" not in said or f"{low:.2g} to {high:.2g} s a step" in said
+    for row in facts["totals"]:
+        assert f"{row['hours'][0]:.0f} to {row['hours'][1]:.0f} hours" in said, row
+    assert " of disk" not in said or f"{size(facts['disk']['total_bytes'])} of disk" in said
+
+
+def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Callable[..., Path]) -> None:
+    tiny = load_recipe("tiny/demo", ["pretrain.config.vocab_size=512"])
+    whole = estimate(tiny, Hardware("h100", 1))
+    assert [row["stage"] for row in whole["totals"]][:2] == ["pretrain", "distill"]
+    study = yaml.safe_load((ROOT / "recipes" / "studies" / "pretrain-farskip.yaml").read_text())
+    study["pretrain"]["config"]["num_hidden_layers"] = 2
+    path = recipe()
+    path.write_text(yaml.safe_dump(study))
+    facts = estimate(load_recipe(path), Hardware("h200", 64, "fsdp2"))
+    assert facts["run"] == "pretrain" and facts["settings"]["teacher"] is None
+    assert [row["stage"] for row in facts["totals"]] == ["pretrain"]
 
 
 def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
