@@ -131,6 +131,18 @@ def in_forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -
 
     Unlike `tests.reference.ranks.run_ranks` it lets every rank end as it will, and keeps how.
     """
+    children = forked_ranks(call, world_size, folder)
+    statuses = [status_of(child) for child, _ in children]
+    return [(status, output.read_text()) for status, (_, output) in zip(statuses, children, strict=True)]
+
+
+def status_of(child: int) -> int:
+    """How a fork ended, when it has: its exit status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -> list[tuple[int, Path]]:
+    """(process, output file) of `call(rank)` in each of `world_size` forks that form a gloo group, and run."""
     port = str(free_port())
     store = Path(tempfile.mkdtemp(dir=folder)) / "store"
 
@@ -148,9 +160,7 @@ def in_forked_ranks(call: Callable[[int], int], world_size: int, folder: Path) -
         return call(rank)
 
     outputs = [store.with_name(f"output-{rank}") for rank in range(world_size)]
-    children = [_fork(partial(joined, rank), output) for rank, output in enumerate(outputs)]
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return [(status, output.read_text()) for status, output in zip(statuses, outputs, strict=True)]
+    return [(_fork(partial(joined, rank), output), output) for rank, output in enumerate(outputs)]
 
 
 def free_port() -> int:
@@ -162,7 +172,7 @@ def free_port() -> int:
 
 def in_a_fork(call: Callable[[], int], output: Path) -> int:
     """The exit status of `call` in a forked process, negative for a signal; its stdout and stderr go to `output`."""
-    return os.waitstatus_to_exitcode(os.waitpid(_fork(call, output), 0)[1])
+    return status_of(_fork(call, output))
 
 
 def _fork(call: Callable[[], int], output: Path) -> int:
