@@ -12,6 +12,7 @@ Everything is tiny: it is about the order of writes and renames, of which a larg
 """
 
 import argparse
+import atexit
 import hashlib
 import json
 import os
@@ -66,7 +67,13 @@ def attempt(
     job: Job, folder: Path, output: Path, draw: random.Random, kill_after_s: float | None = None
 ) -> tuple[list[int], str]:
     """(statuses, output) of the ranks of one run; with a time, SIGKILL goes to one of them, or to all."""
-    children = forked_ranks(lambda rank: job.run(folder), job.num_ranks, output)
+
+    def run(rank: int) -> int:
+        status = job.run(folder)
+        atexit._run_exitfuncs()  # a fork ends without
+        return status
+
+    children = forked_ranks(run, job.num_ranks, output)
     if kill_after_s is not None:
         time.sleep(kill_after_s)
         for child, _ in children if draw.random() < 0.5 else [draw.choice(children)]:
@@ -112,7 +119,7 @@ def trial(
         differing = sorted(k for k in {*found, *expected} if found.get(k) != expected.get(k))
         row["faults"].append(f"differs: {differing[:6]}")
     deadline = time.monotonic() + 30  # sandbox servers of a killed process end on their own
-    while (left := sorted(path.name for path in temporary.iterdir())) and time.monotonic() < deadline:
+    while (left := leftovers(temporary)) and time.monotonic() < deadline:
         time.sleep(0.2)
     if left:
         row["faults"].append(f"left in the temporary folder: {left[:5]}")
@@ -121,48 +128,52 @@ def trial(
     return row
 
 
+def leftovers(temporary: Path) -> list[str]:
+    """What lies in the temporary folder; torch keeps its compiler's cache there."""
+    return sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor"))
+
+
 # ---- what is compared
-
-
-def stable(path: Path, folder: Path) -> str:
-    """A hash of a file without what two runs may differ in: times, versions, and where they ran."""
-    if path.suffix not in (".json", ".jsonl", ".md", ".yaml", ".csv"):
-        return file_sha256(path)
-    lines = path.read_text(encoding="utf-8").replace(str(folder), "OUT").splitlines()
-    return digest("\n".join(line for line in lines if not VOLATILE.search(line)).encode())
 
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def stable(path: Path, folder: Path) -> str:
+    """A hash of a file; of a record without what two runs may differ in: where they ran, and lines with times."""
+    if path.suffix not in (".json", ".jsonl", ".md", ".yaml", ".csv"):
+        return file_sha256(path)
+    lines = path.read_text(encoding="utf-8").replace(str(folder), "OUT").splitlines()
+    return digest("\n".join(line for line in lines if not VOLATILE.search(line)).encode())
+
+
 def tree(folder: Path) -> dict[str, str]:
     """Every file below `folder`, hidden ones too, and its hash; of records what is stable."""
     found = {}
     for path in sorted(folder.rglob("*")):
+        name = re.sub(r"\d{4}-\d\d-\d\dT[\d.-]+", "TIME", str(path.relative_to(folder)))
         if path.is_file():
-            name = str(path.relative_to(folder))
-            # Results hold times inside their lines; that they are there is what counts, and their scores below.
-            found[name] = (
-                "there"
-                if name.endswith(("history.jsonl", "manifest.json", "scores.json"))
-                else stable(path, folder)
+            # Their lines have times in them; the weights and results that these are about are compared.
+            timed = (
+                name.endswith(("history.jsonl", "manifest.json", "scores.json", "events.jsonl"))
+                or "TIME" in name
             )
+            found[name] = "there" if timed else stable(path, folder)
         elif not any(path.iterdir()):
-            found[f"{path.relative_to(folder)}/"] = "empty folder"
+            found[f"{name}/"] = "empty folder"
     return found
 
 
 def scores(folder: Path) -> dict[str, str]:
     """The tree of an evaluation, with the figures of its results in place of their bytes."""
     found = tree(folder)
-    for name in found:
-        if name.endswith("results.json"):
-            values = json.loads((folder / name).read_text())
-            found[name] = json.dumps(
-                {"tasks": values.get("tasks"), "mean": values.get("mean")}, sort_keys=True
-            )
-            found[name] = re.sub(r'"[a-z_]*(seconds|_s)": [0-9.]+', "", found[name])
+    values = json.loads((folder / "results" / "results.json").read_text())
+    tasks = {
+        name: [task[key] for key in ("metric", "value", "num_items")]
+        for name, task in values["tasks"].items()
+    }
+    found["results/results.json"] = json.dumps({"tasks": tasks, "mean": values["mean"]}, sort_keys=True)
     return found
 
 
@@ -205,18 +216,8 @@ def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
     suite.write_text(yaml.safe_dump({"name": "kills", "tasks": tasks}))
 
     def evaluate(folder: Path) -> int:
-        return fcsd(
-            [
-                "evaluate",
-                str(model),
-                "--suite",
-                str(suite),
-                "--output",
-                str(folder / "results"),
-                "--batch-size",
-                "4",
-            ]
-        )
+        options = ["--suite", str(suite), "--output", str(folder / "results"), "--batch-size", "4"]
+        return fcsd(["evaluate", str(model), *options])
 
     yield Job("evaluate", 1, evaluate, scores)
 
@@ -224,18 +225,22 @@ def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
         return fcsd(["push", str(model), f"owner/{folder.parent.name}"])
 
     def pushed(folder: Path) -> dict[str, str]:
-        return {name: digest(data) for name, data in hub.repos[f"owner/{folder.parent.name}"].files.items()}
+        return {
+            name: digest(data.replace(folder.parent.name.encode(), b"REPOSITORY"))
+            for name, data in hub.repos[f"owner/{folder.parent.name}"].files.items()
+        }
 
     yield Job("push", 1, push, pushed)
 
 
 def report(rows: list[dict[str, Any]], duration_s: float) -> str:
     """The page of docs."""
+    when = f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {duration_s / 60:.0f} minutes"
     lines = [
         "# Kills",
         "",
         "Written by `python benchmarks/kills.py`, whose head says what is done and checked.",
-        f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {duration_s / 60:.0f} minutes, torch {torch.__version__}.",
+        f"{when}, torch {torch.__version__}.",
         "",
         "| command | ranks | killed | had ended before | same bytes at the end, nothing lost, nothing left | faults |",
         "|---|---:|---:|---:|---:|---|",
@@ -244,10 +249,9 @@ def report(rows: list[dict[str, Any]], duration_s: float) -> str:
         of = [row for row in rows if (row["job"], row["ranks"]) == key]
         killed = sum(row["killed"] for row in of)
         good = sum(not row["faults"] for row in of)
-        kinds = sorted({fault.split(":")[0] for row in of for fault in row["faults"]})
-        lines.append(
-            f"| {key[0]} | {key[1]} | {killed} | {len(of) - killed} | {good} of {len(of)} | {', '.join(kinds) or '-'} |"
-        )
+        kinds = ", ".join(sorted({fault.split(":")[0] for row in of for fault in row["faults"]})) or "-"
+        cells = [*key, killed, len(of) - killed, f"{good} of {len(of)}", kinds]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     faults = [
         f"- {row['job']}, {row['ranks']} ranks, after {row['after_s']} s: {fault}"
         for row in rows
