@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 
+from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import rows_of_loaded
 from fcsd.data.sources import GivenSource
 from fcsd.errors import UserError
@@ -42,6 +43,7 @@ def given_rows(
     seed: int = 0,
     shuffle: bool = True,
     num_proc: int | None = None,
+    bad_rows: BadRows | None = None,
 ) -> Any:
     """Make packed rows of `data`, as `fcsd.data.dataset.build_dataset` does of sources, in the same order for a seed.
 
@@ -80,6 +82,7 @@ def given_rows(
         seed=seed,
         shuffle=shuffle,
         num_proc=num_proc,
+        bad_rows=bad_rows,
     )
 
 

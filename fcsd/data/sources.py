@@ -20,6 +20,7 @@ class GivenSource:
     path: str
     columns: dict[str, str]
     weight: float = 1.0
+    max_examples: int | None = None
 
 
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -30,6 +31,12 @@ def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
     """
+    dataset = open_source(source)
+    return dataset if source.max_examples is None else dataset.take(source.max_examples)
+
+
+def open_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDataset:
+    """Load all examples of `source`; else as `load_source`."""
     path = Path(source.path).expanduser()
     options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
     if path.suffix in _FILE_FORMATS and not path.is_dir():
@@ -69,9 +76,17 @@ def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
             f"data set {source.path}: no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(map(repr, columns))}; name the right ones under `columns`"
         )
-    if source.max_examples is not None:
-        dataset = dataset.take(source.max_examples)
     return dataset
+
+
+def shard_file(examples: datasets.IterableDataset, shard: int) -> str | None:
+    """Return the name of a file of a stream; None where it is not known."""
+    arguments = getattr(examples._ex_iterable, "kwargs", {})
+    for name in ("original_files", "files", "base_files"):
+        files = arguments.get(name)
+        if isinstance(files, list) and len(files) == examples.num_shards:
+            return str(files[shard])
+    return None
 
 
 def _one_line(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import STOPPER_FILE
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, guard_state, note_files, remove
 from fcsd.distill.early_stopping import EarlyStopper
+from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedTrainer
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
 from fcsd.distill.teachers.base import Teacher
@@ -371,6 +372,9 @@ class DistillTrainer(GuardedTrainer):
                 if self.args.should_save:
                     self._name_best_checkpoint(folder, folder / _PARTIAL / name)
                     write_json(folder / _PARTIAL / name / GUARD_FILE, self.guard.state())
+                    if isinstance(self.train_dataset, EndlessRows):
+                        rows = self.steps_of_data * self.train_dataset.needed
+                        self.train_dataset.save(folder / _PARTIAL / name, rows)
                     if self.stopper is not None:
                         write_json(folder / _PARTIAL / name / STOPPER_FILE, self.stopper.state())
         finally:

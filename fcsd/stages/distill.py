@@ -206,7 +206,12 @@ def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
     keep = recipe.dump()
-    data = {key: value for key, value in keep["data"].items() if key not in ("heldout", "heldout_examples")}
+    # on_bad_row may change when a run goes on: it says what happens to a row, not what the others are.
+    data = {
+        key: value
+        for key, value in keep["data"].items()
+        if key not in ("heldout", "heldout_examples", "on_bad_row")
+    }
     # How often something is logged or saved changes nothing in the result.
     train_ = {
         key: value

@@ -24,19 +24,18 @@ def pretrain(run: Run) -> Stage:
     if plan is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
     folder = run.layout.pretrain
-    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
-        "seed": recipe.seed
-    }
+    left_out_of_settings = {"heldout", "heldout_examples", "on_bad_row"}
+    settings = plan.model_dump(mode="json", exclude={"data": left_out_of_settings}) | {"seed": recipe.seed}
     stage = Stage(folder, "pretrain", settings, data_inputs(plan.data, run))
     if launch.begin(stage) == "finished":
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
+    rows, record = training_rows(plan.data, tokenizer, run)
     set_seed(recipe.seed)
     # The first rank of a sharded run makes the weights, and sends the others their shards.
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
         model = new_model(plan.config | _token_ids(tokenizer, plan.config), plan.connectivity.spec())
     to_dtype(model, dtype_of(plan.train.dtype))
-    rows, record = training_rows(plan.data, tokenizer, run)
     training = TrainingRun(
         launch=launch,
         folder=folder,
