@@ -50,7 +50,12 @@ class BadRows:
     def _refuse(self, found: Sequence[tuple[str, str]]) -> None:
         where, reason = found[0]
         if self.policy == "error":
-            more = f" ({len(found) - 1} more rows cannot be tokenized either)" if found[1:] else ""
+            others = len(found) - 1
+            more = (
+                f" ({others} more row{'' if others == 1 else 's'} cannot be tokenized either)"
+                if others
+                else ""
+            )
             raise UserError(
                 f"{where}: {reason}{more}; correct it, or set {self.setting}: skip to leave out such rows"
             )

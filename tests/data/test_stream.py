@@ -17,6 +17,7 @@ from fcsd.data import reading, stream
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
+from fcsd.data.given import given_rows
 from fcsd.data.sources import load_source
 from fcsd.data.stream_file import read_position, write_position
 from fcsd.data.workers import in_order
@@ -202,29 +203,21 @@ def test_worker_processes_change_neither_rows_nor_records(mixed: Any) -> None:
     assert records(alone) == records(helped)
 
 
-def test_a_shuffled_data_set_that_was_given_goes_on_in_its_own_order() -> None:
+def test_a_data_set_that_shuffles_by_itself_goes_on_in_its_own_order(tmp_path: Path) -> None:
     given = datasets.Dataset.from_dict({"text": [f"row {row}" for row in range(60)]}).to_iterable_dataset()
+    given = given.shuffle(seed=3, buffer_size=9)
 
     def make() -> EndlessRows:
-        rows = dataset_module.rows_of_loaded(
-            [
-                (
-                    dataset_module.SourceConfig(path="given", columns={"text": "text"}),
-                    given.shuffle(buffer_size=9),
-                )
-            ],
-            TOKENIZER,
-            max_length=16,
-            packing=False,
-            loss_on="all",
-            seed=0,
-            shuffle=True,
-            num_proc=0,
-        )
+        rows = given_rows(given, TOKENIZER, name="train_dataset", max_length=16, packing=False, num_proc=0)
         return EndlessRows(rows, 4, 16, "rows")
 
-    rows = make()
-    assert len({*texts(islice(rows, 60))}) == 60
+    first = make()
+    expected = texts(islice(first, 90))
+    assert len({*expected[:60]}) == 60 and expected[:30] != expected[60:]
+    first.save(tmp_path, 84)
+    again = make()
+    assert again.seek(84, tmp_path) is None
+    assert texts(islice(again, 6)) == expected[84:]
 
 
 def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user() -> None:
