@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-from datasets.iterable_dataset import ArrowExamplesIterable, ExamplesIterable
 
 from fcsd.config.data import SourceConfig
 from fcsd.data.sources import open_source, shard_file
@@ -54,13 +53,18 @@ class StreamSource:
     @property
     def is_plain(self) -> bool:
         """Whether `examples` are files, or a generator, and nothing else, so that their `state_dict` is exact."""
-        return type(self.examples._ex_iterable) in (ArrowExamplesIterable, ExamplesIterable)
+        return _kind(self.examples) in ("ArrowExamplesIterable", "ExamplesIterable")
 
     def where(self, item: Item) -> str:
         """Say where an example is, for people."""
         return place(
             self.settings.path, shard_file(self.examples, item.shard) if item.shard >= 0 else None, item.row
         )
+
+
+def _kind(examples: datasets.IterableDataset) -> str:
+    """Name what a stream reads from; `datasets` (5.2) says nowhere else whether there is a buffer in it."""
+    return type(getattr(examples, "_ex_iterable", None)).__name__
 
 
 def place(path: str, file: str | None, row: int) -> str:
@@ -136,7 +140,7 @@ class Order:
         """Return how many rows of one group are read before those of the next."""
         if not self.shuffle:
             return _UNSHUFFLED
-        if source.examples.features is None or type(source.examples._ex_iterable) is ExamplesIterable:
+        if source.examples.features is None or _kind(source.examples) == "ExamplesIterable":
             return 1
         return max(1, self.buffer_size // (_FILES_AT_A_TIME if source.limit is None else 1))
 
@@ -204,7 +208,7 @@ class _Group:
                     self._open(shard)
                 assert self._rows is not None
                 example = next(self._rows, None)
-            except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+            except Exception as error:  # file formats, compression and the network have a kind each
                 where = place(
                     self.source.settings.path, shard_file(self.source.examples, shard), self.row + 1
                 )
@@ -323,5 +327,5 @@ def first_rows(source: StreamSource, index: int, number: int) -> Iterator[Item]:
 
 def _json(source: StreamSource, example: Mapping[str, Any]) -> str:
     """Keep the columns that are read; sources of different columns are mixed as JSON."""
-    values = {name: example[name] for name in source.settings.columns.values()}
+    values = {name: example.get(name) for name in source.settings.columns.values()}
     return json.dumps(values, ensure_ascii=False, default=str)

@@ -81,7 +81,7 @@ def open_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
 
 def shard_file(examples: datasets.IterableDataset, shard: int) -> str | None:
     """Return the name of a file of a stream; None where it is not known."""
-    arguments = getattr(examples._ex_iterable, "kwargs", {})
+    arguments = getattr(getattr(examples, "_ex_iterable", None), "kwargs", {})
     for name in ("original_files", "files", "base_files"):
         files = arguments.get(name)
         if isinstance(files, list) and len(files) == examples.num_shards:

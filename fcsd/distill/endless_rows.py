@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class EndlessRows(IterableDataset):
         self._first = 0
         self._checkpoint: Path | None = None
         self._places: deque[_Place] = deque()
+        self._read: Generator[Any] | None = None
 
     def seek(self, first: int, checkpoint: Path | None = None) -> str | None:
         """Begin behind `first` rows at the next iteration, near which `checkpoint` has a place.
@@ -93,23 +94,31 @@ class EndlessRows(IterableDataset):
                 },
             )
 
+    def close(self) -> None:
+        """End the iteration, and the processes that tokenize for it."""
+        if self._read is not None:
+            self._read.close()
+            self._read = None
+
     def __iter__(self) -> Iterator[Any]:
         """Rows without end.
 
         Raises:
             UserError: the whole stream is shorter than one batch.
         """
+        self.close()
+        self._read = self._rows()
         if self.ahead is None:
-            yield from self._rows()
+            yield from self._read
             return
         waiting: deque[Any] = deque()
-        for row in self._rows():
+        for row in self._read:
             self.ahead(row)
             waiting.append(row)
             if len(waiting) > 2 * self.needed:
                 yield waiting.popleft()
 
-    def _rows(self) -> Iterator[Any]:
+    def _rows(self) -> Generator[Any]:
         position = read_position(self._checkpoint) if self._checkpoint is not None else None
         number = begin = found = 0
         if position is not None:

@@ -256,6 +256,14 @@ class GuardedTrainer(Trainer):
 
     # ---- data
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, and end what was begun to read the data."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if isinstance(self.train_dataset, EndlessRows):
+                self.train_dataset.close()
+
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
         loader = super().get_train_dataloader()

@@ -1,6 +1,7 @@
 """Streams: the order is that of `datasets`, and any place in one is found again without reading what lies before."""
 
 import json
+import multiprocessing
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -197,10 +198,17 @@ def test_another_version_of_datasets_finds_the_same_rows(mixed: Any, tmp_path: P
     assert texts(islice(again, 10)) == expected[40:]
 
 
-def test_worker_processes_change_neither_rows_nor_records(mixed: Any) -> None:
+def test_worker_processes_change_neither_rows_nor_records_and_end_with_the_rows(mixed: Any) -> None:
     alone, helped = mixed(0), mixed(3)
     assert texts(alone) == texts(helped)
     assert records(alone) == records(helped)
+    rows = EndlessRows(helped, 4, 32, "rows")
+    assert len(list(islice(rows, 5))) == 5
+    begun = iter(rows)
+    next(begun)
+    assert len(multiprocessing.active_children()) == 3
+    rows.close()
+    assert multiprocessing.active_children() == []
 
 
 def test_a_data_set_that_shuffles_by_itself_goes_on_in_its_own_order(tmp_path: Path) -> None:
