@@ -3,9 +3,9 @@
     python benchmarks/stream.py [--examples 30000] [--sources 2]
 
 Conversations of four turns, written by a seed into JSON lines. Beside fcsd with 0, 1 and 2 worker processes stands the
-same pipeline of `datasets` (shuffle, interleave_datasets, map), which fcsd used before. Times are of the wall, and of the
-processor in the process that trains: what a step has to wait for at least. Then the time to the first row at a third and
-at two thirds of the stream, with the place that a checkpoint holds and without it.
+same pipeline of `datasets` (shuffle, interleave_datasets, map), which fcsd used before. Times are of the wall, and of
+the processor in the process that trains: what a step has to wait for at least. Then the time to the first row at a
+third and at two thirds of the stream, with the place that a checkpoint holds and without it.
 """
 
 import argparse

@@ -40,12 +40,14 @@ class Stage:
 
     settings: the part of the recipe that the result depends on.
     inputs: name -> fingerprint of what the stage reads (weights, data).
+    may_change: dotted keys of the settings that are noted and not compared.
     """
 
     folder: Path
     name: str
     settings: dict[str, Any]
     inputs: dict[str, str]
+    may_change: tuple[str, ...] = ()
 
     def state(self) -> Literal["absent", "unfinished", "finished"]:
         """Tell where this stage stands.
@@ -89,10 +91,6 @@ class Stage:
         }
         write_json(self.folder / "manifest.json", record)
 
-    def manifest(self) -> dict[str, Any]:
-        """Read the manifest of a finished stage."""
-        return read_json(self.folder / "manifest.json")
-
     def _record(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
@@ -108,7 +106,11 @@ class Stage:
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
-        changes = differences(found["settings"], mine["settings"])
+        changes = [
+            change
+            for change in differences(found["settings"], mine["settings"])
+            if change.split(":")[0] not in self.may_change
+        ]
         if changes and (version := found.get("schema_version")) != SCHEMA_VERSION:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise UserError(

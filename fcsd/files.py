@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import json
@@ -16,6 +17,8 @@ from safetensors import SafetensorError
 from fcsd.errors import UserError
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+# safetensors and torch.save report a failed write in words only.
+_CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
 
 
 def read_json(path: Path) -> Any:
@@ -73,18 +76,17 @@ def writing(path: Path) -> Iterator[None]:
     """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _CANNOT_WRITE:
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, OSError):
+            expected = error.errno in _CANNOT_WRITE
+        else:
+            expected = any(words in str(error) for words in _CANNOT_WRITE_WORDS)
+        if not expected:
             raise
-        raise disk_error(path, error) from error
-    except SafetensorError as error:  # safetensors reports a failed write in words only
-        if "I/O error" not in str(error):
-            raise
-        raise disk_error(path, error) from error
-    except RuntimeError as error:  # so does torch.save
-        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
-            raise
-        raise disk_error(path, error) from error
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
+        ) from error
 
 
 def replace_folder(source: Path, destination: Path) -> None:
@@ -96,12 +98,49 @@ def replace_folder(source: Path, destination: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def disk_error(path: Path, error: BaseException) -> UserError:
-    """Say in one line what could not be written (full disk, no permission), where, and that nothing was left behind."""
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return UserError(
-        f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
-    )
+_HELD: dict[Path, int] = {}  # folders that this process works in -> the descriptor that holds the lock
+
+
+def hold_folder(folder: Path) -> None:
+    """Let no other process work in `folder` until this one has ended, or has called `release_folder`.
+
+    The lock is on the folder itself, so that nothing is left behind; the system gives it back when the process ends,
+    however it does. File systems that know no locks (some network ones) are not watched.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder = folder.resolve()
+    if folder in _HELD:
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"{folder}: another process is working in this folder; wait for it or end it, or choose another output_dir"
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return
+    _HELD[folder] = descriptor
+
+
+def release_folder(folder: Path) -> None:
+    """Let others work in a folder that `hold_folder` holds; any other folder: nothing."""
+    if (descriptor := _HELD.pop(folder.resolve(), None)) is not None:
+        os.close(descriptor)
+
+
+def release_folders() -> None:
+    """Let others work in all folders that this process holds: its command has ended."""
+    for folder in list(_HELD):
+        release_folder(folder)
+
+
+# A worker that outlives its killed parent must not keep the lock.
+os.register_at_fork(after_in_child=release_folders)
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -11,7 +11,7 @@ from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import Launch, join_launch
 from fcsd.errors import UserError
-from fcsd.evaluate.results import Samples, write_result
+from fcsd.evaluate.results import Samples, read_result, write_result
 from fcsd.evaluate.runner import evaluate
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 
@@ -112,12 +112,10 @@ def compare(
     Raises:
         UserError: results of other items or settings; a folder that is no result.
     """
-    evaluated: dict[str, Any] = {}
     if isinstance(original, str | Path) and isinstance(converted, str | Path):
         evaluated = read_evaluated(Path(original), [Path(converted)])
     else:
-        for name, given in (("original", original), ("converted", converted)):
-            evaluated[name] = _evaluated(given)
+        evaluated = {"original": _evaluated(original), "converted": _evaluated(converted)}
     comparisons = compare_all(evaluated, tasks)
     (found,) = comparisons.values()
     return Comparison(found, comparison_text(comparisons, evaluated))
@@ -125,12 +123,11 @@ def compare(
 
 def _evaluated(given: Evaluation | str | Path) -> dict[str, Any]:
     if isinstance(given, Evaluation):
-        return {"result": dict(given), "samples": given.samples, "training": None}
-    if not isinstance(given, str | Path):
+        result, samples = dict(given), given.samples
+    elif isinstance(given, str | Path):
+        result, samples = read_result(Path(given))
+    else:
         raise UserError(
             f"compare: a {type(given).__name__}; what evaluate_model gave, or the folder of an evaluation is needed"
         )
-    from fcsd.evaluate.results import read_result
-
-    result, samples = read_result(Path(given))
     return {"result": result, "samples": samples, "training": None}

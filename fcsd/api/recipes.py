@@ -14,6 +14,7 @@ from fcsd.config.recipe import Recipe
 from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
+from fcsd.files import release_folders
 
 STAGES = ("pretrain", "convert", "sweep", "distill", "evaluate", "report", "publish", "run")
 
@@ -69,6 +70,7 @@ def run_stage(
         return _run(stage, Run(recipe, launch), variant)
     finally:
         stop_watching()
+        release_folders()
 
 
 def _run(stage: str, run: Any, variant: str | None) -> Path:

@@ -56,15 +56,11 @@ class Speaker:
         """
         from jinja2 import TemplateError
 
-        options: dict[str, Any] = {} if self.thinking else {"enable_thinking": False}
+        options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        if not self.thinking:
+            options["enable_thinking"] = False
         try:
-            inputs: Any = self.tokenizer.apply_chat_template(
-                self.messages,
-                add_generation_prompt=True,
-                return_dict=True,
-                return_tensors="pt",
-                **options,
-            )
+            inputs: Any = self.tokenizer.apply_chat_template(self.messages, **options)
         except (TemplateError, ValueError, TypeError) as error:
             raise UserError(f"{self.name}: its chat template refuses the conversation: {error}") from None
         length, positions = inputs["input_ids"].shape[1], self.positions
@@ -78,15 +74,13 @@ class Speaker:
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model's config says it takes."""
-        config = self.model.config.get_text_config()
-        found: int | None = getattr(config, "max_position_embeddings", None)
-        return found
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def settings(self, greedy: bool) -> str:
         """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
         own: Any = self.model.generation_config
         how = "greedy"
-        if own is not None and own.do_sample and not greedy:
+        if own.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             values = {name: getattr(own, name, None) for name in names}
             neutral = {"temperature": None, "repetition_penalty": 1.0}
@@ -157,8 +151,9 @@ def chat(
         for speaker in speakers:
             print(f"{speaker.name}: {speaker.settings(greedy)}", file=sink)
         print("Type a message; /help explains, /exit leaves.", file=sink)
+    opening = [{"role": "system", "content": system}] if system else []
     for speaker in speakers:
-        speaker.messages = _opening(system)
+        speaker.messages = [*opening]
     last = between = ""
     for line in _lines(source, terminal):
         text = line.strip()
@@ -170,7 +165,7 @@ def chat(
                 return
             if text == "/reset":
                 for speaker in speakers:
-                    speaker.messages = _opening(system)
+                    speaker.messages = [*opening]
                 print("The conversation begins anew.", file=sink)
             elif text == "/again":
                 if not last:
@@ -188,10 +183,6 @@ def chat(
             last = text
             _turn(speakers, text, max_new_tokens, greedy, sink, terminal)
         sink.flush()
-
-
-def _opening(system: str | None) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}] if system else []
 
 
 def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
@@ -283,15 +274,12 @@ class Reply:
         self.cut = ""
         self.error: str | None = None
         self._stopped = threading.Event()
-        self._streamer: Any = TextIteratorStreamer(
-            speaker.tokenizer,  # type: ignore[arg-type]
-            skip_prompt=True,
-            skip_special_tokens=True,
-        )
+        tokenizer: Any = speaker.tokenizer
+        self._streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._model: Any = speaker.model
         inputs = speaker.prompt()
-        own = speaker.model.generation_config
-        limit = max_new_tokens or (own.max_new_tokens if own is not None else None) or _MAX_NEW_TOKENS
+        own: Any = speaker.model.generation_config
+        limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
         self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
         if speaker.positions is not None and speaker.positions - inputs["input_ids"].shape[1] < limit:
             limit = speaker.positions - inputs["input_ids"].shape[1]
@@ -304,8 +292,8 @@ class Reply:
         }
         if greedy:
             self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if own is None or own.pad_token_id is None:
-            self._options["pad_token_id"] = speaker.tokenizer.pad_token_id or speaker.tokenizer.eos_token_id
+        if own.pad_token_id is None:
+            self._options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
         self._thread = threading.Thread(target=self._generate, daemon=True)
 
     def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
@@ -319,8 +307,7 @@ class Reply:
     def _generate(self) -> None:
         try:
             ids = self._model.generate(**self._options)[0, self._options["input_ids"].shape[1] :]
-            own = self._model.generation_config
-            ends = own.eos_token_id if own is not None else None
+            ends = self._model.generation_config.eos_token_id
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
@@ -343,6 +330,3 @@ class Reply:
                 self._thread.join()
             except KeyboardInterrupt:
                 continue
-
-
-__all__ = ["Reply", "Speaker", "chat", "load_speaker"]

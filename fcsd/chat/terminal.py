@@ -54,14 +54,11 @@ def first_row(text: str, width: int) -> tuple[str, str]:
     line, newline, more = text.partition("\n")
     if cells(line) <= width:
         return line, more
-    end = 0
-    used = 0
+    end = used = 0
     while used + cells(line[end]) <= width:
         used += cells(line[end])
         end += 1
-    if line[end] == " ":
-        return line[:end], line[end + 1 :] + newline + more
-    space = line.rfind(" ", 0, end)
+    space = line.rfind(" ", 0, end + 1)
     if space > 0:
         return line[:space], line[space + 1 :] + newline + more
     return line[:end], line[end:] + newline + more
@@ -86,6 +83,3 @@ def _padded(text: str, width: int) -> str:
 def ending(name: str, width: int) -> str:
     """Shorten a long path to its end, which tells more than its beginning."""
     return name if cells(name) <= width else "…" + name[1 - width :]
-
-
-__all__ = ["GAP", "cells", "ending", "first_row", "printable", "side_by_side"]

@@ -11,6 +11,7 @@ from fcsd.cli.options import (
     model_argument,
     sides_arguments,
 )
+from fcsd.connectivity.spec import Connectivity
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -20,16 +21,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
     print(json.dumps(facts, indent=2) if arguments.json else report_table(facts))
 
 
-def _connectivity(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _connectivity(arguments: argparse.Namespace) -> Connectivity | None:
     """None where nothing is chosen: AMD's Instella checkpoints then keep what their config says."""
-    from fcsd.connectivity import Connectivity
-    from fcsd.connectivity.spec import parse_selection
-
-    layers = getattr(arguments, "layers", None)
-    if layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
+    if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
         return None
-    selection = parse_selection("all" if layers is None else layers)
-    return Connectivity(selection, arguments.attention, arguments.mlp)
+    layers = "all" if arguments.layers is None else arguments.layers
+    return Connectivity(layers, arguments.attention, arguments.mlp)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -67,7 +64,8 @@ def _families(arguments: argparse.Namespace) -> None:
     print(families_table(as_json=arguments.json))
 
 
-def _add_inspect(command: Command) -> None:
+def add_commands(command: Command) -> None:
+    """Add these commands to the parser."""
     parser = command(
         "inspect",
         _inspect,
@@ -78,8 +76,6 @@ def _add_inspect(command: Command) -> None:
     field_option(parser, "model.revision", "revision of a hub id")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
-
-def _add_convert(command: Command) -> None:
     parser = command(
         "convert",
         _convert,
@@ -90,28 +86,16 @@ def _add_convert(command: Command) -> None:
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed"
     )
-    parser.add_argument("--layers", default=argparse.SUPPRESS, help=LAYERS_HELP)
+    parser.add_argument("--layers", help=LAYERS_HELP)
     sides_arguments(parser)
 
-
-def _add_unconvert(command: Command) -> None:
     parser = command(
         "unconvert", _unconvert, "Undo a conversion: the checkpoint of the original family, same weights."
     )
     model_argument(parser)
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
 
-
-def _add_families(command: Command) -> None:
     parser = command(
         "families", _families, "List the model families that can be converted, and those that are refused."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    _add_inspect(command)
-    _add_convert(command)
-    _add_unconvert(command)
-    _add_families(command)

@@ -11,6 +11,7 @@ from fcsd.cli import checkpoints, evaluation, publishing, recipes
 from fcsd.cli.options import CommandParser, Help
 from fcsd.distributed import failure as rank_failure
 from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
+from fcsd.files import release_folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,27 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
-    if os.environ.get("RANK", "0") != "0":
-        os.environ.setdefault(
-            "TQDM_DISABLE", "1"
-        )  # the first rank's bars stand for all, those of libraries too
+    first = os.environ.get("RANK", "0") == "0"
+    if not first:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # its bars stand for all, those of libraries too
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
-    except UserError as error:
-        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 2, error)
-    except ScorerError as error:
-        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", 1, error)
+    except (UserError, ScorerError) as error:
+        status = 2 if isinstance(error, UserError) else 1
+        return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", status, error)
     except Interrupted as interruption:
-        if os.environ.get("RANK", "0") == "0":
+        if first:
             print(f"fcsd {arguments.command}: {interruption}", file=sys.stderr)
         return interruption.status
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"\nfcsd {arguments.command}: interrupted; run the same command again to continue",
-                file=sys.stderr,
-            )
+        if first:
+            text = f"\nfcsd {arguments.command}: interrupted; run the same command again to continue"
+            print(text, file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
@@ -60,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error)
     finally:
         rank_failure.stop_watching()
+        release_folders()
 
 
 def _failed(text: str, status: int, error: Exception) -> int:

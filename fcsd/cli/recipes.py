@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +9,13 @@ from fcsd.cli.options import (
     SEVERAL,
     Command,
     expert_parallel_argument,
+    quiet_transformers,
     recipe_arguments,
 )
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
     from fcsd.config.recipe import Recipe
-    from fcsd.stages.context import Run
-from fcsd.cli.options import quiet_transformers
 
 
 def _load_recipe(arguments: argparse.Namespace) -> "Recipe":
@@ -53,27 +51,22 @@ def _recipe(arguments: argparse.Namespace) -> None:
     print(to_yaml(_load_recipe(arguments).dump()), end="")
 
 
-def _stage(name: str) -> Callable[[argparse.Namespace], None]:
-    def run(arguments: argparse.Namespace) -> None:
-        if arguments.rehearse is not None:
-            quiet_transformers()  # which is loaded only when the recipe is a good one
-        recipe = _load_recipe(arguments)
-        quiet_transformers()
-        from fcsd.distributed.launch import join_launch
-        from fcsd.stages.context import Run
+def _stage(arguments: argparse.Namespace) -> None:
+    """Run the stage that has the command's name."""
+    if arguments.rehearse is not None:
+        quiet_transformers()  # which is loaded only when the recipe is a good one
+    recipe = _load_recipe(arguments)
+    quiet_transformers()
+    from fcsd.distributed.launch import join_launch
+    from fcsd.stages.context import Run
 
-        size = arguments.expert_parallel if name in _EXPERT_PARALLEL else 1
-        _run_stage(name, Run(recipe, join_launch(expert_parallel=size)), arguments)
-
-    return run
-
-
-def _run_stage(name: str, run: "Run", arguments: argparse.Namespace) -> None:
+    run = Run(recipe, join_launch(expert_parallel=getattr(arguments, "expert_parallel", 1)))
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
     from fcsd.stages.run import run_all
 
+    name = arguments.command
     if name == "distill":
         distill(run, arguments.variant)
     elif name == "cache-teacher":
@@ -82,15 +75,6 @@ def _run_stage(name: str, run: "Run", arguments: argparse.Namespace) -> None:
         {"report": report, "run": run_all}[name](run, as_json=arguments.json)
     else:
         {"pretrain": pretrain, "sweep": sweep}[name](run)
-
-
-_EXPERT_PARALLEL = ("sweep", "distill", "run")
-
-
-_RECIPE_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "recipe": _recipe,
-    **{name: _stage(name) for name in ("pretrain", "sweep", "distill", "cache-teacher", "report", "run")},
-}
 
 
 def _tiny_data(arguments: argparse.Namespace) -> None:
@@ -116,10 +100,10 @@ def _add_estimate(command: Command) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, one rank each")
     parser.add_argument(
         "--sharding",
-        choices=["none", "fsdp2", "zero3"],
+        choices=["none", "fsdp2", "hsdp", "zero3"],
         default="none",
         help="none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the others as with"
-        " configs/fsdp2_8.yaml and configs/zero3_8.yaml",
+        " configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and zero3_8.yaml",
     )
     parser.add_argument(
         "--mfu", default="0.1-0.25", help="share of the published peak that is reached, a range or a number"
@@ -169,9 +153,9 @@ def _add_stages(command: Command) -> None:
             f" the difference shown. {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
         ),
     ):
-        parser = command(name, _RECIPE_COMMANDS[name], text, more)
+        parser = command(name, _recipe if name == "recipe" else _stage, text, more)
         recipe_arguments(parser, with_variant=name in ("distill", "cache-teacher"))
-        if name in _EXPERT_PARALLEL:
+        if name in ("sweep", "distill", "run"):
             expert_parallel_argument(parser)
         if name == "cache-teacher":
             parser.add_argument(

@@ -12,53 +12,24 @@ report/              report.md, report.json, figures
 publish/             the folder that goes to the Hub
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 MAIN = "fcsd"  # name of the main distillation in results and report
 _TRAINED_IN = {"original": "pretrain", "converted": "convert", MAIN: "distill"}
 
 
-@dataclass(frozen=True)
 class RunLayout:
     """The folders below `root`, the `output_dir` of a recipe."""
 
-    root: Path
-
-    @property
-    def pretrain(self) -> Path:
-        """Folder of the pre-training."""
-        return self.root / "pretrain"
-
-    @property
-    def convert(self) -> Path:
-        """Folder of the conversion."""
-        return self.root / "convert"
-
-    @property
-    def sweep(self) -> Path:
-        """Folder of the sweep."""
-        return self.root / "sweep"
-
-    @property
-    def teacher_cache(self) -> Path:
-        """Folder of a teacher cache that the recipe gives no place of its own."""
-        return self.root / "teacher-cache"
-
-    @property
-    def layers(self) -> Path:
-        """Folder of the layer study."""
-        return self.root / "layers"
-
-    @property
-    def report(self) -> Path:
-        """Folder of the report."""
-        return self.root / "report"
-
-    @property
-    def publish(self) -> Path:
-        """Folder that goes to the Hub."""
-        return self.root / "publish"
+    def __init__(self, root: Path):
+        self.root = root
+        self.pretrain = root / "pretrain"
+        self.convert = root / "convert"
+        self.sweep = root / "sweep"
+        self.teacher_cache = root / "teacher-cache"
+        self.layers = root / "layers"
+        self.report = root / "report"
+        self.publish = root / "publish"
 
     def stage(self, name: str) -> Path:
         """Return the folder of the stage that leaves the model `name`: original, converted, fcsd, or a variant."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from fcsd.config.graded import refuse_graded
 from fcsd.config.overrides import set_dotted
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean, parse_yaml, read_yaml, validate
@@ -44,8 +45,6 @@ def check_recipe(raw: Any, where: str) -> Recipe:
     recipe = validate(Recipe, raw, where)
     for name in recipe.variants:
         recipe.variant(name)  # a mistake inside a variant is found now, not hours later
-    from fcsd.config.graded import refuse_graded
-
     refuse_graded(recipe, where)
     return recipe
 

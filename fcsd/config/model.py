@@ -1,15 +1,13 @@
 """Schema of what is trained and compared: model, connectivity, teacher, adapters."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.config.unions import default_tag
+from fcsd.connectivity.spec import Connectivity, parse_selection
 from fcsd.errors import UserError
-
-if TYPE_CHECKING:
-    from fcsd.connectivity import Connectivity
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -20,9 +18,8 @@ class ModelConfig(Strict):
     path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
     revision: str | None = None
     trust_remote_code: bool = False
-    dtype: Dtype = (
-        "auto"  # of the teacher, and of every model while it is evaluated; auto: the checkpoint's own
-    )
+    # Of the teacher, and of every model while it is evaluated; auto: the checkpoint's own.
+    dtype: Dtype = "auto"
     attn_implementation: str | None = None
     experts_implementation: str | None = None
 
@@ -36,18 +33,14 @@ class ConnectivityConfig(Strict):
 
     @model_validator(mode="after")
     def _selection_can_be_read(self) -> "ConnectivityConfig":
-        from fcsd.connectivity.spec import parse_selection
-
         try:
             parse_selection(self.layers)
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
 
-    def spec(self) -> "Connectivity":
+    def spec(self) -> Connectivity:
         """Return the connectivity that this section describes."""
-        from fcsd.connectivity import Connectivity
-
         layers: Any = self.layers
         return Connectivity(layers, self.attention, self.mlp)
 
@@ -56,9 +49,7 @@ class _OfACheckpoint(Strict):
     """A teacher that is a checkpoint of its own, and not the student's weights."""
 
     backend: str
-    path: str | None = (
-        None  # another checkpoint as the teacher, with the student's vocabulary; null: model.path
-    )
+    path: str | None = None  # another checkpoint, with the student's vocabulary; null: model.path
     revision: str | None = None  # of a hub id in `path`
 
     @model_validator(mode="after")
@@ -109,9 +100,8 @@ class AdapterConfig(Strict):
     r: int = Field(16, gt=0)
     lora_alpha: float = Field(32, gt=0)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: str | list[str] | None = (
-        "all-linear"  # names of Linear modules; all-linear: all but the head
-    )
+    # Names of Linear modules; all-linear: all but the head.
+    target_modules: str | list[str] | None = "all-linear"
     # Experts are one parameter of three dimensions: mlp.experts.gate_up_proj, mlp.experts.down_proj
     target_parameters: list[str] | None = None
 

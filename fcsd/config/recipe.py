@@ -3,8 +3,6 @@
 A recipe is complete: no flag beside it, no inheritance, every default in the schema below
 (`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys. Relative paths are relative to the
 folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
-
-Not covered: where a run happens (processes, FSDP, DeepSpeed) is accelerate's configuration, see `configs/`.
 """
 
 from pathlib import Path

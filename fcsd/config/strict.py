@@ -8,7 +8,7 @@ import math
 import re
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, overload
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
@@ -109,15 +109,7 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path}: not a text file") from None
 
 
-@overload
-def validate(kind: type[Document], value: Any, where: str) -> Document: ...
-
-
-@overload
-def validate(kind: Any, value: Any, where: str) -> Any: ...
-
-
-def validate(kind: Any, value: Any, where: str) -> Any:
+def validate(kind: type[Document], value: Any, where: str) -> Document:
     """Build a `kind` (a class, or a union of classes) from plain data.
 
     Raises:

@@ -155,8 +155,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
     Raises:
-        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that
-        does not
+        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that does not
             belong to the task's kind.
     """
     text = str(name_or_path)
@@ -169,9 +168,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
                 f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the path of a .yaml file)"
             )
         path = data_dir("eval") / "suites" / f"{text}.yaml"
-    raw = read_yaml(path)
-    if isinstance(raw, dict) and "folder" in raw:
+    suite = validate(SuiteConfig, read_yaml(path), str(path))
+    if "folder" in suite.model_fields_set:
         raise UserError(f"{path}: folder: unknown key")
-    return validate(
-        SuiteConfig, {**raw, "folder": str(path.parent)} if isinstance(raw, dict) else raw, str(path)
-    )
+    return suite.model_copy(update={"folder": str(path.parent)})

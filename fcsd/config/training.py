@@ -43,9 +43,8 @@ class DivergenceObjectiveConfig(ObjectiveBase):
 
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)  # of both softmaxes
     clip: float | None = Field(None, gt=0)  # nats; a token above it counts as this much, without gradient
-    router_kl_coefficient: float | None = Field(
-        None, gt=0
-    )  # of the routers' KL to the teacher's, mean of MoE layers
+    # Of the routers' KL to the teacher's, mean of MoE layers.
+    router_kl_coefficient: float | None = Field(None, gt=0)
 
     has_teacher = True
 
@@ -81,9 +80,8 @@ class KLWithL2ObjectiveConfig(_WithoutJSD, DivergenceObjectiveConfig):
     l2_coefficient: float = Field(gt=0)
     l2_relative: bool = False  # each token's squared distance over the teacher's square, mean of points
     l2_points: Literal["blocks", "merges", "sublayers"] = "blocks"
-    l2_until: float | None = Field(
-        None, gt=0, le=1
-    )  # the coefficient falls to 0 over this share of max_steps
+    # The coefficient falls to 0 over this share of max_steps.
+    l2_until: float | None = Field(None, gt=0, le=1)
 
     @property
     def has_hidden_terms(self) -> bool:
@@ -122,18 +120,16 @@ class TrainConfig(Strict):
     lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
     min_lr_rate: float | None = Field(None, ge=0, le=1)  # for cosine_with_min_lr: last rate over first
     warmup_steps: int = Field(1000, ge=0)
-    layer_lr_ratio: float = Field(
-        1.0, gt=0
-    )  # last layer's rate over the first one's; learning_rate is the middle's
+    # Last layer's rate over the first one's; learning_rate is the middle's.
+    layer_lr_ratio: float = Field(1.0, gt=0)
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the layers' matrices, AdamW for all else
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_epsilon: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    ema_decay: float | None = Field(
-        None, gt=0, lt=1
-    )  # the weights' moving average is what is scored and left
+    # The weights' moving average is what is scored and left.
+    ema_decay: float | None = Field(None, gt=0, lt=1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
     bf16: bool = False  # autocast to bfloat16
     gradient_checkpointing: bool | None = None  # null: from 1e9 parameters on
@@ -151,6 +147,16 @@ class TrainConfig(Strict):
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         return self
+
+
+MAY_CHANGE = (
+    *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.report_to"),
+    *("train.per_device_train_batch_size", "train.gradient_checkpointing"),
+    "data.on_bad_row",
+)
+"""What may be another when a training is continued: the result does not depend on it, but for the order of float sums,
+and for what becomes of an example that would end the run.
+"""
 
 
 class SafetyConfig(Strict):

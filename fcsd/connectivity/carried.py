@@ -4,14 +4,15 @@ A FarSkip model type is in none of transformers' tables, so what only the base's
 the tokenizer and of the processor) is written into their files.
 """
 
-import json
 import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
+from fcsd.connectivity.checkpoint import CONFIG, read_checkpoint_json
 from fcsd.errors import one_line
 from fcsd.families import PREFIX
+from fcsd.files import write_json
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def carry_over(source: Path, folder: Path, model_type: str, repository: str | No
 
 def _keep_code(source: Path, folder: Path, file: Path, repository: str | None) -> None:
     """Keep the code that a tokenizer or processor brings with it: `module.Class` in its auto_map."""
-    values = _read(file)
+    values = read_checkpoint_json(file)
     auto_map: dict[str, Any] = values.get("auto_map") or {}
     if isinstance(auto_map, list):  # an old form, which names the tokenizer only
         auto_map = {"AutoTokenizer": auto_map}
@@ -79,7 +80,7 @@ def _keep_code(source: Path, folder: Path, file: Path, repository: str | None) -
                 names[place], changed = f"{repository}--{name}", True
         auto_map[auto] = names if isinstance(classes, list) else names[0]
     if changed:
-        _write(file, values | {"auto_map": auto_map})
+        write_json(file, values | {"auto_map": auto_map})
 
 
 def _copy_module(module: Path, folder: Path) -> None:
@@ -94,42 +95,33 @@ def _name_tokenizer(source: Path, file: Path, model_type: str) -> None:
     for some model types, and needs none for others."""
     if not file.exists():
         return
-    values = _read(file)
-    if (values.get("auto_map") or {}) or str(_read(source / "config.json")["model_type"]).startswith(PREFIX):
+    values = read_checkpoint_json(file)
+    base_type = str(read_checkpoint_json(source / CONFIG)["model_type"])
+    if values.get("auto_map") or base_type.startswith(PREFIX):
         return
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     try:
         name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
-    except (
-        Exception
-    ) as error:  # broken, or its package is not installed: the weights are converted all the same
+    except Exception as error:
+        # Broken, or its package is not installed: the weights are converted all the same.
         reason = one_line(error)
         _LOG.warning("%s: transformers cannot load the tokenizer (%s); it is copied as it is", source, reason)
         name = TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
         if values.get("tokenizer_class"):
             return
     if values.get("tokenizer_class") != name:
-        _write(file, values | {"tokenizer_class": name})
+        write_json(file, values | {"tokenizer_class": name})
 
 
 def _name_processor(folder: Path, model_type: str) -> None:
     """Write the class of the processor where only the model type told it."""
     files = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
     files = [file for file in files if file.exists()]
-    if not files or any("processor_class" in _read(file) for file in files):
+    if not files or any("processor_class" in read_checkpoint_json(file) for file in files):
         return
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     if name := PROCESSOR_MAPPING_NAMES.get(model_type):
-        _write(files[0], _read(files[0]) | {"processor_class": name})
-
-
-def _read(file: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return values
-
-
-def _write(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(files[0], read_checkpoint_json(files[0]) | {"processor_class": name})

@@ -1,5 +1,4 @@
-"""Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file
-headers."""
+"""Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
 
 import json
 import re
@@ -17,6 +16,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -32,8 +33,7 @@ class Checkpoint:
     """The connectivity was written in another project's keys; `config` has it in ours."""
     weight_files: tuple[str, ...]
     """Names of the safetensors files, without the index."""
-    shapes: dict[str, tuple[int, ...]]
-    """Tensor name -> shape."""
+    shapes: Shapes
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
@@ -170,7 +170,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     for name in files:
         found = _header(folder / name)
         wanted = (
@@ -185,9 +185,8 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
 
 
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes of one file. safetensors itself checks that the offsets cover the file to its last
-    byte."""
+def _header(file: Path) -> Shapes:
+    """Tensor shapes of one file. safetensors itself checks that the offsets cover the file to its last byte."""
     from safetensors import SafetensorError, safe_open
 
     try:

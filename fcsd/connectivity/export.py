@@ -94,8 +94,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
 
 def _checked(folder: Path) -> Checkpoint:
     checkpoint = read_checkpoint(folder)
-    config, cls = config_and_class(checkpoint, None, original=False)
-    check_tensors(checkpoint, config, cls)
+    check_tensors(checkpoint, *config_and_class(checkpoint))
     return checkpoint
 
 
@@ -141,6 +140,3 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-__all__ = ["convert_checkpoint", "unconvert_checkpoint"]

@@ -1,11 +1,10 @@
 """Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
 weights."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, find_folder, read_checkpoint
+from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, Shapes, find_folder, read_checkpoint
 from fcsd.connectivity.modeling import (
     base_model_class,
     farskip_config_class,
@@ -61,11 +60,9 @@ def load_model(
     """
     folder = find_folder(path, revision)
     checkpoint = read_checkpoint(folder, any_family=trust_remote_code and connectivity is None)
-    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    if experts_implementation is not None:
-        options["experts_implementation"] = experts_implementation
+    chosen = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **chosen}
     if checkpoint.family is None:
         from transformers import AutoModelForCausalLM
 
@@ -76,7 +73,10 @@ def load_model(
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
         if not weights:
-            return _without_weights(cls, config, options)
+            import torch
+
+            with torch.device("meta"):
+                return cls._from_config(config, **chosen).eval()
         try:
             loaded = cls.from_pretrained(folder, config=config, **options)
         except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
@@ -87,16 +87,8 @@ def load_model(
     return model.eval()
 
 
-def _without_weights(cls: Any, config: Any, options: dict[str, Any]) -> Any:
-    import torch
-
-    settings = {k: v for k, v in options.items() if k in ("attn_implementation", "experts_implementation")}
-    with torch.device("meta"):
-        return cls._from_config(config, **settings).eval()
-
-
 def config_and_class(
-    checkpoint: Checkpoint, connectivity: Connectivity | None, original: bool
+    checkpoint: Checkpoint, connectivity: Connectivity | None = None, original: bool = False
 ) -> tuple[Any, Any]:
     """Return the config object and model class that a checkpoint of a known family is to be loaded with."""
     family = checkpoint.family
@@ -208,23 +200,16 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
         )
 
 
-def _expected_shapes(
-    config: Any, cls: Any
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], set[str]]:
+def _expected_shapes(config: Any, cls: Any) -> tuple[Shapes, Shapes, set[str]]:
     """Return (name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = cls(config)
-    in_memory = model.state_dict()
-    in_files = revert_weight_conversion(model, dict(in_memory))
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    return (
-        {name: tuple(tensor.shape) for name, tensor in in_files.items()},
-        {name: tuple(tensor.shape) for name, tensor in in_memory.items()},
-        tied,
-    )
+    states = revert_weight_conversion(model, model.state_dict()), model.state_dict()
+    in_files, in_memory = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in states)
+    return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _loading_problem(info: dict[str, Any]) -> str | None:
@@ -236,9 +221,8 @@ def _loading_problem(info: dict[str, Any]) -> str | None:
         ("error_msgs", "tensors could not be loaded"),
     ):
         if values := sorted(str(value) for value in info.get(key) or ()):
-            first = re.sub(r"\s+", " ", values[0])[:200]
-            advice = "the checkpoint is incomplete or of another model"
-            return f"{len(values)} {text}, the first is '{first}'; {advice}"
+            first = " ".join(values[0].split())[:200]
+            return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
     return None
 
 

@@ -73,22 +73,19 @@ def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
     return cls
 
 
-_CLASSES: dict[tuple[type, str], type] = {}
 _OWN_FORWARD = (
     "has its own `forward` (from device_map, accelerate hooks or kernels), which would bypass the rewiring;"
     " convert the model before them, or load it with fcsd.connectivity.load_model"
 )
 
 
+@functools.cache
 def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
     """Return the MoE block that returns (the family's own output, output of its shared expert).
 
     The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
     into it, so the sum gets a copy.
     """
-    kind = f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}"
-    if (base, kind) in _CLASSES:
-        return _CLASSES[base, kind]
     base_forward: Any = base.forward  # type: ignore[attr-defined]
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,18 +110,7 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
     namespace = {"forward": forward, "farskip_split": True, "kernel_layer_name": "FarSkipNoHubKernel"}
-    _CLASSES[base, kind] = _generated(base, kind, namespace)
-    return _CLASSES[base, kind]
-
-
-def _kept(layer: Any, rule: str, name: str | None, stream: torch.Tensor) -> torch.Tensor:
-    """Return what the layer's residual connection makes of `stream` when its branch gives nothing."""
-    if name is None:
-        return stream
-    value = getattr(layer, name)
-    if rule == "gate":
-        return value(stream, torch.zeros_like(stream))
-    return stream * (math.sqrt((value - 1) / value) if rule == "depth" else value)
+    return _generated(base, f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}", namespace)
 
 
 class _Pass:
@@ -147,7 +133,14 @@ class _Pass:
         return getattr(self.norms, name)(x) if name else x
 
     def kept(self, side: int, stream: torch.Tensor) -> torch.Tensor:
-        return _kept(self.layer, self.family.residual, self.family.residual_names[side], stream)
+        """Return what the residual connection of a side makes of `stream` when its branch gives nothing."""
+        rule, name = self.family.residual, self.family.residual_names[side]
+        if name is None:
+            return stream
+        value = getattr(self.layer, name)
+        if rule == "gate":
+            return value(stream, torch.zeros_like(stream))
+        return stream * (math.sqrt((value - 1) / value) if rule == "depth" else value)
 
     def overrides(self) -> dict[str, Any]:
         family, plan = self.family, self.plan
@@ -217,12 +210,10 @@ class _Pass:
         return rest + shared_output
 
 
+@functools.cache
 def layer_class(base: type) -> type:
     """Return the decoder layer that follows its `farskip_plan`; without one (an MTP layer, say) it is the regular
     layer."""
-    kind = "FarSkipLayer"
-    if (base, kind) in _CLASSES:
-        return _CLASSES[base, kind]
     base_forward: Any = base.forward  # type: ignore[attr-defined]
     base_call: Any = base.__call__  # type: ignore[operator]
 
@@ -250,8 +241,7 @@ def layer_class(base: type) -> type:
         return (out[0], run.partial(), out[1]) if isinstance(out, tuple) else (out, run.partial())
 
     namespace = {"__call__": __call__, "forward": forward, "farskip_plan": None}
-    _CLASSES[base, kind] = _generated(base, kind, namespace)
-    return _CLASSES[base, kind]
+    return _generated(base, "FarSkipLayer", namespace)
 
 
 def _edit_streams(model: Any, method: str, hidden_states: Any, *args: Any) -> Any:
@@ -423,10 +413,10 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
         block_shared = bool(carry and family.additive and has_shared)
         if block_shared:
             block.__class__ = block_class(
-                type(block), family.block_shared, family.block_gate, family.shared_in_place
+                block.__class__, family.block_shared, family.block_gate, family.shared_in_place
             )
         averaged = family.shared_average and getattr(block, family.shared_average, None) == "average"
-        layer.__class__ = layer_class(type(layer))
+        layer.__class__ = layer_class(layer.__class__)
         layer.farskip_plan = LayerPlan(
             family=family,
             outdated=farskip["mlp"] == "outdated",

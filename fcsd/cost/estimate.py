@@ -11,11 +11,27 @@ from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean
 from fcsd.cost.changes import activation_bytes, changes, is_supported
 from fcsd.cost.hardware import GPUS, Gpu
-from fcsd.cost.memory import SHARDINGS, Layout, Sharding, memory_parts
+from fcsd.cost.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GPUS_PER_NODE,
+    SHARDINGS,
+    Layout,
+    Sharding,
+    memory_parts,
+)
 from fcsd.cost.time import StepTime, step_time
 from fcsd.cost.trace import Setting, Trace
-from fcsd.cost.training import Training, distillation, micro_batch_setting, pretraining, tracer
+from fcsd.cost.training import (
+    Training,
+    distillation,
+    micro_batch_setting,
+    only_pretrains,
+    pretraining,
+    tracer,
+)
 from fcsd.distill.arguments import accumulation_steps
+from fcsd.distill.disk import disk_need
 from fcsd.errors import UserError
 
 MFU = (0.10, 0.25)
@@ -24,7 +40,7 @@ TFLOP/s a GPU (0.21), of DeepSeek-V3 high tens of percent (Megatron-Bridge, MoE 
 a Trainer without expert parallelism reaches less."""
 
 NETWORK_GB_S = 50.0
-"""Assumption: GB/s between one GPU and other nodes."""
+"""Assumption: GB/s between one GPU and other nodes, each GPU with an interface of its own (400 Gbit/s)."""
 
 ALL_EXPERTS = 1.5
 """Times the active parameters above which a forward pass runs experts that were not chosen."""
@@ -47,9 +63,10 @@ def estimate(
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only config.json is fetched.
 
     Args:
-        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead.
+        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
+            has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, flops, time, totals,
+    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, totals,
         assumptions.
 
     Raises:
@@ -58,6 +75,7 @@ def estimate(
     """
     hardware = hardware or Hardware()
     gpu = _gpu(hardware)
+    pretrain = pretrain or (variant is None and only_pretrains(recipe))
     training = pretraining(recipe) if pretrain else distillation(recipe, variant)
     micro_batches = accumulation_steps(training.train, training.max_length, hardware.num_gpus)
     layout = Layout(
@@ -93,9 +111,13 @@ def estimate(
         "changes": []
         if memory["fits"]
         else list(changes(training, setting, layout, memory["gpu_bytes"], trace_of)),
+        "disk": _disk(training, trace),
         "flops": _flops(training, trace, setting),
         "time": _time(training, seconds, hardware),
-        "totals": list(_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant)),
+        "totals": [
+            *_before(recipe, hardware, pretrain, variant),
+            *_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant),
+        ],
         "assumptions": list(_assumptions(training, setting, hardware, trace)),
     }
 
@@ -142,6 +164,23 @@ def _memory(
     }
 
 
+def _disk(training: Training, trace: Trace) -> dict[str, int]:
+    need = disk_need(
+        training.train,
+        num_trained=trace.num_trainable,
+        num_parameters=trace.num_parameters,
+        model_itemsize=training.left_dtype.itemsize,
+        keeps_best=training.keeps_best,
+    )
+    return {
+        "checkpoint_bytes": need.checkpoint,
+        "num_checkpoints": need.num_checkpoints,
+        "best_bytes": need.best,
+        "model_bytes": need.model,
+        "total_bytes": need.total,
+    }
+
+
 def _flops(training: Training, trace: Trace, setting: Setting) -> dict[str, Any]:
     per_token = _flops_per_token(trace, setting)
     per_step = sum(per_token.values()) * training.train.batch_size_tokens
@@ -175,6 +214,11 @@ def _gpu(hardware: Hardware) -> Gpu:
         raise UserError(f"--sharding {hardware.sharding}: allowed: {', '.join(SHARDINGS)}")
     if hardware.num_gpus < 1:
         raise UserError(f"--gpus {hardware.num_gpus}: must be 1 or more")
+    if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
+        raise UserError(
+            f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node, so that --gpus is a multiple of"
+            f" {GPUS_PER_NODE}, not {hardware.num_gpus}"
+        )
     lowest, highest = hardware.mfu
     if not 0 < lowest <= highest <= 1:
         raise UserError(f"--mfu {lowest:g}-{highest:g}: a range such as 0.1-0.25, within 0 and 1")
@@ -207,6 +251,14 @@ def _float32_share(trace: Trace) -> float:
     return sum(by.get("float32", 0) for by in trace.flops.values()) / total
 
 
+def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None) -> list[dict[str, Any]]:
+    """Return the row of the pre-training that a whole run of the recipe begins with."""
+    if recipe.pretrain is None or pretrain or variant is not None:
+        return []
+    rows: list[dict[str, Any]] = estimate(recipe, hardware, pretrain=True)["totals"]
+    return rows
+
+
 def _totals(
     recipe: Recipe,
     training: Training,
@@ -230,8 +282,6 @@ def _totals(
 
 
 def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace: Trace) -> Iterator[str]:
-    from fcsd.cost.memory import CONTEXT_BYTES, FRAGMENTATION
-
     lowest, highest = hardware.mfu
     yield (
         f"{lowest:.0%} to {highest:.0%} of the published peak is reached; teacher and recomputation count as work,"

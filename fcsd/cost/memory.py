@@ -6,9 +6,10 @@ from typing import Literal
 import torch
 
 from fcsd.cost.trace import Setting, Trace
+from fcsd.cost.tracker import PERSISTENT
 
-Sharding = Literal["none", "fsdp2", "zero3"]
-SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "zero3")
+Sharding = Literal["none", "fsdp2", "hsdp", "zero3"]
+SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "hsdp", "zero3")
 
 FRAGMENTATION = 0.10
 """Assumption: share by which the caching allocator holds more than what lives, of all that comes and goes."""
@@ -37,6 +38,13 @@ class Layout:
     step_tokens: int = 0
     averages: bool = False
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the models; with hsdp those of a node."""
+        if self.sharding == "none":
+            return 1
+        return min(self.num_gpus, GPUS_PER_NODE) if self.sharding == "hsdp" else self.num_gpus
+
 
 def compute_dtype(setting: Setting) -> torch.dtype:
     """Return the dtype of a sharded model's matmuls: that of its gathered weights."""
@@ -51,13 +59,14 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
     fsdp2: parameters, gradients and moments in `student_dtype` over all ranks. Gathered is the head while the loss is
     computed; in the backward pass two layers and the head, and the gradient of one of these, whole before it is reduced
     in `student_dtype`.
+    hsdp: the same over the ranks of a node, a copy on each.
     zero3: with autocast weights in bfloat16; gradients, master weights and moments in float32; DeepSpeed's buffers.
     In both the teacher is sharded but for its head. freeze: estimate frozen embeddings and head from a trace without.
     """
     size = setting.student_dtype.itemsize
     trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
     peak = dict(trace.peak)
-    ranks = layout.num_gpus
+    ranks = layout.num_gpus if layout.sharding == "none" else layout.num_shards
     if layout.sharding == "none":
         gradients = min(peak.get("gradients", 0), trained * size)
         parts = {
@@ -68,7 +77,7 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
             "teacher weights": peak.get("teacher", 0),
             "DDP buckets": trained * size if ranks > 1 else 0,
         }
-        moving = {kind: n for kind, n in peak.items() if kind not in _PERSISTENT}
+        moving = {kind: n for kind, n in peak.items() if kind not in PERSISTENT}
     else:
         computed = compute_dtype(setting).itemsize
         total, mixed = trace.num_parameters, computed < size
@@ -98,7 +107,7 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
         moving = dict(trace.transient)
     if setting.has_teacher:
         each = trace.hidden_size * setting.teacher_dtype.itemsize
-        others = max(0, layout.step_tokens // ranks - setting.num_rows * setting.num_tokens)
+        others = max(0, layout.step_tokens // layout.num_gpus - setting.num_rows * setting.num_tokens)
         parts["teacher hidden states"] = each * others
     parts |= {
         "activations": sum(n for kind, n in moving.items() if kind != "loss"),
@@ -109,6 +118,3 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
     parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}
-
-
-_PERSISTENT = ("student", "teacher", "gradients", "optimizer")

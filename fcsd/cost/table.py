@@ -24,6 +24,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             for row in facts["changes"]
         ]
         yield [markdown(["change, on top of those above", "memory", "fits", "supported"], rows)]
+    yield [_disk(facts["disk"])]
     flops = facts["flops"]
     rows = [[name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()]
     rows.append(["all", f"{sum(flops['per_token'].values()) / 1e9:.2f}"])
@@ -86,6 +87,14 @@ def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
     inputs, second = values["layer_inputs_bytes"], values["second_inputs_bytes"]
     more = f", and {size(second)} for the second one of FarSkip layers" if second else ""
     yield f"              checkpointed inputs of the layers {size(inputs or 0)}{more}"
+
+
+def _disk(disk: Mapping[str, int]) -> str:
+    parts = [f"{disk['num_checkpoints']} checkpoints of {size(disk['checkpoint_bytes'])}"]
+    if disk["best_bytes"]:
+        parts.append(f"{size(disk['best_bytes'])} for the best weights and those being written beside them")
+    parts.append(f"{size(disk['model_bytes'])} for the model")
+    return f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
 
 
 def _time(facts: Mapping[str, Any]) -> list[str]:

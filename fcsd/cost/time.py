@@ -32,8 +32,10 @@ def step_time(
     compute: every matmul that runs (teacher and recomputation are work too) at `mfu` times the peak of its dtype;
     matmuls in float32 at the peak without TF32, which torch leaves off. memory: every weight read once a pass,
     written where it changes, at the published bandwidth: with few tokens all experts are read for little work.
-    communication: DDP's all-reduce once a step; sharded, all-gathers and a reduce-scatter every micro-batch; within
-    a node at the link's bandwidth, beyond `GPUS_PER_NODE` ranks at the network's.
+    communication: DDP's all-reduce once a step; sharded, all-gathers and a reduce-scatter every micro-batch, of
+    gradients in the dtype of the weights that are updated; with hsdp also their all-reduce between nodes. Within a node
+    at the link's bandwidth; a ring over several nodes is as fast as the network interfaces of a node together, or as
+    the links.
     best: the highest utilisation, memory and communication hidden behind compute. worst: the lowest, communication
     not hidden at all.
     """
@@ -46,11 +48,11 @@ def step_time(
     teacher = trace.peak.get("teacher", 0)
     passes = 5 + setting.checkpointing  # forward, backward, gradient read and written twice
     size = setting.student_dtype.itemsize
-    shards = 1 if layout.sharding == "none" else layout.num_gpus
-    optimizer = 7 * trace.num_trainable * size / shards  # reads weight, gradient, moments; writes all but it
+    optimizer = (
+        7 * trace.num_trainable * size / layout.num_shards
+    )  # reads weight, gradient, moments; writes all but it
     memory = (micro_batches * (teacher + passes * student) + optimizer) / (gpu.memory_gb_s * 1e9)
-    link = gpu.link_gb_s if layout.num_gpus <= GPUS_PER_NODE else min(network_gb_s, gpu.link_gb_s)
-    communication = _sent_bytes(trace, setting, layout, micro_batches, teacher) / (link * 1e9)
+    communication = _communication(trace, setting, layout, micro_batches, teacher, gpu, network_gb_s)
     best = max(work / highest, memory, communication)
     worst = max(work / lowest, memory) + communication
     return StepTime(best, worst, work / highest, memory, communication)
@@ -65,9 +67,25 @@ def _peak_seconds(trace: Trace, gpu: Gpu) -> float:
     return seconds
 
 
-def _sent_bytes(trace: Trace, setting: Setting, layout: Layout, micro_batches: int, teacher: int) -> float:
-    others = (layout.num_gpus - 1) / layout.num_gpus
+def _communication(
+    trace: Trace,
+    setting: Setting,
+    layout: Layout,
+    micro_batches: int,
+    teacher: int,
+    gpu: Gpu,
+    network_gb_s: float,
+) -> float:
+    ring = 1e9 * min(gpu.link_gb_s, GPUS_PER_NODE * network_gb_s)  # over several nodes
+    gradients = trace.num_trainable * setting.student_dtype.itemsize
+    others = 1 - 1 / layout.num_gpus
     if layout.sharding == "none":
-        return 2 * others * trace.num_trainable * setting.student_dtype.itemsize
-    student = compute_dtype(setting).itemsize * (2 * trace.num_parameters + trace.num_trainable)
-    return others * micro_batches * (student + teacher)
+        return 2 * others * gradients / (ring if layout.num_gpus > GPUS_PER_NODE else 1e9 * gpu.link_gb_s)
+    shards = layout.num_shards
+    gathered = 2 * trace.num_parameters * compute_dtype(setting).itemsize + teacher
+    sharing = ring if shards > GPUS_PER_NODE else 1e9 * gpu.link_gb_s
+    seconds = (1 - 1 / shards) * micro_batches * (gathered + gradients) / sharing
+    replicas = layout.num_gpus // shards
+    if replicas > 1:  # each rank sums its shard with its peers', over its own interface
+        seconds += 2 * (1 - 1 / replicas) * micro_batches * gradients / shards / (1e9 * network_gb_s)
+    return seconds

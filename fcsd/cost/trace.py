@@ -13,6 +13,7 @@ import torch
 import transformers.integrations.moe as moe
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.cost.tracker import Tracker
@@ -114,10 +115,14 @@ def trace_step(
     student = _student_on_meta(build, rewire, adapt, setting)
     teacher = _teacher_on_meta(build, setting) if setting.runs_teacher_model else None
     if progress is not None:
+
+        def layer_done(*_: Any) -> None:
+            progress()
+
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
-                layer.register_forward_hook(_calls(progress))
-    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back():
+                layer.register_forward_hook(layer_done)
+    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back(), _attention_is_fused(tracker):
         with tracker.making("student"):
             _give_fake_storage(student)
         head: Any = output_head(student)
@@ -185,7 +190,8 @@ def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
 def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
     """Put together what the tracker has counted, and what of the student's size the estimate needs."""
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]
-    ends = {id(p): p.numel() for p in _embeddings_and_head(student)}
+    modules = (student.get_input_embeddings(), student.get_output_embeddings())
+    ends = {id(p): p.numel() for module in modules for p in module.parameters()}
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
     total = sum(p.numel() for p in student.parameters())
     head = output_head(student).weight
@@ -205,38 +211,24 @@ def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
     )
 
 
-def _calls(progress: Callable[[], Any]) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        progress()
-
-    return hook
-
-
-def _embeddings_and_head(model: Any) -> Iterator[Tensor]:
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        yield from module.parameters()
-
-
 def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting) -> None:
     """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective == "kl+l2":
         terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+
+    def watched(model: Any) -> Any:
+        return terms.captured(model) if terms else contextlib.nullcontext(Captured())
+
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
         extra: dict[str, Any] = {"labels": keep, "objective": "ce"}
     if setting.has_teacher:
-        watched_teacher = student if teacher is None else teacher
-        with (
-            tracker.making("teacher forward"),
-            torch.no_grad(),
-            terms.captured(watched_teacher)
-            if terms
-            else contextlib.nullcontext(Captured()) as teacher_captured,
-        ):
+        original = watched(student if teacher is None else teacher)
+        with tracker.making("teacher forward"), torch.no_grad(), original as teacher_captured:
             if teacher is not None:
                 hidden = final_hidden(teacher, ids, positions, keep)
             elif setting.teacher == "adapter_off":
@@ -247,8 +239,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
         name = setting.objective.removesuffix("+l2")
         extra = {"teacher_hidden": hidden, "teacher_head": head, "objective": name}
         extra |= setting.divergence
-    watched = terms.captured(student) if terms else contextlib.nullcontext(Captured())
-    with tracker.making("activations"), autocast, watched as captured:
+    with tracker.making("activations"), autocast, watched(student) as captured:
         loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
     if terms is not None:
         with tracker.making("loss"):
@@ -309,6 +300,46 @@ class _CountedKernels(Kernels):
 
     def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
         self.mm(a, b, accumulator)
+
+
+@contextlib.contextmanager
+def _attention_is_fused(tracker: Tracker) -> Iterator[None]:
+    """Let attention whose values are narrower than its keys (MLA) be one operation, as it is on GPUs.
+
+    A CPU has no such kernel: there it would be bmm in float32, with all scores in memory.
+    """
+    before = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if query.shape[-1] == value.shape[-1]:
+            return before(query, key, value, *args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+        return _Attention.apply(query, key, value, tracker)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+class _Attention(torch.autograd.Function):
+    """Allocate and count what the fused operation does: inputs, output and one number a row of scores are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tracker: Tracker) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.tracker = tracker
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        tracker.add_attention(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.tracker.add_attention(q, k, v, gradient=gradients[0])
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 @contextlib.contextmanager

@@ -59,6 +59,16 @@ class Tracker(TorchDispatchMode):
         """Count operations of the present kind."""
         self.flops.setdefault(self.kind, Counter())[str(dtype).removeprefix("torch.")] += number
 
+    def add_attention(self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor | None = None) -> None:
+        """Count one fused attention, or its backward pass; k and v may have fewer heads than q."""
+        k_shape, v_shape = ((*t.shape[:1], q.shape[1], *t.shape[2:]) for t in (k, v))
+        if gradient is None:
+            number = int(sdpa_flop_count(q.shape, k_shape, v_shape))
+            self.attention_flops[self.kind] += number
+        else:
+            number = int(sdpa_backward_flop_count(gradient.shape, q.shape, k_shape, v_shape))
+        self.add_flops(q.dtype, number)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):

@@ -17,12 +17,13 @@ from fcsd.connectivity.modeling import base_model_class
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.cost.memory import Layout
 from fcsd.cost.trace import Setting, Trace, trace_step
+from fcsd.distill.teachers.lora import add_adapters
 from fcsd.distributed.engine import checkpoints_activations
 from fcsd.errors import UserError, one_line
 from fcsd.families import Family, family_of
 from fcsd.inspect import inspect_model
-from fcsd.inspect.checkpoint import config_object, find_source
-from fcsd.models.load import dtype_of
+from fcsd.inspect.checkpoint import checkpoint_dtype, config_object, find_source
+from fcsd.models.load import dtype_of, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Training:
     teacher_dtype: torch.dtype
     attention: str | None
     num_active: int | None
+    left_dtype: torch.dtype  # of the checkpoint that the training leaves
+    keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
 
@@ -54,7 +57,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         config, where = source.config, source.where
         parameters = inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
         num_active = parameters.get("active")
-        dtype = _checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype
+        dtype = checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype
     else:
         config, where, num_active = _pretrain_config(recipe), "pretrain.config", None
         assert recipe.pretrain is not None
@@ -70,9 +73,16 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         teacher_dtype=dtype_of(dtype),
         attention=recipe.model.attn_implementation,
         num_active=num_active,
+        left_dtype=dtype_of(dtype),
+        keeps_best=recipe.early_stopping is not None,
         teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
         lora=recipe.lora,
     )
+
+
+def only_pretrains(recipe: Recipe) -> bool:
+    """Tell whether a recipe is about its pre-training alone: it says nothing of a training that would follow."""
+    return recipe.pretrain is not None and "train" not in recipe.model_fields_set
 
 
 def pretraining(recipe: Recipe) -> Training:
@@ -90,6 +100,7 @@ def pretraining(recipe: Recipe) -> Training:
         teacher_dtype=torch.float32,
         attention=None,
         num_active=None,
+        left_dtype=dtype_of(plan.train.dtype),
     )
 
 
@@ -102,19 +113,8 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
                 f"pretrain.tokenizer: {recipe.pretrain.tokenizer} is not there yet, and the vocabulary's size comes"
                 " from it; make it first, or --set pretrain.config.vocab_size=N"
             )
-        from fcsd.models.load import load_tokenizer
-
         config["vocab_size"] = len(load_tokenizer(recipe.pretrain.tokenizer))
     return config
-
-
-def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a checkpoint's config names; bfloat16 where it names none."""
-    inner = config.get("text_config")
-    for place in (config, inner if isinstance(inner, Mapping) else {}):
-        if (dtype := place.get("dtype") or place.get("torch_dtype")) in ("float32", "bfloat16", "float16"):
-            return str(dtype)
-    return "bfloat16"
 
 
 def _built(training: Training) -> tuple[Family, Callable[[], Any]]:
@@ -141,14 +141,12 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
     known: dict[Setting, Trace] = {}
 
     def adapt(model: Any) -> None:
-        from fcsd.distill.teachers.lora import add_adapters
-
         assert training.lora is not None
         add_adapters(model, training.lora, seed=0, dtype=dtype_of(training.train.dtype))
 
     def rewire(model: Any) -> None:
         if section.layers != "none":
-            convert_model(model, _chosen(section))
+            convert_model(model, Connectivity(section.layers, section.attention, section.mlp))
 
     def trace(setting: Setting) -> Trace:
         if setting not in known:
@@ -173,12 +171,6 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
         return known[setting]
 
     return trace
-
-
-def _chosen(section: Any) -> Connectivity:
-    from fcsd.connectivity.spec import parse_selection
-
-    return Connectivity(parse_selection(section.layers), section.attention, section.mlp)
 
 
 def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:

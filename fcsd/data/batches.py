@@ -25,8 +25,7 @@ _TAIL_MULTIPLE = 64
 
 
 class Collator:
-    """Rows to int64 tensors (B, T): input_ids, position_ids, labels. No attention mask: position ids say it
-    all.
+    """Rows to int64 tensors (B, T): input_ids, position_ids, labels. No attention mask: position ids say it all.
 
     ahead: is shown each batch; with a worker process that collates, this is well before the batch is used.
     """

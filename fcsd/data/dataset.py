@@ -3,8 +3,7 @@
     load_source → tokenize_example → pack → Collator → next_token_targets
 
 Several examples share a row of `max_length` tokens. Position ids restart at 0 at each of them, which is how
-transformers (with no attention mask and no cache) keeps them from seeing each other. Labels follow the
-convention of
+transformers (with no attention mask and no cache) keeps them from seeing each other. Labels follow the convention of
 transformers: the label at position t is the token at position t, -100 where there is no loss.
 
 Two kinds of data set come out. Normally one in memory, shuffled once and packed as a whole; when a source
@@ -26,7 +25,7 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import BadExample, tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.reading import StreamSource, places
-from fcsd.data.sources import load_source, open_source
+from fcsd.data.sources import Source, limited, open_source
 from fcsd.data.stream import RowStream
 from fcsd.errors import UserError
 
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from fcsd.data.decontaminate import Decontaminator
-
-Loaded = tuple[Any, Any]  # SourceConfig or GivenSource, and its examples: a Dataset or an IterableDataset
-
 
 _EXAMPLE = {
     "input_ids": datasets.List(datasets.Value("int32")),
@@ -48,7 +44,7 @@ _SAMPLE = 100  # examples of a source that are tokenized before all of them are
 
 
 def build_dataset(
-    sources: Sequence[SourceConfig],
+    sources: Sequence[Source],
     tokenizer: Any,
     *,
     max_length: int,
@@ -60,62 +56,28 @@ def build_dataset(
     decontaminator: Decontaminator | None = None,
     bad_rows: BadRows | None = None,
 ) -> PackedRows | RowStream:
-    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same
-    order.
+    """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
 
     One source: all its examples once. Several: each next example comes from a source drawn with probability
-    proportional to its `weight`, until every source has been read to its end; those that end early start
-    again.
+    proportional to its `weight`, until every source has been read to its end; those that end early start again.
     Any source streaming: all of them do, and a RowStream comes back.
     `decontaminator` leaves out the examples that overlap with test items, and keeps the record; `bad_rows` says what
     becomes of those that cannot be tokenized (None: the first one is an error), and keeps theirs.
 
+    num_proc: processes that tokenize; None: one in memory, and for a stream as many as there are free cores.
+
     Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
     """
-    return rows_of_loaded(
-        [(source, (open_source if source.streaming else load_source)(source)) for source in sources],
-        tokenizer,
-        max_length=max_length,
-        packing=packing,
-        loss_on=loss_on,
-        seed=seed,
-        shuffle=shuffle,
-        num_proc=num_proc,
-        decontaminator=decontaminator,
-        bad_rows=bad_rows,
-    )
-
-
-def rows_of_loaded(
-    loaded: Sequence[Loaded],
-    tokenizer: Any,
-    *,
-    max_length: int,
-    packing: bool,
-    loss_on: str,
-    seed: int,
-    shuffle: bool,
-    num_proc: int | None = None,
-    decontaminator: Decontaminator | None = None,
-    bad_rows: BadRows | None = None,
-) -> PackedRows | RowStream:
-    """Return `build_dataset` of sources whose examples are loaded already; of a source its name, columns, weight and,
-    where it streams, `max_examples` count.
-
-    One that is an IterableDataset streams. num_proc: processes that tokenize; None: one in memory, and as many as there
-    are free cores for a stream.
-
-    Raises: UserError as `tokenize_example`; also when no example has a token to predict.
-    """
     bad_rows = bad_rows or BadRows()
+    opened = [open_source(source) for source in sources]
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
         raise UserError(f"tokenizer {tokenizer.name_or_path}: neither a padding nor an end-of-sequence token")
     packed = {"max_length": max_length, "pad_token_id": pad_token_id, "packing": packing}
-    if any(isinstance(examples, datasets.IterableDataset) for _, examples in loaded):
+    if any(isinstance(examples, datasets.IterableDataset) for examples in opened):
         stream = RowStream(
-            [_stream_source(*each) for each in loaded],
+            [_stream_source(*each) for each in zip(sources, opened, strict=True)],
             tokenize,
             packed,
             seed=seed,
@@ -126,27 +88,29 @@ def rows_of_loaded(
         )
         stream.check_sample()
         return stream
-    examples = _in_memory(loaded, tokenize, decontaminator, bad_rows, seed, shuffle, num_proc)
+    loaded = [limited(source, examples) for source, examples in zip(sources, opened, strict=True)]
+    examples = _in_memory(sources, loaded, tokenize, decontaminator, bad_rows, seed, shuffle, num_proc)
     stats = PackingStats()
     bar = tqdm(examples, desc="Packing", unit="example", leave=False)
     rows = PackedRows(pack(bar, **packed, stats=stats), stats)
     if len(rows) == 0:
         raise UserError(
-            f"data set {', '.join(source.path for source, _ in loaded)}: not one of {stats.num_examples} "
+            f"data set {', '.join(source.path for source in sources)}: not one of {stats.num_examples} "
             f"examples has a response token within max_length: {max_length}; "
             "raise max_length or check `columns`"
         )
     return rows
 
 
-def _stream_source(source: Any, examples: Any) -> StreamSource:
+def _stream_source(source: Source, examples: datasets.Dataset | datasets.IterableDataset) -> StreamSource:
     if isinstance(examples, datasets.Dataset):
-        return StreamSource(source, examples.to_iterable_dataset())
+        return StreamSource(source, limited(source, examples).to_iterable_dataset())
     return StreamSource(source, examples, source.max_examples)
 
 
 def _in_memory(
-    loaded: Sequence[Loaded],
+    sources: Sequence[Source],
+    loaded: Sequence[datasets.Dataset],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
     bad_rows: BadRows,
@@ -156,15 +120,14 @@ def _in_memory(
 ) -> datasets.Dataset:
     """Load the tokenized examples of all sources, mixed."""
     tokenized = []
-    for source, dataset in loaded:
+    for source, dataset in zip(sources, loaded, strict=True):
         rows: Sequence[int] = range(len(dataset))  # in the data set, of each example
         _check_sample(source, dataset, tokenize, bad_rows)
         if decontaminator is not None:
             dataset, rows = decontaminator.filter(dataset, source)
         if shuffle:
             dataset = dataset.shuffle(seed=seed)
-        # In memory and never from the cache of `datasets`, which does not notice a changed version of this
-        # file.
+        # In memory and never from the cache of `datasets`, which does not notice a changed version of this file.
         dataset = dataset.map(
             partial(_tokenized, tokenize=tokenize, columns=source.columns),
             remove_columns=dataset.column_names,
@@ -190,7 +153,7 @@ def _in_memory(
         if problems:
             dataset = dataset.select([at for at in range(len(dataset)) if at not in problems])
         tokenized.append(dataset)
-    return _mixed(tokenized, [source for source, _ in loaded], seed)
+    return _mixed(tokenized, sources, seed)
 
 
 def _tokenized(
@@ -204,7 +167,7 @@ def _tokenized(
 
 
 def _check_sample(
-    source: Any, dataset: datasets.Dataset, tokenize: Callable[..., dict[str, list]], bad_rows: BadRows
+    source: Source, dataset: datasets.Dataset, tokenize: Callable[..., dict[str, list]], bad_rows: BadRows
 ) -> None:
     """Tokenize the first examples; what is wrong with all of them is said in a second, not after the last one.
 
@@ -216,7 +179,7 @@ def _check_sample(
     check.add([*zip(places(source, [*problems]), problems.values(), strict=True)], len(found))
 
 
-def _mixed(parts: list[Any], sources: Sequence[Any], seed: int) -> Any:
+def _mixed(parts: list[Any], sources: Sequence[Source], seed: int) -> Any:
     if len(parts) == 1:
         return parts[0]
     total = sum(source.weight for source in sources)
@@ -229,13 +192,9 @@ def heldout_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_examples: int,
-    max_length: int,
-    packing: bool,
-    loss_on: str,
+    **options: Any,
 ) -> Any:
-    """Build rows of the first `num_examples` of held-out text, in order."""
+    """Build rows of the first `num_examples` of held-out text, in order; options as `build_dataset`."""
     limit = min(num_examples, source.max_examples or num_examples)
     plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset(
-        [plain], tokenizer, max_length=max_length, packing=packing, loss_on=loss_on, shuffle=False
-    )
+    return build_dataset([plain], tokenizer, shuffle=False, **options)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.config.data import SourceConfig
 from fcsd.data.chat import BadExample, example_texts
+from fcsd.data.sources import Source
 
 SHORTEST = 8
 COMMON = 10
@@ -77,25 +77,25 @@ class ItemIndex:
 
     def _add(self, texts: list[np.ndarray], owners: list[int]) -> None:
         """Add n-grams: where each begins in all texts, its length, its item; sorted by their first words."""
-        starts, lengths, items, whole, first, offset = [], [], [], [], [], 0
+        indices, numbers = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        found = [(indices, indices, indices, numbers, numbers)]
+        offset = 0
         for text, owner in zip(texts, owners, strict=True):
             length = min(self.ngram, len(text))
             telling = _windows(self._is_number[text], length) * 2 <= length
             where = np.flatnonzero(telling)
-            starts.append(where + offset)
-            lengths.append(np.full(len(where), length))
-            items.append(np.full(len(where), owner))
-            whole.append(self._keys(text, length)[where] + np.uint64(length))
-            first.append(self._keys(text, self.first)[where])
+            whole = self._keys(text, length)[where] + np.uint64(length)
+            first = self._keys(text, self.first)[where]
+            found.append(
+                (where + offset, np.full(len(where), length), np.full(len(where), owner), whole, first)
+            )
             offset += len(text)
-        none = [np.zeros(0, np.int64)]
         self._words = np.concatenate([*texts, np.zeros(0, np.int32)])
-        start, length_, item = (np.concatenate(part or none) for part in (starts, lengths, items))
-        keys = np.concatenate(first or [np.zeros(0, np.uint64)])
-        kept = self._uncommon(np.concatenate(whole or [np.zeros(0, np.uint64)]), item)
-        order = kept[np.argsort(keys[kept], kind="stable")]
-        self._starts, self._lengths, self._items = start[order], length_[order], item[order]
-        self._first = keys[order]
+        starts, lengths, items, wholes, firsts = map(np.concatenate, zip(*found, strict=True))
+        kept = self._uncommon(wholes, items)
+        order = kept[np.argsort(firsts[kept], kind="stable")]
+        self._starts, self._lengths, self._items = starts[order], lengths[order], items[order]
+        self._first = firsts[order]
 
     def _uncommon(self, whole: np.ndarray, item: np.ndarray) -> np.ndarray:
         """Return the indices of the n-grams that no more than `COMMON` items of one task have."""
@@ -120,20 +120,14 @@ class ItemIndex:
         if len(numbers) < self.first or not len(self._first):
             return None
         keys = self._keys(numbers, self.first)
-        places = np.searchsorted(self._first, keys)
+        rows, ends = np.searchsorted(self._first, keys), np.searchsorted(self._first, keys, "right")
         known = _windows(numbers == 0, self.first) == 0
-        same = self._first[np.minimum(places, len(self._first) - 1)] == keys
-        for begin in np.flatnonzero(known & same):
-            for row in range(places[begin], len(self._first)):
-                if self._first[row] != keys[begin]:
-                    break
+        for begin in np.flatnonzero(known & (rows < ends)):
+            for row in range(rows[begin], ends[begin]):
                 mine = self._words[self._starts[row] : self._starts[row] + self._lengths[row]]
                 if np.array_equal(mine, numbers[begin : begin + len(mine)]):
-                    return *self.items[self._items[row]], self._text(mine)
+                    return *self.items[self._items[row]], " ".join(self._names[word] for word in mine)
         return None
-
-    def _text(self, numbers: np.ndarray) -> str:
-        return " ".join(self._names[number] for number in numbers)
 
 
 def words(text: str) -> list[str]:
@@ -159,7 +153,7 @@ class Decontaminator:
         self.num_examples: Counter[str] = Counter()
         self._found: dict[tuple[str, str], Overlap] = {}
 
-    def filter(self, dataset: Any, source: SourceConfig) -> tuple[Any, list[int]]:
+    def filter(self, dataset: Any, source: Source) -> tuple[Any, list[int]]:
         """Keep the examples of a data set in memory that overlap with no test item; with their indices in it."""
         kept: list[int] = []
 
@@ -185,7 +179,7 @@ class Decontaminator:
         )
         return filtered, kept
 
-    def find(self, source: SourceConfig, example: Mapping[str, Any]) -> Overlap | None:
+    def find(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
         """Find the first overlap of an example of `source` with a test item, or None; records nothing.
 
         Raises: BadExample as `example_texts`.
@@ -199,7 +193,7 @@ class Decontaminator:
                 return Overlap(_name(source), digest, whole[:80], *found)
         return None
 
-    def note(self, source: SourceConfig, overlap: Overlap | None) -> None:
+    def note(self, source: Source, overlap: Overlap | None) -> None:
         """Record that an example of `source` was looked at, and with what it overlaps."""
         self.num_examples[_name(source)] += 1
         if overlap is not None:
@@ -239,7 +233,7 @@ class Decontaminator:
         }
 
 
-def _name(source: SourceConfig) -> str:
+def _name(source: Source) -> str:
     return ":".join(part for part in (source.path, source.name, source.split) if part)
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import datasets
 
-from fcsd.data.bad_rows import BadRows
-from fcsd.data.dataset import rows_of_loaded
+from fcsd.data.batches import ROW_FEATURES
+from fcsd.data.dataset import build_dataset
 from fcsd.data.sources import GivenSource
 from fcsd.errors import UserError
 
-_PACKED = ("input_ids", "position_ids", "labels")
 # The first of these whose columns are all there is what a data set holds: what each column means, by its name.
 _KNOWN: tuple[dict[str, str], ...] = (
     {"input_ids": "input_ids"},
@@ -37,13 +36,8 @@ def given_rows(
     *,
     name: str,
     max_length: int,
-    packing: bool = True,
-    loss_on: str = "response",
     columns: Mapping[str, str] | None = None,
-    seed: int = 0,
-    shuffle: bool = True,
-    num_proc: int | None = None,
-    bad_rows: BadRows | None = None,
+    **options: Any,
 ) -> Any:
     """Make packed rows of `data`, as `fcsd.data.dataset.build_dataset` does of sources, in the same order for a seed.
 
@@ -53,6 +47,7 @@ def given_rows(
         name: what errors call the data, for example "train_dataset".
         columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
             columns; None: seen from the names. input_ids (and labels) are tokens, and are packed as they are.
+        options: as `build_dataset`.
 
     Raises:
         UserError: no such columns, no examples, what `tokenize_example` refuses, packed rows of another length.
@@ -63,27 +58,17 @@ def given_rows(
     if isinstance(data, Sequence) and not isinstance(data, str):
         data = datasets.Dataset.from_list([dict(example) for example in data])
     names = _column_names(data, name)
-    if set(_PACKED) <= set(names) and columns is None:
+    if set(ROW_FEATURES) <= set(names) and columns is None:
         return _packed(data, name, max_length)
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
         raise UserError(
             f"data set {name}: a {type(data).__name__}; a datasets.Dataset or IterableDataset, or a list of examples is"
-            f" needed, or packed rows with {', '.join(_PACKED)}"
+            f" needed, or packed rows with {', '.join(ROW_FEATURES)}"
         )
-    source = GivenSource(name, _meaning(names, name, columns))
     # Tensors of a format that was set would not tokenize.
     plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
-    return rows_of_loaded(
-        [(source, plain)],
-        tokenizer,
-        max_length=max_length,
-        packing=packing,
-        loss_on=loss_on,
-        seed=seed,
-        shuffle=shuffle,
-        num_proc=num_proc,
-        bad_rows=bad_rows,
-    )
+    source = GivenSource(name, _meaning(names, name, columns), plain)
+    return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
 def _column_names(data: Any, name: str) -> list[str]:
@@ -93,10 +78,10 @@ def _column_names(data: Any, name: str) -> list[str]:
         return data.column_names
     if isinstance(data, datasets.IterableDataset) and data.column_names is not None:
         return data.column_names
-    first = next(iter(data), None) if hasattr(data, "__iter__") or hasattr(data, "__getitem__") else None
+    iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    first = next(iter(data), None) if iterable else None
     if first is None:
-        what = "it is empty" if hasattr(data, "__getitem__") or hasattr(data, "__iter__") else f"{data!r}"
-        raise UserError(f"data set {name}: {what}")
+        raise UserError(f"data set {name}: {'it is empty' if iterable else repr(data)}")
     return list(first) if isinstance(first, Mapping) else []
 
 

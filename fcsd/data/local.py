@@ -44,7 +44,7 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=_root()))
+    datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=_folder().name))
     try:
         yield
     finally:
@@ -54,7 +54,3 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
 @functools.cache
 def _folder() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="fcsd-data-", ignore_cleanup_errors=True)
-
-
-def _root() -> str:
-    return _folder().name

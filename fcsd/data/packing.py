@@ -25,13 +25,6 @@ class PackingStats:
     num_tokens: int = 0  # of examples, in rows; the rest of num_rows * max_length is padding
     num_loss_tokens: int = 0
 
-    def __str__(self) -> str:
-        return (
-            f"{self.num_examples} examples in {self.num_rows} rows, {self.num_tokens} tokens, "
-            f"{self.num_loss_tokens} of them with loss; {self.num_truncated} truncated, "
-            f"{self.num_without_loss} left out without loss"
-        )
-
 
 def pack(
     examples: Iterable[Mapping[str, Any]],
@@ -106,12 +99,11 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __init__(self, rows: Iterable[dict[str, np.ndarray]], stats: PackingStats):
         held = list(rows)
-        self.columns = {name: np.stack([row[name] for row in held]) for name in ROW_FEATURES} if held else {}
+        self.columns = {name: np.array([row[name] for row in held]) for name in ROW_FEATURES}
         self.stats = stats
-        self._length = len(held)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.columns["input_ids"])
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return {name: column[index] for name, column in self.columns.items()}

@@ -22,7 +22,7 @@ import datasets
 import numpy as np
 
 from fcsd.config.data import SourceConfig
-from fcsd.data.sources import open_source, shard_file
+from fcsd.data.sources import Source, open_source, shard_file
 from fcsd.errors import UserError, one_line
 
 BUFFER = 10_000
@@ -46,7 +46,7 @@ class Item(NamedTuple):
 class StreamSource:
     """One source of a stream. examples: all it has, in order; limit: that only the first ones count."""
 
-    settings: Any  # SourceConfig or GivenSource
+    settings: Source
     examples: datasets.IterableDataset
     limit: int | None = None
 
@@ -76,7 +76,7 @@ def place(path: str, file: str | None, row: int) -> str:
     return f"data set {path}, file {name}, row {row}"
 
 
-def places(source: Any, indices: Sequence[int]) -> list[str]:
+def places(source: Source, indices: Sequence[int]) -> list[str]:
     """Say where examples of a data set in memory are, by their indices in ascending order; reads its files again."""
     stream = _as_stream(source)
     if stream is None:
@@ -94,7 +94,7 @@ def places(source: Any, indices: Sequence[int]) -> list[str]:
     return found
 
 
-def _as_stream(source: Any) -> datasets.IterableDataset | None:
+def _as_stream(source: Source) -> datasets.IterableDataset | None:
     """Open the files of a source as a stream; None where it has none, or cannot be streamed (a slice of a split)."""
     if not isinstance(source, SourceConfig):
         return None

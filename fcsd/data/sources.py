@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 
@@ -15,28 +15,40 @@ from fcsd.errors import UserError, one_line
 
 @dataclass(frozen=True)
 class GivenSource:
-    """Examples that a caller holds: what a `SourceConfig` says beside where they lie. path: what errors call them."""
+    """Examples that a caller holds, with the keys of a `SourceConfig`. path: what errors call them."""
 
     path: str
     columns: dict[str, str]
-    weight: float = 1.0
-    max_examples: int | None = None
+    examples: datasets.Dataset | datasets.IterableDataset
+    name: ClassVar[None] = None
+    split: ClassVar[None] = None
+    weight: ClassVar[float] = 1.0
+    max_examples: ClassVar[None] = None
 
+
+Source = SourceConfig | GivenSource
 
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def load_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDataset:
+def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
     """Load the examples of `source`, untouched but for `max_examples`.
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
     """
-    dataset = open_source(source)
-    return dataset if source.max_examples is None else dataset.take(source.max_examples)
+    examples: datasets.Dataset | datasets.IterableDataset = limited(source, open_source(source))
+    return examples
 
 
-def open_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDataset:
+def limited(source: Source, examples: Any) -> Any:
+    """Take the first `max_examples`."""
+    return examples if source.max_examples is None else examples.take(source.max_examples)
+
+
+def open_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
     """Load all examples of `source`; else as `load_source`."""
+    if isinstance(source, GivenSource):
+        return source.examples
     path = Path(source.path).expanduser()
     options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
     if path.suffix in _FILE_FORMATS and not path.is_dir():
@@ -67,7 +79,9 @@ def open_source(source: SourceConfig) -> datasets.Dataset | datasets.IterableDat
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         columns = None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"data set {source.path}: {_one_line(error)}") from error
+        # Where `datasets` wraps an error of its reader, that one says more.
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        raise UserError(f"data set {source.path}: {one_line(cause or error)}") from error
     if columns is None or (not source.streaming and len(dataset) == 0):
         raise UserError(f"data set {source.path}, split {source.split!r}: it is empty")
     missing = [column for column in source.columns.values() if column not in columns]
@@ -87,9 +101,3 @@ def shard_file(examples: datasets.IterableDataset, shard: int) -> str | None:
         if isinstance(files, list) and len(files) == examples.num_shards:
             return str(files[shard])
     return None
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the message of `error`, or of its cause where that says more, on one line."""
-    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-    return one_line(cause or error)

@@ -7,22 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.teachers.base import Teacher
-from fcsd.distributed.engine import (
-    Engine,
-    checkpoints_activations,
-)
+from fcsd.distributed.engine import Engine, checkpoints_activations
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 
+# Keys of the `train` section that have the name and the meaning of an argument of transformers.
+_SAME = {
+    "max_steps", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "save_steps", "save_total_limit",
+}  # fmt: skip
 Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
 
 
@@ -79,18 +77,9 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(run.folder / "checkpoints"),
         run_name=run.description,
-        max_steps=train.max_steps,
-        per_device_train_batch_size=train.per_device_train_batch_size,
+        **train.model_dump(include=_SAME),
         gradient_accumulation_steps=accumulation_steps(train, run.max_length, run.launch.ranks.size),
-        learning_rate=train.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
         lr_scheduler_kwargs=schedule,
-        warmup_steps=train.warmup_steps,
-        weight_decay=train.weight_decay,
-        adam_beta1=train.adam_beta1,
-        adam_beta2=train.adam_beta2,
-        adam_epsilon=train.adam_epsilon,
-        max_grad_norm=train.max_grad_norm,
         bf16=train.bf16 and not engine.shards,  # there it is in the parameters, not in autocast
         use_cpu=on_cpu and engine.name != "zero3",  # accelerate knows DeepSpeed on devices only
         ddp_backend="gloo" if on_cpu and engine.name == "zero3" else None,
@@ -100,11 +89,8 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
         },
         activation_checkpointing=checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
-        logging_steps=train.logging_steps,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run, see DistillTrainer
-        save_strategy="steps" if run.save_model else "no",
-        save_steps=train.save_steps,
-        save_total_limit=train.save_total_limit,
+        save_strategy="steps",
         report_to=[name for name in train.report_to if name != "tensorboard"],  # see `_tensorboard`
         seed=run.seed,
         data_seed=run.seed,

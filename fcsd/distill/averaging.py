@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 FILE = "average.safetensors"
 
@@ -25,27 +25,18 @@ class WeightAverage(TrainerCallback):
     lets it leave them. Frozen parameters have none. A step after which `skipped()` is true changes nothing.
     """
 
-    def __init__(self, model: nn.Module, decay: float, skipped: Callable[[], bool] = lambda: False):
+    def __init__(self, model: nn.Module, decay: float, skipped: Callable[[], bool]):
         self.decay, self.skipped = decay, skipped
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.average: dict[str, Tensor] = {}
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Start from the weights as they are now, unless an average has been loaded."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Start from the weights as they are now, where they belong, unless an average has been loaded."""
         if not self.average:
             self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the average: the weights are where they belong now."""
-        self.begin()
-
     @torch.no_grad()
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Add one step to the average."""
         if self.skipped():
             return

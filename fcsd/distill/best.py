@@ -1,19 +1,25 @@
-"""Keep the weights with the best early-stopping score beside the checkpoints, and drop the others."""
+"""Score the weights while they are trained: stop when the score stalls, keep the best beside the checkpoints."""
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from fcsd.distill.arguments import Scorer, TrainingRun
-from fcsd.distill.callbacks import STOPPER_FILE, ScoreFailure
-from fcsd.distill.checkpoints import checkpoints
+from fcsd.distill.checkpoints import STOPPER_FILE, checkpoints
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.trainer import DistillTrainer
 from fcsd.distributed.ranks import known_to_all
 from fcsd.distributed.state import check_state, write_state
 from fcsd.errors import UserError
 from fcsd.files import read_json, replace_folder, writing
+
+
+class ScoreFailure(Exception):
+    """A score could not be made, and all ranks know; the reason is the cause."""
 
 
 def best_folder(run: TrainingRun, step: int) -> Path:
@@ -49,18 +55,64 @@ def drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def scored(stopper: EarlyStopper, score: Scorer, trainer: DistillTrainer) -> Callable[[int], Score]:
-    """Scores the weights of a step with all ranks; they learn the same score, or the same failure.
+class StopWhenScoreStalls(TrainerCallback):
+    """Scores the model every `every_steps` steps with all ranks, and ends training when the stopper says so.
 
-    Raises:
-        ScoreFailure: no score, and all ranks know. What one rank alone knows, while the others wait for its part of a
-            pass, is raised as it is.
+    A step that is asked to be the last one (`trainer.ending`) is not scored any more, and one whose score failed ends
+    the training: both leave a checkpoint, and the run that goes on from it begins with that score. `failure` is the
+    error.
     """
 
-    def score_step(step: int) -> Score:
+    def __init__(self, trainer: DistillTrainer, run: TrainingRun, stopper: EarlyStopper, score: Scorer):
+        self.trainer, self.run, self.stopper, self.score = trainer, run, stopper, score
+        self.failure: ScoreFailure | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Score the model before the first step: it is the first checkpoint to beat.
+
+        Of a run that goes on, make the score that its last step is still to have.
+        """
+        self.stopper.time.start()
+        if state.global_step == 0:
+            self._evaluate(0)
+        elif self.stopper.is_due(state.global_step, state.max_steps):
+            self._evaluate(state.global_step)
+            control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Score, keep the best, stop."""
+        step = state.global_step
+        later = self.trainer.ending and step < state.max_steps
+        if self.stopper.is_due(step, state.max_steps) and not later:
+            try:
+                self._evaluate(step)
+            except ScoreFailure as error:
+                self.failure = error
+                control.should_training_stop = True
+                control.should_save = args.save_strategy != SaveStrategy.NO
+        if self.stopper.should_stop:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def _evaluate(self, step: int) -> None:
+        best = self.stopper.update(step, self._score())
+        self.trainer.say(self.stopper.line())
+        if (warning := self.stopper.noise()) is not None:
+            self.trainer.say(warning)
+        if best:
+            keep_best(self.trainer, self.run, step)
+
+    def _score(self) -> Score:
+        """Score the weights as they are; all ranks learn the same score, or the same failure.
+
+        Raises:
+            ScoreFailure: no score, and all ranks know. What one rank alone knows, while the others wait for its part
+                of a pass, is raised as it is.
+        """
+        trainer, stopper = self.trainer, self.stopper
         try:
             with stopper.time.scoring(), trainer.scored_weights():
-                own = score(trainer.plain_model)
+                own = self.score(trainer.plain_model)
             if not math.isfinite(own.value):
                 raise UserError(f"the score is {own.value}: the model gives figures that are not finite")
         except Exception as error:
@@ -76,4 +128,11 @@ def scored(stopper: EarlyStopper, score: Scorer, trainer: DistillTrainer) -> Cal
         trainer.control.should_log = due
         return found
 
-    return score_step
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Drop all other weights: a checkpoint that names the best ones is on disk."""
+        if self.stopper.best_step is not None:
+            drop_others(self.trainer, self.run, self.stopper.best_step)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Stop the clock of the run."""
+        self.stopper.time.stop()

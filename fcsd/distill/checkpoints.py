@@ -1,22 +1,24 @@
 """The checkpoints of a run: which there are, whether each is whole, and from which one to continue.
 
 A checkpoint is written beside and renamed, so that a process that is killed leaves none that is half-written. What is
-left is the machine that goes down, or a disk that loses something: files are on the disk before the rename, their sizes
-are noted with them (`files.json`), and compared before a run continues from them.
-
-Not covered: a file whose bytes changed and whose size did not.
+left is the machine that goes down, or a disk that loses or changes something: files are on the disk before the rename,
+their sizes and SHA-256 are noted with them (`files.json`), and compared before a run continues from them. Every rank
+reads and hashes its share of the files.
 """
 
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
-from fcsd.files import read_json, write_json
+from fcsd.files import file_sha256, read_json, write_json
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
+STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 _FILES = "files.json"
 _REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back, and the guard's state then
 
@@ -32,34 +34,61 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def note_files(checkpoint: Path) -> None:
-    """Bring the files of a checkpoint to the disk and note their sizes, before it is renamed."""
-    sizes = {}
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            sizes[str(path.relative_to(checkpoint))] = path.stat().st_size
-    write_json(checkpoint / _FILES, sizes)
+def note_files(checkpoint: Path, ranks: Ranks) -> None:
+    """Bring the files of a checkpoint to the disk and note their sizes and hashes, before it is renamed.
+
+    All ranks call this, when all files are written.
+    """
+    names = ranks.from_first(
+        lambda: sorted(
+            str(path.relative_to(checkpoint))
+            for path in checkpoint.rglob("*")
+            if path.is_file() and path.name != _FILES
+        )
+    )
+    found: dict[str, dict[str, Any]] = {}
+    ranks = replace(ranks, lockstep=False)  # no rank is in a pass
+    for shares in ranks.share(lambda: {name: _noted(checkpoint / name) for name in ranks.deal(names)}):
+        found |= shares
+    if ranks.first:
+        write_json(checkpoint / _FILES, {name: found[name] for name in names})
 
 
-def damage(checkpoint: Path) -> str | None:
-    """Tell what is wrong with a checkpoint: `optimizer.pt has 100 of 2048 bytes`; None when nothing is."""
+def _noted(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
+    """Tell what is wrong with a checkpoint: `optimizer.pt has 100 of 2048 bytes`; None when nothing is.
+
+    All ranks call this, and get the same answer.
+    """
+    ranks = replace(ranks, lockstep=False)  # no rank is in a pass
+    return next(filter(None, ranks.share(lambda: _damage(checkpoint, ranks))), None)
+
+
+def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
     try:
-        sizes = read_json(checkpoint / _FILES)
+        noted = read_json(checkpoint / _FILES)
     except UserError:
         return f"{_FILES} is missing or damaged"
-    for name, size in sizes.items():
-        path = checkpoint / name
+    for name in ranks.deal(sorted(noted)):
+        path, facts = checkpoint / name, noted[name]
+        if not isinstance(facts, dict):  # before hashes were noted
+            facts = {"bytes": facts}
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} of {size} bytes"
+        if path.stat().st_size != facts["bytes"]:
+            return f"{name} has {path.stat().st_size} of {facts['bytes']} bytes"
+        if "sha256" in facts and file_sha256(path) != facts["sha256"]:
+            return f"{name} has other bytes than were written"
     return None
 
 
-def newest_usable(folder: Path) -> Path | None:
-    """Return the checkpoint to continue from; None when there is none. One process calls this.
+def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
+    """Return the checkpoint to continue from; None when there is none. All ranks call this.
 
     A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken. One from behind the checkpoint to
     which a rewind went back is removed: the rewind was cut off before it had done so.
@@ -67,13 +96,17 @@ def newest_usable(folder: Path) -> Path | None:
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
-    _finish_rewind(folder)
-    found = checkpoints(folder)
+
+    def listed() -> list[Path]:
+        _finish_rewind(folder)
+        return checkpoints(folder)
+
+    found = ranks.from_first(listed)
     damaged: list[tuple[Path, str]] = []
     while found:
-        what = damage(found[-1])
+        what = damage(found[-1], ranks)
         if what is None:
-            for path, reason in damaged:
+            for path, reason in damaged if ranks.first else []:
                 print(f"{path}: is damaged ({reason}); continuing from {found[-1]}", file=sys.stderr)
                 os.replace(path, path.with_name(f"damaged-{path.name}"))
             return found[-1]

@@ -57,7 +57,8 @@ class EarlyStopper:
     An evaluation counts as an improvement when its score is more than `min_delta` better than the score of the last
     improvement; after `patience` evaluations in a row without one, `should_stop` is true. The best checkpoint is the
     last one whose score is no more than `min_delta` worse than the best: differences that small are noise by the choice
-    of `min_delta`, and of equals the later checkpoint has seen more data.
+    of `min_delta`, and of equals the later checkpoint has seen more data. The score before training counts like any
+    other: a training that only makes the model worse leaves the weights that it began with.
 
     `min_delta` is a difference of scores. KLs span orders of magnitude, so for heldout_kl it is relative: inside, the
     score is -ln(KL), and a fall by 2 % is a gain of -ln(1 - 0.02).
@@ -66,12 +67,8 @@ class EarlyStopper:
     """
 
     def __init__(self, *, every_steps: int, patience: int, min_delta: float, metric: str = "pass@1"):
-        self.every_steps, self.patience, self.metric, self.min_delta = (
-            every_steps,
-            patience,
-            metric,
-            min_delta,
-        )
+        self.every_steps, self.patience = every_steps, patience
+        self.metric, self.min_delta = metric, min_delta
         self.time = TimeSpent()
         self.points: list[dict[str, Any]] = []
         self.num_items: int | None = None
@@ -80,17 +77,14 @@ class EarlyStopper:
         self.best_score: float | None = None
         self.best_stderr: float | None = None
         self.highest = float("-inf")
+        self.highest_step: int | None = None
         self.reference = float("-inf")
         self.stalled = 0
         self._figures: list[float] = []  # of the last evaluation
         self._warned = False
 
-    def first(self, score: Score) -> None:
-        """Note the score before training: part of the curve, neither an improvement nor a checkpoint."""
-        self._note(0, score)
-
     def update(self, step: int, score: Score) -> bool:
-        """Note the score at `step`; true when these weights are the best so far."""
+        """Note the score at `step` (0: before training); true when these weights are the best checkpoint so far."""
         gain, margin = score.value if score.higher_is_better else -score.value, self.min_delta
         if self.metric in RELATIVE:
             gain = -math.log(max(score.value, 1e-30))  # rounding may leave a KL of 0, or a little below it
@@ -100,7 +94,8 @@ class EarlyStopper:
             self.reference, self.stalled = gain, 0
         else:
             self.stalled += 1
-        self.highest = max(self.highest, gain)
+        if gain > self.highest:
+            self.highest, self.highest_step = gain, step
         if gain >= self.highest - margin:
             self.best_step, self.best_score, self.best_stderr = step, score.value, score.stderr
             return True
@@ -139,11 +134,18 @@ class EarlyStopper:
         for earlier in before:
             change = plus_minus(point["change"], point["change_stderr"], sign="+")
             text += f", {change} since step {earlier['step']}"
-        if point["step"] == self.best_step:
-            text += ", best so far"
+        if point["step"] == self.best_step and before:
+            text += f", {self._how_good()}"
         if self.stalled:
             text += f", {self.stalled} of {self.patience} without an improvement"
         return f"{text}; {self.time.last_s:.0f} s"
+
+    def _how_good(self) -> str:
+        highest = next((each for each in self.points if each["step"] == self.highest_step), self.points[-1])
+        if highest is self.points[-1]:
+            return "best so far"
+        best = plus_minus(highest["score"], None)
+        return f"within min_delta of the best ({best} at step {highest['step']}), and later"
 
     @property
     def name(self) -> str:
@@ -165,20 +167,19 @@ class EarlyStopper:
         change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
         if self._warned or error is None or abs(change) > 2 * error:
             return None
-        before, scale = self.points[-2], 1.0
-        if self.metric in RELATIVE:
-            scale = before["score"]
+        before, relative = self.points[-2], self.metric in RELATIVE
+        scale = before["score"] if relative else 1.0
         if error <= self.min_delta * scale:
             return None
         self._warned = True
-        share = f" ({error / scale:.3g} of the score)" if self.metric in RELATIVE else ""
+        share = f" ({error / scale:.3g} of the score)" if relative else ""
         text = (
             f"early stopping: {self.name} changed by {plus_minus(change, error, sign='+')}{share} from step"
             f" {before['step']} to {self.points[-1]['step']}, with the paired standard error on {self.items}."
             f" early_stopping.min_delta, {self.min_delta:g}, is less than that error, so that chance decides what"
             " counts as an improvement: raise it, or "
         )
-        if self.metric in RELATIVE:
+        if relative:
             return text + "data.heldout_examples"
         assert self.num_items is not None
         if self.num_items_total is None or self.num_items_total <= self.num_items:
@@ -192,11 +193,24 @@ class EarlyStopper:
         if self.best_step is not None and self.best_score is not None:
             best = plus_minus(self.best_score, self.best_stderr)
             text += f"; best {self.name} {best} at step {self.best_step}"
+            if self.best_step == 0:
+                text += ", before training"
             if self.should_stop:
                 text += f", stopped at step {self.points[-1]['step']}"
         spent = self.time
         took = f"{duration(spent.scoring_s)} of {duration(spent.run_s)}"
         return f"{text}; scoring took {took}, {100 * spent.share:.1f} % of the run's time"
+
+    def no_gain(self) -> str | None:
+        """Return the warning that training has gained nothing, where the weights before it score best."""
+        if self.best_step != 0 or len(self.points) < 2:
+            return None
+        return (
+            f"early stopping: no score was as good as the {self.name} before training,"
+            f" {plus_minus(self.points[0]['score'], self.points[0]['stderr'])}, so that the weights of step 0 are what"
+            " this run leaves: training has made the model worse. Try a smaller learning rate, or more warm-up"
+            " (`fcsd sweep`)"
+        )
 
     # ---- as plain data
 
@@ -229,6 +243,7 @@ class EarlyStopper:
         """Return what an exact continuation needs, as plain data."""
         return self.record() | {
             "highest": self.highest if self.best_step is not None else None,
+            "highest_step": self.highest_step,
             "reference": self.reference if self.best_step is not None else None,
             "stalled": self.stalled,
             "figures": self._figures,
@@ -243,6 +258,7 @@ class EarlyStopper:
         self.best_step, self.best_score = state["best_step"], state["best_score"]
         self.best_stderr = state["best_stderr"]
         self.highest = float("-inf") if state["highest"] is None else state["highest"]
+        self.highest_step = state.get("highest_step")  # not in older checkpoints
         self.reference = float("-inf") if state["reference"] is None else state["reference"]
         self.stalled = state["stalled"]
         self._figures, self._warned = state["figures"], state["warned"]

@@ -3,6 +3,8 @@
 Not covered: what a recipe says about a whole run (evaluation, sweep, variants); `fcsd.load_recipe` reads one.
 """
 
+# ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from fcsd.connectivity import Connectivity
 from fcsd.errors import UserError
 
 # Keys of a recipe's `objective` section, which are arguments of their own here.
-OBJECTIVE_KEYS = (
+_OBJECTIVE_KEYS = (
     "temperature", "jsd_beta", "clip", "l2_coefficient", "l2_relative", "l2_points", "l2_until",
     "router_kl_coefficient", "vocab_size", "freeze_embeddings_and_head", "freeze_routers",
 )  # fmt: skip
@@ -35,7 +37,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
-class _Sections(Strict):
+def _argument(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+class Sections(Strict):
     """The sections of a recipe that the arguments fill, checked as those of a recipe are."""
 
     objective: ObjectiveConfig
@@ -86,57 +92,49 @@ class FCSDConfig(TrainingArguments):
         "columns", "safety", "model_init_kwargs", "teacher_model_init_kwargs",
     ]  # fmt: skip
 
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Rows of one forward pass."})
-    learning_rate: float = field(default=2e-5, metadata={"help": "The initial learning rate."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning-rate schedule."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's beta2."})
-    logging_steps: float = field(default=10, metadata={"help": "Steps between two logs."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Steps that go wrong are skipped."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Rows have no other columns."})
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "See DDP."})
+    per_device_train_batch_size: int = _argument(1, "Rows of one forward pass.")
+    learning_rate: float = _argument(2e-5, "The initial learning rate.")
+    lr_scheduler_type: str = _argument("cosine", "The learning-rate schedule.")
+    adam_beta2: float = _argument(0.95, "AdamW's beta2.")
+    logging_steps: float = _argument(10, "Steps between two logs.")
+    logging_nan_inf_filter: bool = _argument(False, "Steps that go wrong are skipped.")
+    remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
+    ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 
-    objective: str = field(default="kl", metadata={"help": "kl, reverse_kl, jsd, kl+l2, sft or ce."})
-    temperature: float | None = field(default=None, metadata={"help": "Of both softmaxes; 1."})
-    jsd_beta: float | None = field(
-        default=None, metadata={"help": "Share of the teacher in jsd's mixture; 0.5."}
-    )
-    clip: float | None = field(default=None, metadata={"help": "Nats above which a token has no gradient."})
-    l2_coefficient: float | None = field(
-        default=None, metadata={"help": "Of the hidden-state distance, for kl+l2."}
-    )
-    l2_relative: bool | None = field(default=None, metadata={"help": "Distance over the teacher's square."})
-    l2_points: str | None = field(default=None, metadata={"help": "blocks, merges or sublayers."})
-    l2_until: float | None = field(default=None, metadata={"help": "Share of the steps after which l2 is 0."})
-    router_kl_coefficient: float | None = field(default=None, metadata={"help": "Of the routers' KL."})
-    vocab_size: int | None = field(default=None, metadata={"help": "Rows of the head that are tokens."})
-    freeze_embeddings_and_head: bool = field(default=False, metadata={"help": "Keep them as they are."})
-    freeze_routers: bool = field(default=False, metadata={"help": "Keep them as they are."})
+    objective: str = _argument("kl", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
+    temperature: float | None = _argument(None, "Of both softmaxes; 1.")
+    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture; 0.5.")
+    clip: float | None = _argument(None, "Nats above which a token has no gradient.")
+    l2_coefficient: float | None = _argument(None, "Of the hidden-state distance, for kl+l2.")
+    l2_relative: bool | None = _argument(None, "Distance over the teacher's square.")
+    l2_points: str | None = _argument(None, "blocks, merges or sublayers.")
+    l2_until: float | None = _argument(None, "Share of the steps after which l2 is 0.")
+    router_kl_coefficient: float | None = _argument(None, "Of the routers' KL.")
+    vocab_size: int | None = _argument(None, "Rows of the head that are tokens.")
+    freeze_embeddings_and_head: bool = _argument(False, "Keep them as they are.")
+    freeze_routers: bool = _argument(False, "Keep them as they are.")
 
-    layers: list[int] | str | dict | None = field(default=None, metadata={"help": "Layers to rewire."})
-    attention: str = field(default="partial", metadata={"help": "partial or full."})
-    mlp: str = field(default="outdated", metadata={"help": "outdated or full."})
+    layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
+    attention: str = _argument("partial", "partial or full.")
+    mlp: str = _argument("outdated", "outdated or full.")
 
-    max_length: int = field(default=4096, metadata={"help": "Tokens in a row."})
-    packing: bool = field(default=True, metadata={"help": "Several examples share a row."})
-    loss_on: str = field(default="response", metadata={"help": "response or all."})
-    on_bad_row: str = field(default="error", metadata={"help": "error, or skip: leave out up to 1 %."})
-    columns: dict[str, str] | str | None = field(default=None, metadata={"help": "Meaning of the columns."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    batch_size_tokens: int | None = field(default=None, metadata={"help": "Tokens of one optimiser step."})
+    max_length: int = _argument(4096, "Tokens in a row.")
+    packing: bool = _argument(True, "Several examples share a row.")
+    loss_on: str = _argument("response", "response or all.")
+    on_bad_row: str = _argument("error", "error, or skip: leave out up to 1 %.")
+    columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
+    dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
+    batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
 
-    dtype: str = field(default="float32", metadata={"help": "Of the trained weights."})
-    optimizer: str = field(default="adamw", metadata={"help": "adamw or muon."})
-    layer_lr_ratio: float = field(
-        default=1.0, metadata={"help": "Last layer's learning rate over the first's."}
-    )
-    ema_decay: float | None = field(default=None, metadata={"help": "Of the weights' moving average."})
-    safety: dict[str, Any] | str | None = field(default=None, metadata={"help": "When a step goes wrong."})
+    dtype: str = _argument("float32", "Of the trained weights.")
+    optimizer: str = _argument("adamw", "adamw or muon.")
+    layer_lr_ratio: float = _argument(1.0, "Last layer's learning rate over the first's.")
+    ema_decay: float | None = _argument(None, "Of the weights' moving average.")
+    safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
-    trust_remote_code: bool = field(default=False, metadata={"help": "Of a tokenizer given by its path."})
-    model_init_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of the model."})
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Of the teacher."}
-    )
+    trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
+    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the model.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
@@ -153,11 +151,12 @@ class FCSDConfig(TrainingArguments):
             raise UserError(f"FCSDConfig: on_bad_row: must be 'error' or 'skip', got {self.on_bad_row!r}")
         if self.max_length < 2:
             raise UserError(f"FCSDConfig: max_length: must be at least 2, got {self.max_length}")
-        self._sections()
+        self.sections()
         self.connectivity()
 
-    def _sections(self) -> _Sections:
-        given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+    def sections(self) -> Sections:
+        """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
+        given = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
         train = {
             "max_steps": max(1, self.max_steps),
             "warmup_steps": 0,
@@ -171,19 +170,7 @@ class FCSDConfig(TrainingArguments):
             "train": train | {name: getattr(self, name) for name in same},
             "safety": self.safety or {},
         }
-        return validate(_Sections, raw, "FCSDConfig")
-
-    def objective_config(self) -> ObjectiveConfig:
-        """Return the objective and its settings as a recipe has them."""
-        return self._sections().objective
-
-    def train_config(self) -> TrainConfig:
-        """Return what a recipe's `train` section says and transformers' arguments do not."""
-        return self._sections().train
-
-    def safety_config(self) -> SafetyConfig:
-        """Return what happens when a step goes wrong."""
-        return self._sections().safety
+        return validate(Sections, raw, "FCSDConfig")
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""
@@ -197,9 +184,8 @@ class FCSDConfig(TrainingArguments):
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
         """Return how a model given by its path is loaded."""
-        given = (self.teacher_model_init_kwargs if teacher else self.model_init_kwargs) or {}
         name = "teacher_model_init_kwargs" if teacher else "model_init_kwargs"
-        values = {"path": path, "trust_remote_code": self.trust_remote_code, **dict(given)}  # type: ignore[arg-type]
+        values = {"path": path, "trust_remote_code": self.trust_remote_code, **(getattr(self, name) or {})}
         if isinstance(dtype := values.get("dtype"), torch.dtype):
             values["dtype"] = str(dtype).removeprefix("torch.")
         return validate(ModelConfig, values, f"FCSDConfig: {name}")

@@ -93,9 +93,10 @@ class FCSDTrainer(DistillTrainer):
         if launch is None:
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
-        self.launch = launch
+        self.launch = launch  # here already: rows are made before there is a Trainer
         self._settings = args
-        train, objective = args.train_config(), args.objective_config()
+        sections = args.sections()
+        train, objective = sections.train, sections.objective
         check_precision(train, launch.engine)
         if launch.engine.name == "zero3":  # its settings are made before there is a trainer
             raise UserError(
@@ -137,7 +138,7 @@ class FCSDTrainer(DistillTrainer):
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
                 settings=train,
-                guard=Guard(args.safety_config()),
+                guard=Guard(sections.safety),
                 train_dataset=whole,
                 eval_dataset=heldout,
                 data_collator=collate,
@@ -155,7 +156,7 @@ class FCSDTrainer(DistillTrainer):
         """Set what the engine and the batch of a step decide, as the run of a recipe does."""
         if args.batch_size_tokens is not None:
             args.gradient_accumulation_steps = accumulation_steps(
-                args.train_config(), args.max_length, launch.ranks.size
+                args.sections().train, args.max_length, launch.ranks.size
             )
         if launch.engine.shards:
             args.bf16, args.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
@@ -269,14 +270,14 @@ class FCSDTrainer(DistillTrainer):
             return None
         folder = Path(str(self.args.output_dir))
         if given is True:
-            newest: Path | None = self.launch.ranks.from_first(lambda: newest_usable(folder))
+            newest = newest_usable(folder, self.launch.ranks)
             if newest is None:
                 raise UserError(
                     f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
                 )
             return newest
         checkpoint = Path(str(given))
-        if (what := damage(checkpoint)) is not None:
+        if (what := damage(checkpoint, self.launch.ranks)) is not None:
             raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
         return checkpoint
 

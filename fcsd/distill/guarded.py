@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from fcsd.config.training import SafetyConfig
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 
@@ -37,12 +36,14 @@ class GuardedTrainer(Trainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
-        guard: Guard | None = None,
+        launch: Launch,
+        guard: Guard,
         signals: Signals | None = None,
         **kwargs: Any,
     ):
+        self.launch = launch
         super().__init__(model, args, **kwargs)
-        self.guard = guard or Guard(SafetyConfig())
+        self.guard = guard
         self.signals = signals or Signals()
         self.interrupted_by = 0
         self._received = 0  # the signal of any rank, as known to all
@@ -61,7 +62,10 @@ class GuardedTrainer(Trainer):
         """Return what has been gathered for the next log; a skipped step is taken out by `set_meters`."""
 
     def set_meters(self, meters: Any) -> None:
-        """Go back to what `meters` gave; None: to nothing gathered."""
+        """Go back to what `meters` gave."""
+
+    def reset_meters(self) -> None:
+        """Go back to nothing gathered."""
 
     def restore(self, checkpoint: Path) -> None:
         """Restore weights, optimiser and schedule as they were at a checkpoint."""
@@ -117,17 +121,13 @@ class GuardedTrainer(Trainer):
         self.write_events()
         if self._verdict == "stop":
             raise self._stopped(step)
-        if self._verdict != "go":
-            self._leave_out_step()
+        if self._verdict != "go":  # take the step out of the means that are logged next
+            assert self._before_step is not None
+            loss, meters = self._before_step
+            self._tr_loss.copy_(loss)
+            self.set_meters(meters)
+            self._skipped_since_log += 1
         return norm
-
-    def _leave_out_step(self) -> None:
-        """Take the step out of the means that are logged next."""
-        assert self._before_step is not None
-        loss, meters = self._before_step
-        self._tr_loss.copy_(loss)
-        self.set_meters(meters)
-        self._skipped_since_log += 1
 
     def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
         """Gather (F,) figures of this rank as one list a rank, the same on all ranks."""
@@ -223,13 +223,11 @@ class GuardedTrainer(Trainer):
     # ---- rewind
 
     def _checkpoint_before(self, step: int) -> Path | None:
-        found: list[Any] = [None]
-        if self.is_world_process_zero():
+        def newest() -> Path | None:
             before = [path for path in checkpoints(Path(str(self.args.output_dir))) if step_of(path) < step]
-            found = [before[-1] if before else None]
-        if self.args.world_size > 1:
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+            return before[-1] if before else None
+
+        return self.launch.ranks.from_first(newest)
 
     def _rewind(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, with the data that comes next: what the iterator has given stays behind."""
@@ -248,7 +246,7 @@ class GuardedTrainer(Trainer):
         self.state.log_history = state.log_history
         self._globalstep_last_logged = state.global_step
         self._tr_loss.zero_()
-        self.set_meters(None)
+        self.reset_meters()
         self._rewind_to = None
         self._verdict = "go"
         for what in ("training_stop", "epoch_stop", "save", "evaluate", "log"):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import next_token_targets
+from fcsd.data.batches import Batch, next_token_targets
 from fcsd.distill.early_stopping import Score
-from fcsd.distill.teachers.base import Batch, ModelTeacher, Teacher
-from fcsd.distill.teachers.lora import AdapterOffTeacher
+from fcsd.distill.teachers.base import LiveTeacher, ModelTeacher, Teacher
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.losses.kl import read_rows, sums_by_row
@@ -100,7 +99,7 @@ class HeldoutKL(HeldoutCE):
         Raises:
             UserError: it cannot, and the weights of another copy would have to be sharded over the ranks.
         """
-        if isinstance(teacher, ModelTeacher | AdapterOffTeacher):
+        if isinstance(teacher, LiveTeacher):
             self.teacher = teacher
         elif sharded:
             raise UserError(

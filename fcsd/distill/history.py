@@ -1,17 +1,10 @@
 """Read back what a training run logged: `history.jsonl` and `scores.json`."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from fcsd.files import read_json
-
-
-def mean_of_last(losses: list[float], count: int) -> float:
-    """Mean of the last `count` losses; not a number when any of them is not, so that a diverged run never wins."""
-    chosen = losses[-count:]
-    return math.fsum(chosen) / len(chosen) if chosen else math.nan
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:

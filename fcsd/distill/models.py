@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from fcsd.connectivity import convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.distill.fcsd_config import FCSDConfig
+from fcsd.distill.teachers.load import load_model_teacher
 from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
@@ -70,33 +71,23 @@ def _not_converted(what: str) -> UserError:
     )
 
 
-def original_of(student: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a converted model with regular connectivity: the teacher, before anything is trained."""
-    original = copy.deepcopy(student)
-    unconvert_model(original)
-    return original
-
-
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
-    """Return the model to compare with, or the `Teacher` that was given.
+    """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
 
     Raises:
         UserError: it is the student itself; what `load_model` refuses.
     """
     if teacher is None:
-        return original_of(student)
+        original = copy.deepcopy(student)
+        unconvert_model(original)
+        return original
     if teacher is student:
         raise UserError(
             "teacher: is the model that is trained; leave it out, and a copy with the original connectivity is made"
         )
     if not isinstance(teacher, str | Path):
         return teacher
-    found = find_model(args.model_config(str(teacher), teacher=True))
-    return load_checkpoint(
-        found,
-        weights=launch.loads_weights,
-        distributed_config=distributed_config(launch.engine, launch.ranks.size),
-    )
+    return load_model_teacher(find_model(args.model_config(str(teacher), teacher=True)), launch)
 
 
 def _shown(field: dict[str, Any]) -> str:

@@ -29,37 +29,25 @@ REST = "activations, loss and buffers"
 def explain_oom(
     student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int, device: torch.device
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a `UserError` that says why and what to do."""
+    """Turn an out-of-memory error of the block into a `UserError`: the largest terms of this rank, and what to do."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(explanation(error, student, teacher, train, max_length, device)) from error
-
-
-def explanation(
-    error: BaseException,
-    student: nn.Module,
-    teacher: Teacher | None,
-    train: TrainConfig,
-    max_length: int,
-    device: torch.device,
-) -> str:
-    """Say in one line the largest terms of this rank, largest first, and the changes that make them smaller."""
-    terms = held(student, teacher)
-    peak = peak_bytes(device)
-    if peak is not None:
-        terms[REST] = max(0, peak - sum(terms.values()))
-    largest = sorted((number, name) for name, number in terms.items() if number)[::-1]
-    wanted = re.search(r"tried to allocate ([\d.]+ ?[A-Za-z]+)", str(error), re.IGNORECASE)
-    more = f", and {wanted[1]} more were asked for" if wanted else ""
-    numbers = ", ".join(f"{name} {size(number)}" for number, name in largest)
-    changes = "; ".join(advice([name for _, name in largest], student, teacher, train, max_length))
-    return (
-        f"out of memory on {device}: a rank needs about {numbers}{more}. To need less: {changes};"
-        " `fcsd estimate RECIPE` says how much each brings"
-    )
+        terms = held(student, teacher)
+        peak = peak_bytes(device)
+        if peak is not None:
+            terms[REST] = max(0, peak - sum(terms.values()))
+        largest = sorted((number, name) for name, number in terms.items() if number)[::-1]
+        wanted = re.search(r"tried to allocate ([\d.]+ ?[A-Za-z]+)", str(error), re.IGNORECASE)
+        more = f", and {wanted[1]} more were asked for" if wanted else ""
+        numbers = ", ".join(f"{name} {size(number)}" for number, name in largest)
+        changes = "; ".join(advice([name for _, name in largest], student, teacher, train, max_length))
+        raise UserError(
+            f"out of memory on {device}: a rank needs about {numbers}{more}. To need less: {changes};"
+            " `fcsd estimate RECIPE` says how much each brings"
+        ) from error
 
 
 def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
@@ -97,8 +85,8 @@ def peak_bytes(device: torch.device) -> int | None:
 
 def advice(
     largest: list[str], student: nn.Module, teacher: Teacher | None, train: TrainConfig, max_length: int
-) -> Iterator[str]:
-    """Yield changes of the recipe or of the launch, those first that make the largest terms smaller."""
+) -> list[str]:
+    """List changes of the recipe or of the launch, those first that make the largest terms smaller."""
     sharded = any(hasattr(p, "ds_tensor") or hasattr(p, "device_mesh") for p in student.parameters())
     all_trained = all(p.requires_grad for p in student.parameters())
     fewer_activations = []
@@ -121,9 +109,5 @@ def advice(
         fewer_weights.append("a lora section with teacher.backend: adapter_off (one copy of the weights)")
     of_the_teacher = ["teacher.backend: cache"] if isinstance(teacher, ModelTeacher) else []
     by_term = {REST: fewer_activations, "teacher weights": of_the_teacher + fewer_weights}
-    given: set[str] = set()
-    for term in largest:
-        for change in by_term.get(term, fewer_weights):
-            if change not in given:
-                given.add(change)
-                yield change
+    changes = [change for term in largest for change in by_term.get(term, fewer_weights)]
+    return list(dict.fromkeys(changes))

@@ -1,7 +1,7 @@
 """One training run in one folder: from models and rows to a checkpoint, through any number of restarts.
 
-    folder/checkpoints/checkpoint-N   for an exact continuation; gone when the run has ended
-    folder/best/step-N                the weights with the best early-stopping score; gone as well
+    folder/checkpoints/checkpoint-N   for an exact continuation; until `remove_checkpoints`
+    folder/best/step-N                the weights with the best early-stopping score; likewise
     folder/tensorboard/               event files, when `report_to` asks for them
     folder/history.jsonl              what was logged: loss, kl, learning rate, tokens per second
     folder/events.jsonl               skipped steps, spikes and rewinds; not there when there were none
@@ -17,9 +17,10 @@ import shutil
 import signal
 import traceback
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 
 from fcsd.distill.arguments import (
@@ -28,9 +29,10 @@ from fcsd.distill.arguments import (
     refuse_what_cannot_be_sharded,
     training_arguments,
 )
-from fcsd.distill.best import best_folder, drop_others, keep_best, scored
-from fcsd.distill.callbacks import ScoreFailure, StopWhenScoreStalls, replace_output
+from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
+from fcsd.distill.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
+from fcsd.distill.disk import check_disk, count_parameters, disk_need
 from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.distill.interrupt import Signals
@@ -39,12 +41,8 @@ from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prep
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.lora import leave_adapters
 from fcsd.distill.trainer import DistillTrainer
-from fcsd.distributed.engine import (
-    Engine,
-    check_precision,
-    engine_environment,
-    finish_zero_settings,
-)
+from fcsd.distributed.engine import Engine, check_precision, engine_environment, finish_zero_settings
+from fcsd.distributed.launch import Launch
 from fcsd.distributed.state import read_state
 from fcsd.errors import Interrupted, ScorerError, UserError
 from fcsd.files import new_folder, write_json, write_text
@@ -84,10 +82,11 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     rows = whole_steps(run.rows, run.train.batch_size_tokens // run.max_length, run.max_length)
     collate = collator(arguments, teacher, rows)
     prepare_student(student, run.objective, run.train, run.launch)
+    run.launch.ranks.from_first(lambda: _check_disk(run))
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
-    bar, stops = None, None
-    signals = Signals()
+    stops = None
+    signals, bar = Signals(), ProgressBar(run.description)
     try:
         trainer = DistillTrainer(
             student,
@@ -101,29 +100,22 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             signals=signals,
             train_dataset=rows,
             data_collator=collate,
-            callbacks=_tensorboard(run),
+            callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
         )
-        bar = replace_output(trainer, run.description)
+        replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
-            trainer.add_callback(
-                stops := StopWhenScoreStalls(
-                    run.stopper,
-                    scored(run.stopper, run.score, trainer),
-                    keep_best=lambda step: keep_best(trainer, run, step),
-                    drop_others=lambda step: drop_others(trainer, run, step),
-                    say=trainer.say,
-                    ending=lambda: trainer.ending,
-                )
-            )
-        done = run.launch.ranks.from_first(lambda: newest_usable(run.folder / "checkpoints"))
+            stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
+            trainer.add_callback(stops)
+        done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
+        if done is not None:
+            trainer.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
         if done is None or not trainer.restore_if_complete(done):
             with signals, explain_oom(student, teacher, run.train, run.max_length, run.launch.device):
                 trainer.train(resume_from_checkpoint=str(done) if done else None)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
     finally:
-        if bar is not None:
-            bar.close()
+        bar.close()
         if not engine.shards:
             detach_loss_head(student)
     if stops is not None and stops.failure is not None:
@@ -138,16 +130,44 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         if run.stopper is not None:
             write_json(run.folder / "scores.json", run.stopper.record())
             trainer.say(run.stopper.summary())
+            if (warning := run.stopper.no_gain()) is not None:
+                trainer.say(warning)
     if run.save_model:
         _leave_model(trainer, run, engine)
-    if trainer.is_world_process_zero():
-        shutil.rmtree(run.folder / "best", ignore_errors=True)
-        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     if trainer.deepspeed is not None:
         trainer.deepspeed.destroy()
     return results
+
+
+def _check_disk(run: TrainingRun) -> None:
+    num_trained, num_parameters = count_parameters(run.student)
+    need = disk_need(
+        run.train,
+        num_trained=num_trained,
+        num_parameters=num_parameters,
+        model_itemsize=run.save_dtype.itemsize if run.save_model else 0,
+        keeps_best=run.stopper is not None,
+    )
+    check_disk(run.folder, need, run.train)
+
+
+def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
+    before = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).train_batch_size
+    now = run.train.per_device_train_batch_size
+    if before in (None, now):
+        return ""
+    return f", with {now} instead of {before} rows in a forward pass, which changes the order of float sums"
+
+
+def remove_checkpoints(folder: Path, launch: Launch) -> None:
+    """Remove what only a continuation needs. All ranks call this, when the run is noted as finished: a run that is
+    killed before that goes on from its checkpoints, and one that is killed here has nothing left to do."""
+    if launch.first:
+        shutil.rmtree(folder / "best", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    launch.wait()
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:

@@ -160,15 +160,9 @@ class Guard:
         """Note a rewind from behind step `done` to a checkpoint whose guard had the state `saved`."""
         cause = "skipped" if self.skipped_in_a_row else "spike"
         passed = done - checkpoint_step
-        self.events.append(
-            {
-                "event": "rewind",
-                "step": done,
-                "to_step": checkpoint_step,
-                "passed_steps": passed,
-                "cause": cause,
-            }
-        )
+        self.events.append({
+            "event": "rewind", "step": done, "to_step": checkpoint_step, "passed_steps": passed, "cause": cause,
+        })  # fmt: skip
         self.rewinds += 1
         self.passed_steps += passed
         self.skipped_in_a_row, self._spike = 0, None

@@ -6,12 +6,13 @@ training loss over the last steps. A finished candidate is never trained again.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fcsd.config.training import SweepConfig, TrainConfig
-from fcsd.distill.history import mean_of_last, read_history
+from fcsd.distill.history import read_history
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json, write_text
 
@@ -41,16 +42,6 @@ class Candidate:
         return TrainConfig.model_validate(base.model_dump() | changes)
 
 
-def batch_size_candidates(base: TrainConfig, sweep: SweepConfig) -> list[Candidate]:
-    """List the first stage: every batch size at `base.learning_rate`."""
-    return [Candidate("batch_size_tokens", tokens, base.learning_rate) for tokens in sweep.batch_size_tokens]
-
-
-def learning_rate_candidates(batch_size_tokens: int, sweep: SweepConfig) -> list[Candidate]:
-    """List the second stage: every learning rate at the chosen batch size."""
-    return [Candidate("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
-
-
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the row with the lowest loss; of equal ones the first.
 
@@ -68,10 +59,13 @@ def run_sweep(
     base: TrainConfig,
     folder: Path,
     run_candidate: Callable[[Candidate, TrainConfig, Path], None],
+    *,
+    remove_checkpoints: Callable[[Path], None],
 ) -> dict[str, Any]:
     """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
 
-    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`.
+    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
+    its result is on disk.
 
     Returns:
         `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
@@ -79,12 +73,32 @@ def run_sweep(
     if sweep.last_steps > sweep.steps:
         raise UserError(f"sweep.last_steps ({sweep.last_steps}) is more than sweep.steps ({sweep.steps})")
 
-    def measure(candidates: list[Candidate]) -> list[dict[str, Any]]:
-        return [_measured(candidate, base, sweep, folder, run_candidate) for candidate in candidates]
+    def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:
+        candidate = Candidate(stage, batch_size_tokens, learning_rate)
+        place = folder / candidate.folder
+        if not (place / "result.json").is_file():
+            try:
+                run_candidate(candidate, candidate.train(base, sweep), place)
+                points = read_history(place)
+                # A step that was skipped has no point; one that ends so is diverging.
+                losses = [point["loss"] for point in points if points[-1]["step"] == sweep.steps]
+            except UserError as error:
+                if "not finite" not in str(error):
+                    raise
+                losses = []  # a candidate that diverges has lost, it does not end the sweep
+            # Not a number when any of them is not, so that a diverged run never wins.
+            loss = fmean(losses[-sweep.last_steps :]) if losses else math.nan
+            place.mkdir(parents=True, exist_ok=True)
+            write_json(
+                place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
+            )
+        remove_checkpoints(place)
+        found = read_json(place / "result.json")
+        return asdict(candidate) | {"loss": found["loss"], "folder": candidate.folder}  # loss null: diverged
 
-    first = measure(batch_size_candidates(base, sweep))
+    first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]
     batch_size_tokens = best(first)["batch_size_tokens"]
-    second = measure(learning_rate_candidates(batch_size_tokens, sweep))
+    second = [measured("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
     choice = best(second)
     result = {
         "batch_size_tokens": batch_size_tokens,
@@ -97,37 +111,6 @@ def run_sweep(
     write_json(folder / "sweep.json", result)
     write_text(folder / "sweep.md", sweep_table(result))
     return result
-
-
-def _measured(
-    candidate: Candidate,
-    base: TrainConfig,
-    sweep: SweepConfig,
-    folder: Path,
-    run_candidate: Callable[[Candidate, TrainConfig, Path], None],
-) -> dict[str, Any]:
-    place = folder / candidate.folder
-    if not (place / "result.json").is_file():
-        try:
-            run_candidate(candidate, candidate.train(base, sweep), place)
-            points = read_history(place)
-            # A step that was skipped has no point; one that ends so is diverging.
-            losses = [point["loss"] for point in points if points[-1]["step"] == sweep.steps]
-        except UserError as error:
-            if "not finite" not in str(error):
-                raise
-            losses = []  # a candidate that diverges has lost, it does not end the sweep
-        loss = mean_of_last(losses, sweep.last_steps)
-        place.mkdir(parents=True, exist_ok=True)
-        write_json(place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses})
-    found = read_json(place / "result.json")
-    return {
-        "stage": candidate.stage,
-        "batch_size_tokens": candidate.batch_size_tokens,
-        "learning_rate": candidate.learning_rate,
-        "loss": found["loss"],  # null: diverged
-        "folder": candidate.folder,
-    }
 
 
 def sweep_table(result: dict[str, Any]) -> str:
@@ -143,12 +126,8 @@ def sweep_table(result: dict[str, Any]) -> str:
             row["stage"] == "batch_size_tokens" or row["learning_rate"] == result["learning_rate"]
         )
         loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
-        cells = [
-            row["stage"],
-            row["batch_size_tokens"],
-            f"{row['learning_rate']:g}",
-            loss,
-            "chosen" if chosen else "",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        mark = "chosen" if chosen else ""
+        lines.append(
+            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g} | {loss} | {mark} |"
+        )
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ exact continuation needs.
 """
 
 import shutil
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,8 +23,7 @@ from transformers import (
 from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.averaging import WeightAverage
-from fcsd.distill.callbacks import STOPPER_FILE
-from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, guard_state, note_files, remove
+from fcsd.distill.checkpoints import GUARD_FILE, STOPPER_FILE, checkpoints, guard_state, note_files, remove
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedTrainer
@@ -45,8 +45,6 @@ from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 from fcsd.losses.quantiles import bin_counts, quantile
 
 _PARTIAL = "checkpoint-being-written"
-
-
 _SCHEDULE = "scheduler.pt"
 
 
@@ -83,13 +81,18 @@ class DistillTrainer(GuardedTrainer):
         stopper: EarlyStopper | None = None,
         **kwargs: Any,
     ):
-        self.launch, self.engine = launch, launch.engine
+        self.engine = launch.engine
+        self.is_writing_checkpoint = False  # beside its place
         if args.n_gpu > 1:  # a process has one device; transformers would copy the model to all that it sees
+            print(
+                f"this process trains on one of the {args.n_gpu} devices that it sees; `accelerate launch"
+                f" --num_processes {args.n_gpu}` starts a process for each (docs/training.md)",
+                file=sys.stderr,
+            )
             args._n_gpu = 1
-        args.save_only_model = (
-            self.engine.name == "ep"
-        )  # else the Trainer refuses to write checkpoints; ours are not its
-        super().__init__(model, args, **kwargs)
+        # Else the Trainer refuses to write checkpoints; ours are not its.
+        args.save_only_model = self.engine.name == "ep"
+        super().__init__(model, args, launch=launch, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.name in ("fsdp2", "ep")
@@ -164,10 +167,11 @@ class DistillTrainer(GuardedTrainer):
         keep, targets = next_token_targets(inputs["labels"], positions)
         extra: dict[str, Any] = {"labels": targets, "objective": "ce"}
         coefficients, teacher_captured = self._coefficients, Captured()
+        terms = self.terms if coefficients else None
         if self.teacher is not None:
-            if self.terms is not None and coefficients:
+            if terms is not None:
                 # One micro-batch at a time: the block outputs of a whole step would not fit.
-                teacher_hidden, teacher_captured = self.teacher.hidden_and_captured(inputs, self.terms)
+                teacher_hidden, teacher_captured = self.teacher.hidden_and_captured(inputs, terms)
             else:
                 teacher_hidden = inputs["teacher_hidden"]
             extra = {
@@ -179,10 +183,7 @@ class DistillTrainer(GuardedTrainer):
             }
             if self.objective.jsd_beta is not None:
                 extra["jsd_beta"] = self.objective.jsd_beta
-        watched = (
-            self.terms.captured(model) if self.terms is not None and coefficients else nullcontext(Captured())
-        )
-        with watched as captured:
+        with terms.captured(model) if terms is not None else nullcontext(Captured()) as captured:
             outputs = model(input_ids=ids, position_ids=positions, keep=keep, **extra)
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
@@ -191,10 +192,8 @@ class DistillTrainer(GuardedTrainer):
             self._add("ce", loss)
         else:
             self._add_statistics(outputs, scale)
-        if self.terms is not None and coefficients:
-            for name, value in self.terms.values(
-                captured, teacher_captured, keep, list(coefficients)
-            ).items():
+        if terms is not None:
+            for name, value in terms.values(captured, teacher_captured, keep, list(coefficients)).items():
                 self._add(name, value * scale)
                 loss = loss + coefficients[name] * value * scale
         loss = self.watched(loss)
@@ -223,11 +222,8 @@ class DistillTrainer(GuardedTrainer):
         return dict(self._sums), self._counts
 
     def set_meters(self, meters: Any) -> None:
-        """Go back to these sums and counts; None: as after a log."""
-        if meters is None:
-            self._reset_meters()
-        else:
-            self._sums, self._counts = meters
+        """Go back to these sums and counts."""
+        self._sums, self._counts = meters
 
     def leave_out_time(self, seconds: float) -> None:
         """Do not count this time, in which nothing was trained, in `tokens_per_second`."""
@@ -253,7 +249,7 @@ class DistillTrainer(GuardedTrainer):
             elapsed = time.perf_counter() - self._clock
             logs["tokens_per_second"] = round(self._tokens / elapsed, 1)
             logs.update(self.guard.report())
-            self._reset_meters()
+            self.reset_meters()
         super().log(logs, start_time)
 
     def _refuse_all_clipped(self, logs: dict[str, float]) -> None:
@@ -275,7 +271,8 @@ class DistillTrainer(GuardedTrainer):
         found = {f"{self._divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _reset_meters(self) -> None:
+    def reset_meters(self) -> None:
+        """Gather for the next log from here on."""
         self._sums, self._tokens, self._counts = {}, 0, None
         self._clock = time.perf_counter()
         self._logged_step, self._skipped_since_log = self.state.global_step, 0
@@ -294,7 +291,7 @@ class DistillTrainer(GuardedTrainer):
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
             self._known_checkpoints.add(Path(resume_from_checkpoint).name)
-        self._reset_meters()
+        self.reset_meters()
         return prepared
 
     # ---- optimiser
@@ -315,9 +312,8 @@ class DistillTrainer(GuardedTrainer):
             adamw, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
             self.optimizer = (MuonWithAdamW if train.optimizer == "muon" else adamw)(groups, **options)
         optimizer = super().create_optimizer(model)
-        if (
-            self.engine.name == "ep"
-        ):  # the Trainer has one group a mesh of those that decay, and of the others
+        # The Trainer has one group a mesh of those that decay, and of the others.
+        if self.engine.name == "ep":
             trained = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
             names = {id(parameter): name for name, parameter in trained.named_parameters()}
@@ -350,11 +346,6 @@ class DistillTrainer(GuardedTrainer):
         if self.average is not None:
             self.average.load(checkpoint)
 
-    @property
-    def is_writing_checkpoint(self) -> bool:
-        """Whether a checkpoint is being written beside its place."""
-        return getattr(self, "_writing", False)
-
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return str(Path(folder) / _PARTIAL) if self.is_writing_checkpoint else folder
@@ -363,30 +354,31 @@ class DistillTrainer(GuardedTrainer):
         """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
         folder = Path(str(self.args.output_dir))
         name = f"checkpoint-{self.state.global_step}"
+        beside = folder / _PARTIAL / name
         if name in self._known_checkpoints and (folder / name).is_dir():
             return
-        self._writing = True
+        self.is_writing_checkpoint = True
         try:
             with writing(folder / name):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save:
-                    self._name_best_checkpoint(folder, folder / _PARTIAL / name)
-                    write_json(folder / _PARTIAL / name / GUARD_FILE, self.guard.state())
+                    self._name_best_checkpoint(folder, beside)
+                    write_json(beside / GUARD_FILE, self.guard.state())
                     if isinstance(self.train_dataset, EndlessRows):
-                        rows = self.steps_of_data * self.train_dataset.needed
-                        self.train_dataset.save(folder / _PARTIAL / name, rows)
+                        self.train_dataset.save(beside, self.steps_of_data * self.train_dataset.needed)
                     if self.stopper is not None:
-                        write_json(folder / _PARTIAL / name / STOPPER_FILE, self.stopper.state())
+                        write_json(beside / STOPPER_FILE, self.stopper.state())
         finally:
-            self._writing = False
+            self.is_writing_checkpoint = False
             self.accelerator.wait_for_everyone()
-            if self.args.should_save and not (folder / _PARTIAL / name / "trainer_state.json").is_file():
+            if self.args.should_save and not (beside / "trainer_state.json").is_file():
                 shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
         if self.args.should_save:
-            check_state(folder / _PARTIAL / name)
-            with writing(folder / name):
-                note_files(folder / _PARTIAL / name)
-            replace_folder(folder / _PARTIAL / name, folder / name)
+            check_state(beside)
+        with writing(folder / name):
+            note_files(beside, self.launch.ranks)
+        if self.args.should_save:
+            replace_folder(beside, folder / name)
             shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
             self._remove_old_checkpoints(folder)
         self._known_checkpoints.add(name)

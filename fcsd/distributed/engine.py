@@ -145,7 +145,10 @@ def _zero3(device: torch.device) -> Engine:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
     if device.type == "cpu":
-        _without_shared_memory_op()
+        # Keeps DeepSpeed from compiling an extension for reductions between CPU processes, which takes a minute.
+        # An import statement would give torch itself, which deepspeed.comm has under this name.
+        communication: Any = importlib.import_module("deepspeed.comm.torch")
+        communication.build_shm_op = lambda: None
     from accelerate.utils import DeepSpeedPlugin
 
     stage = DeepSpeedPlugin().deepspeed_config["zero_optimization"]["stage"]
@@ -155,13 +158,6 @@ def _zero3(device: torch.device) -> Engine:
             " (see configs/zero3_8.yaml)"
         )
     return Engine("zero3")
-
-
-def _without_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling an extension for reductions between CPU processes, which takes a minute."""
-    # An import statement would give torch itself, which deepspeed.comm has under this name.
-    communication: Any = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None
 
 
 def check_precision(train: TrainConfig, engine: Engine) -> None:

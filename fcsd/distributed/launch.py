@@ -23,7 +23,7 @@ from fcsd.distributed.engine import Engine, requested_engine
 from fcsd.distributed.failure import watch_ranks
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
-from fcsd.files import weights_fingerprint
+from fcsd.files import hold_folder, release_folder, weights_fingerprint
 
 # While the first rank generates text for a score, or tokenizes, the others wait in a collective.
 _PATIENCE = timedelta(hours=12)
@@ -76,21 +76,25 @@ class Launch:
 
     def begin(self, stage: Stage) -> str:
         """Note the start of a stage on the first rank; return on every rank whether it is finished already."""
-        state = stage.state()
-        self.wait()  # nobody may see what the first rank writes below
-        if self.first:
-            if state == "finished":
-                print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
-            else:
-                stage.start()
-        self.wait()
-        return state
+        return self.ranks.from_first(lambda: _begin(stage))
 
     def finish(self, stage: Stage, results: dict[str, Any], model: Path | None = None) -> None:
         """Write the manifest on the first rank, with the fingerprint of the `model` that the stage leaves."""
         if self.first:
             stage.finish(results, {"model": weights_fingerprint(model)} if model is not None else None)
+            release_folder(stage.folder)
         self.wait()
+
+
+def _begin(stage: Stage) -> str:
+    state = stage.state()
+    if state == "finished":
+        print(f"{stage.name}: finished before, in {stage.folder}", file=sys.stderr)
+        return state
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    hold_folder(stage.folder)
+    stage.start()
+    return state
 
 
 def join_launch(*, expert_parallel: int = 1) -> Launch:

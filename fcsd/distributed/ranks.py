@@ -67,14 +67,9 @@ class Ranks:
         """
         if self.size == 1:
             return [call()]
-        found: Result | None = None
-        error: Exception | None = None
-        try:
-            found = call()
-        except Exception as raised:
-            if self.lockstep:  # the others are in a pass, and cannot be told
-                raise
-            error = raised
+        found, error = _attempt(call)
+        if error is not None and self.lockstep:  # the others are in a pass, and cannot be told
+            raise error
         outcomes: list[Any] = [None] * self.size
         import torch.distributed as dist
 
@@ -86,13 +81,7 @@ class Ranks:
         """Call on the first rank alone, and return or raise on all ranks what it gives there. Plain data only."""
         if self.size == 1:
             return call()
-        found: Result | None = None
-        error: Exception | None = None
-        if self.first:
-            try:
-                found = call()
-            except Exception as raised:
-                error = raised
+        found, error = _attempt(call) if self.first else (None, None)
         outcome: list[Any] = [(found, _told(error))]
         import torch.distributed as dist
 
@@ -103,6 +92,13 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
 
 
 def _told(error: Exception | None) -> tuple[bool, str] | None:

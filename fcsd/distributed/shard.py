@@ -16,6 +16,7 @@ train.bf16 is set; the vision tower of a multimodal model is one unit with the f
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -68,7 +69,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
         The head, whole on every rank: V x D numbers (0.6 GB for Qwen3-30B-A3B in bfloat16), which every micro-batch
         reads whole; a gather for each would cost more time than the memory is worth.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.eval().requires_grad_(False)
     head, body = head_and_body(model)
@@ -77,7 +78,9 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     model.__dict__["_sharded"] = True
     engine = launch.engine
     if engine.name == "ep":
-        model.__dict__["_whole_head"] = _without_root(model, launch.device)
+        mesh: Any = head.weight
+        fully_shard(body, mesh=mesh.device_mesh)  # it was loaded as a part of the model, and runs alone here
+        model.__dict__["_whole_head"] = whole_head(model, launch.device)
         return model.__dict__["_whole_head"]
     layers = _decoder_layers(model, engine)
     embedding: Any = model.get_input_embeddings()
@@ -94,16 +97,6 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     else:
         _fully_shard(body, units, sender, launch, None, MixedPrecisionPolicy(), trained=False)
     return head
-
-
-def _without_root(model: PreTrainedModel, device: torch.device) -> nn.Module:
-    """Let the body of a model that was loaded in parts run alone; a head whole on every rank."""
-    from torch.distributed.fsdp import fully_shard
-
-    head, body = head_and_body(model)
-    mesh: Any = head.weight
-    fully_shard(body, mesh=mesh.device_mesh)
-    return whole_head(model, device)
 
 
 def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
@@ -145,9 +138,8 @@ def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> P
     if lost := [name for name, tensor in whole.state_dict().items() if tensor.is_meta]:
         raise RuntimeError(f"{type(model).__name__}: no weights for {lost[0]} and {len(lost) - 1} others")
     whole.generation_config = model.generation_config
-    for name in ("_weight_conversions",):
-        if name in model.__dict__:
-            setattr(whole, name, model.__dict__[name])
+    if "_weight_conversions" in model.__dict__:
+        whole._weight_conversions = model._weight_conversions
     return whole.eval()
 
 
@@ -179,28 +171,18 @@ def _plain_class(model: PreTrainedModel) -> Any:
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
-class _gathered:
-    """A parameter's whole value inside the context; all ranks enter it."""
+@contextlib.contextmanager
+def _gathered(parameter: Any, device: torch.device) -> Iterator[Tensor]:
+    """Give a parameter's whole value; all ranks enter the context."""
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
 
-    def __init__(self, parameter: nn.Parameter, device: torch.device):
-        self.parameter: Any = parameter
-        self.device = device
-        self.zero: Any = None
-
-    def __enter__(self) -> Tensor:
-        if hasattr(self.parameter, "ds_id"):
-            import deepspeed
-
-            self.zero = deepspeed.zero.GatheredParameters([self.parameter])
-            self.zero.__enter__()
-            return self.parameter.data
-        if hasattr(self.parameter, "full_tensor"):
-            return self.parameter.detach().to(self.device).full_tensor()
-        return self.parameter.data
-
-    def __exit__(self, *error: Any) -> None:
-        if self.zero is not None:
-            self.zero.__exit__(*error)
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter.data
+    elif hasattr(parameter, "full_tensor"):
+        yield parameter.detach().to(device).full_tensor()
+    else:
+        yield parameter.data
 
 
 class _Sender:
@@ -209,16 +191,17 @@ class _Sender:
     def __init__(self, model: nn.Module, launch: Launch):
         self.device, self.first = launch.device, launch.first
         # A tied parameter has several places. The old parameters are kept, emptied: their ids are the keys.
+        self.kept: list[nn.Parameter] = []
         self.places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self.places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
         self.sent: set[tuple[int, str]] = set()  # buffers
-        dtypes = [_dtypes(model) if self.first else None]
-        dist.broadcast_object_list(dtypes, src=0)
-        self.dtypes: dict[str, torch.dtype] = dtypes[0] or {}
         own = _dtypes(model)
+        dtypes = [own]
+        dist.broadcast_object_list(dtypes, src=0)
+        self.dtypes = dtypes[0]
         if own.keys() != self.dtypes.keys():
             raise RuntimeError(f"{type(model).__name__}: the ranks built different models")
         self.names = {
@@ -240,17 +223,13 @@ class _Sender:
                 new = nn.Parameter(value, requires_grad=old.requires_grad)
                 if not old.is_meta:
                     old.data = torch.empty(0)
-                self._kept.append(old)
+                self.kept.append(old)
                 for owner, own_name in places:
                     owner._parameters[own_name] = new
             for name, buffer in part._buffers.items():
                 if buffer is not None and (id(part), name) not in self.sent:
                     self.sent.add((id(part), name))
                     part._buffers[name] = self._sent(buffer, self.dtypes[self.names[id(part), name]])
-
-    @property
-    def _kept(self) -> list[nn.Parameter]:
-        return self.__dict__.setdefault("kept", [])
 
     def _sent(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         if self.first:

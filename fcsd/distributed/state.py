@@ -84,7 +84,7 @@ def write_state(
         path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
         files = _cut(parts, states)
         for number, entries in enumerate(files):
-            tensors = {key: _on_cpu(part.of(source)) for key, part, source in entries}
+            tensors = {key: part.of(source).to("cpu", copy=True) for key, part, source in entries}
             metadata = {
                 "files": str(len(files)),
                 "starts": json.dumps({part.name: part.start for _, part, _ in entries}),
@@ -346,10 +346,6 @@ def _use(parts: list[_Part], optimizer: Any | None) -> None:
 
 def _is_number(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.ndim == 0
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _check_written(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -1,25 +1,18 @@
 """Evaluate a model: suites as data, lm-eval tasks, executed code, paired scores.
 
-    suites      which tasks, shots, metrics and data sets: `eval/suites/*.yaml`
+    suites      the data set of a suite's row, and what its task needs of the tokenizer
     fetch       fills a data root from the Hub
+    items       the texts of test items, which training data is compared with
     stage       `fcsd evaluate`, and the evaluation stage of a recipe
-    runner      a suite on a model in memory; the result's folder
+    runner      a suite on a model in memory
+    results     `results.json` and the samples of each task
     store       finished tasks, by the hash of what they were measured on
     progress    how far, and how long still
     batch       the batch size, given or automatic
-    ranks       the ranks that evaluate one model together
-    placed      the model on its device, or sharded over ranks or devices
-    likelihood  lm-eval's tasks, offline
-    in_memory   lm-eval's interface to a model in memory
-    columns     what the rows of the benchmarks must hold
-    problems    code problems in the schemas of MBPP+ and HumanEval+
-    evalplus    their tests as EvalPlus grades them, by the rules in oracle
-    code        completions, greedy or sampled
-    scorer      runs programs in the sandbox: passed, wrong, error, timeout, memory
-    sandbox     the fork server that generated programs run in
-    ready       `fcsd score`: samples from a file
-    scores      standard errors and the paired comparison of two models
-    divergence  KL to the original on held-out text
+    question    what a reader of single answers is shown
+    scores      the paired comparison of two models
+    lm_eval     lm-eval's tasks on a model in memory, offline, and its files
+    code        completions, and the sandbox that runs them: passed, wrong, error, timeout, memory
 
 Not covered: servers that answer for a model (vLLM, SGLang); it is in the memory of the ranks.
 """

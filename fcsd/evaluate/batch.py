@@ -10,7 +10,6 @@ Not covered: models whose weights are sharded over the ranks, where one that tri
 "auto" is refused there.
 """
 
-import gc
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -58,6 +57,8 @@ class BatchSizer:
         """
         import torch
 
+        from fcsd.models.load import free_memory
+
         while True:
             try:
                 return work(self.size)
@@ -70,6 +71,4 @@ class BatchSizer:
                     )
                     raise UserError(f"out of memory with batch_size {self.size}: {hint}") from error
             self.size //= 2
-            gc.collect()
-            if torch.accelerator.is_available():
-                torch.accelerator.memory.empty_cache()
+            free_memory()

@@ -82,7 +82,8 @@ def _fetch(row: TaskConfig, root: Path) -> None:
         try:
             commit = _download(row.dataset, row.revision, beside)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno is not None and not _of_the_network(error):
+            network = isinstance(error, ConnectionError | TimeoutError)
+            if isinstance(error, OSError) and error.errno is not None and not network:
                 raise  # a full disk
             raise _unreachable(row, error) from error
         shutil.rmtree(beside / ".cache", ignore_errors=True)  # huggingface_hub's notes on unfinished files
@@ -101,10 +102,6 @@ def _download(dataset: str, revision: str | None, folder: Path) -> str:
     return commit
 
 
-def _of_the_network(error: OSError) -> bool:
-    return isinstance(error, ConnectionError | TimeoutError)
-
-
 def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     from huggingface_hub import errors
 
@@ -115,10 +112,8 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
         errors.RevisionNotFoundError: "the revision does not exist; correct it in the suite",
         errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set; unset it on a machine with a network",
     }
-    what = next((text for kind, text in advice.items() if isinstance(error, kind)), None)
-    what = what or (
-        "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another machine and copy the folder"
-    )
+    other = "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another machine and copy the folder"
+    what = next((text for kind, text in advice.items() if isinstance(error, kind)), other)
     return UserError(
         f"task {row.task}: data set {name} cannot be fetched ({first_line(error)}); {what};"
         " run the same command again to continue, what was fetched stays"

@@ -15,9 +15,6 @@ from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.tasks import load_task
 from fcsd.evaluate.suites import dataset_location
 
-# Generated inputs and outputs, megabytes of numbers; what a reader of the benchmark sees is in the other columns.
-_CODE_LEFT_OUT = ("test",)
-
 
 def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
     """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests.
@@ -37,7 +34,8 @@ def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     revision = row.revision if location == row.dataset else None
     for index, problem in enumerate(_load(location, row.dataset_name, row.split, revision)):
-        shown = {name: value for name, value in problem.items() if name not in _CODE_LEFT_OUT}
+        # `test`: generated inputs and outputs, megabytes of numbers; what a reader sees is in the other columns.
+        shown = {name: value for name, value in problem.items() if name != "test"}
         yield Item(row.task, str(problem.get("task_id", index)), tuple(all_texts(shown)))
 
 
@@ -65,8 +63,7 @@ def dataset_items(
     """
     location = test_set_location(path, data_root)
     revision = revision if location == path else None
-    rows = _load(location, name, split, revision, columns)
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_load(location, name, split, revision, columns)):
         counted = {column: row[column] for column in columns} if columns else row
         yield Item(path, str(index), tuple(all_texts(counted)))
 

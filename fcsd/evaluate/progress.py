@@ -44,37 +44,23 @@ class Progress:
         self.tasks, self.kept, self._stream, self._clock = dict(tasks), kept, stream, clock
         self._began = clock()
         self._spent: dict[str, tuple[float, float]] = {}
-        self._current: tuple[str, float] | None = None
+        self._current: tuple[Work, float] | None = None
 
     def start(self, task: str) -> None:
         """Say that `task` begins; the one before has ended."""
-        self.end()
-        self._current = (task, self._clock())
+        now = self._clock()
+        if self._current is not None:
+            before, began = self._current
+            seconds, done = self._spent.get(before.unit, (0.0, 0.0))
+            self._spent[before.unit] = seconds + now - began, done + before.amount
+        self._current = self.tasks[task], now
         names = list(self.tasks)
         place = self.kept + names.index(task) + 1
         line = f"[{place}/{self.kept + len(names)}] {task}: {self.tasks[task].items} items"
-        left = self.seconds_left(names[names.index(task) :])
-        if left is not None:
-            line += f"; {duration(self._clock() - self._began)} so far, {left[0]}{duration(left[1])} left"
+        if pace := {unit: seconds / done for unit, (seconds, done) in self._spent.items() if done}:
+            coming = [self.tasks[name] for name in names[names.index(task) :]]
+            left = sum(pace[work.unit] * work.amount for work in coming if work.unit in pace)
+            # A kind of work that is still to come may have no pace yet.
+            word = "about" if all(work.unit in pace for work in coming) else "at least"
+            line += f"; {duration(now - self._began)} so far, {word} {duration(left)} left"
         print(line, file=self._stream or sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """End the current task."""
-        if self._current is not None:
-            task, start = self._current
-            work = self.tasks[task]
-            seconds, done = self._spent.get(work.unit, (0.0, 0.0))
-            self._spent[work.unit] = seconds + self._clock() - start, done + work.amount
-            self._current = None
-
-    def seconds_left(self, names: list[str]) -> tuple[str, float] | None:
-        """Estimate ("about " or "at least ", seconds) for these tasks; None while nothing has been measured.
-
-        "at least" where a kind of work is still to come for which there is no pace yet.
-        """
-        pace = {unit: seconds / done for unit, (seconds, done) in self._spent.items() if done}
-        if not pace:
-            return None
-        known = [work for work in map(self.tasks.__getitem__, names) if work.unit in pace]
-        word = "about " if len(known) == len(names) else "at least "
-        return word, sum(pace[work.unit] * work.amount for work in known)

@@ -3,13 +3,11 @@
 `docs/results.md` has every key.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,12 @@ from fcsd.evaluate.code.scorer import Outcome, pass_at_k
 from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.question import end_of
 from fcsd.evaluate.suites import dataset_location
-from fcsd.stats import standard_error
+from fcsd.files import write_text
+from fcsd.stats import plain_mean, standard_error
 
 SCHEMA_VERSION = 1
-
-
-_ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
-
-
-_VERSIONS = ("lm-eval", "transformers", "torch", "datasets")
-
-
 Samples = dict[str, list[dict[str, Any]]]
+_ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
 
 
 def code_sample(
@@ -60,11 +52,11 @@ def code_sample(
             "base_outcomes": [outcome.base for outcome in outcomes],
         }
     (outcome,) = outcomes
-    base = {"base_outcome": outcome.base} if problem.base_tests else {}
+    if problem.base_tests:
+        sample["base_outcome"] = outcome.base
     return sample | {
         "completion": completions[0],
         "outcome": outcome.outcome,
-        **base,
         "message": outcome.message,
     }
 
@@ -117,13 +109,40 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return numbers
 
 
+def whole_result(
+    suite: str,
+    model: str,
+    tasks: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    sandbox: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Build what `results.json` holds, with the plain mean over the headline tasks.
+
+    sandbox: the layers that generated code ran in; None for none.
+    """
+    mean, error = plain_mean([(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "suite": suite,
+        "model": model,
+        "complete": not settings["limit"],  # false: a quick look at the first items, not a result
+        "tasks": tasks,
+        "mean": mean,
+        "mean_stderr": error,
+        "sandbox": sandbox,
+        "settings": settings,
+    }
+
+
 def text_hash(text: str) -> str:
     """Hash a text with SHA-256."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def evaluation_versions() -> dict[str, str]:
-    return {"fcsd": fcsd.__version__} | {name: importlib.metadata.version(name) for name in _VERSIONS}
+    """Collect the versions of the packages that scores depend on."""
+    others = ("lm-eval", "transformers", "torch", "datasets")
+    return {"fcsd": fcsd.__version__} | {name: importlib.metadata.version(name) for name in others}
 
 
 def write_result(
@@ -132,26 +151,10 @@ def write_result(
     """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for task, items in samples.items():
-        with _replacing(folder / f"samples_{task}.jsonl") as file:
-            for item in items:
-                file.write(json.dumps(item, allow_nan=False) + "\n")
-    with _replacing(folder / "results.json") as file:
-        json.dump(result, file, indent=2, allow_nan=False)
-        file.write("\n")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """Open a text file that takes its final name when it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        lines = [json.dumps(item, allow_nan=False) + "\n" for item in items]
+        write_text(folder / f"samples_{task}.jsonl", "".join(lines))
+    # Not `write_json`: a path may hold halves of characters, which JSON can escape and UTF-8 cannot hold.
+    write_text(folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
@@ -164,14 +167,11 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     if folder.is_file():
         raise UserError(f"{folder}: is a file; give the folder that it lies in")
     if not path.is_file():
-        unfinished = (folder / "stage.json").is_file()
-        why = (
-            "the evaluation is not finished; run it again, and it continues"
-            if unfinished
-            else "this is not a folder that `fcsd evaluate` wrote"
-        )
+        why = "this is not a folder that `fcsd evaluate` wrote"
+        if (folder / "stage.json").is_file():
+            why = "the evaluation is not finished; run it again, and it continues"
         raise UserError(f"{folder}: no results.json; {why}")
-    result = _parse(path, path.read_text(encoding="utf-8"))
+    result = parse_json(path, path.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
     if result.get("schema_version") != SCHEMA_VERSION:
@@ -205,7 +205,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
 
 
 def _sample(file: Path, line: str, number: int) -> dict[str, Any]:
-    sample = _parse(file, line, number)
+    sample = parse_json(file, line, number)
     if not isinstance(sample, dict) or not {"doc_id", "doc_hash", "prompt_hash", "score"} <= sample.keys():
         raise UserError(
             f"{file}, line {number}: not a sample (doc_id, doc_hash, prompt_hash, score); evaluate again"
@@ -213,7 +213,8 @@ def _sample(file: Path, line: str, number: int) -> dict[str, Any]:
     return sample
 
 
-def _parse(path: Path, text: str, line: int | None = None) -> Any:
+def parse_json(path: Path, text: str, line: int | None = None) -> Any:
+    """Parse the text of a result's file, or one line of it; a damaged one is a `UserError`."""
     try:
         return json.loads(text)
     except ValueError as error:

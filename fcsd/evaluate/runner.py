@@ -28,16 +28,15 @@ from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.lm_eval import tasks as likelihood
 from fcsd.evaluate.progress import Progress, Work
 from fcsd.evaluate.results import (
-    SCHEMA_VERSION,
     Samples,
     code_sample,
     evaluation_versions,
     task_result,
     text_hash,
+    whole_result,
 )
 from fcsd.evaluate.store import TaskStore
-from fcsd.models.preserve import preserved
-from fcsd.stats import plain_mean
+from fcsd.models.preserve import preserved, quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,8 +66,7 @@ def evaluate(
         batch_size: sequences in one forward, or "auto" (`fcsd.evaluate.batch`).
         limit: only the first items of every task (of every member, for a group of tasks); recorded in the
             result.
-        allow_weak_sandbox: run generated code even where it cannot be kept off the network and from
-        writing files.
+        allow_weak_sandbox: run generated code even where it cannot be kept off the network and from writing files.
         store: where finished tasks are kept and found; the first rank's.
         ranks: those that share the work (`fcsd.distributed.ranks`); by default this process does all of it.
 
@@ -77,17 +75,19 @@ def evaluate(
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
     start = time.monotonic()
-    options: dict[str, Any] = {
-        "data_root": data_root,
-        "batch_size": batch_size,
-        "limit": limit,
-        "allow_weak_sandbox": allow_weak_sandbox,
-        "progress": progress,
-        "store": store,
-        "ranks": ranks,
-    }
-    with preserved(model, tokenizer), prepare_evaluation(tokenizer, suite, **options) as prepared:
-        result, samples = prepared(model, name)
+    prepared = prepare_evaluation(
+        tokenizer,
+        suite,
+        data_root=data_root,
+        batch_size=batch_size,
+        limit=limit,
+        allow_weak_sandbox=allow_weak_sandbox,
+        progress=progress,
+        store=store,
+        ranks=ranks,
+    )
+    with preserved(model, tokenizer), prepared as evaluation:
+        result, samples = evaluation(model, name)
     return result | {"wall_s": ranks.from_first(lambda: time.monotonic() - start)}, samples
 
 
@@ -130,25 +130,23 @@ def prepare_evaluation(
                     f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
                     " better, so choose one of those, or leave the task out"
                 )
+        code = [row for row in missing if row.kind == "code"]
         scorer: CodeScorer | None = None
 
-        def checked() -> dict[str, Any] | None:
+        def checked() -> dict[str, Any]:
             """Start the sandbox, of which one is enough for all ranks, and return its layers."""
             nonlocal scorer
-            for row in missing:
-                if row.kind == "code":
-                    if scorer is None:
-                        scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
-                    try:
-                        scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
-                    except ScorerError as error:
-                        raise ScorerError(f"task {row.task}: {error}") from error
-            return scorer.layers if scorer is not None else None
+            scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
+            for row in code:
+                try:
+                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+                except ScorerError as error:
+                    raise ScorerError(f"task {row.task}: {error}") from error
+            return scorer.layers
 
-        layers = ranks.from_first(checked)
-        for row in missing:
-            if row.kind == "code":
-                facts[row.task]["sandbox"] = layers
+        layers = ranks.from_first(checked) if code else None
+        for row in code:
+            facts[row.task]["sandbox"] = layers
         settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
         finished = {task: samples for task, (samples, _) in kept.items()}
         yield PreparedEvaluation(
@@ -198,15 +196,9 @@ class PreparedEvaluation:
     def __call__(self, model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model, both JSON-able."""
         start = time.monotonic()
-        samples, limit = dict(self.finished), self.settings["limit"]
+        samples = dict(self.finished)
         batch = BatchSizer(self.settings["batch_size"], model)
-        work = {
-            row.task: _code_work(row, self.prepared[row.task])
-            if row.kind == "code"
-            else likelihood.work(row, self.prepared[row.task], limit)
-            for row in self.missing
-        }
-        steps = Progress(work, len(self.finished))
+        steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
         with preserved(model, self.tokenizer):
             model.eval()
             wrapper = None
@@ -214,114 +206,86 @@ class PreparedEvaluation:
                 if self.progress and self.ranks.first:
                     steps.start(row.task)
                 if row.kind != "code" and wrapper is None:
-                    wrapper = likelihood.language_model(
-                        model, self.tokenizer, batch, progress=self.progress, ranks=self.ranks
-                    )
+                    with quiet():
+                        from fcsd.evaluate.lm_eval.model import InMemory
+
+                        wrapper = InMemory(model, self.tokenizer, batch, self.ranks, progress=self.progress)
                 try:
-                    samples[row.task] = self._samples(model, row, wrapper, batch)
+                    if row.kind == "code":
+                        samples[row.task] = self._run_code(model, row, batch)
+                    else:
+                        samples[row.task] = likelihood.run_task(
+                            wrapper, row, self.prepared[row.task], self.settings["limit"]
+                        )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
+                    kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
                     kind = UserError if isinstance(error, UserError) else ScorerError
-                    raise kind(f"{error} ({_kept_text(len(samples))}; run again to go on)") from error
+                    raise kind(f"{error} (the {kept} kept; run again to go on)") from error
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], self.facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
-        result = _result(model, self.tokenizer, self.suite, ordered, self.facts, self.settings, name)
+        result = self._result(model, ordered, name)
         seconds = self.ranks.from_first(lambda: time.monotonic() - start)
         return result | {"wall_s": seconds}, ordered
 
-    def _samples(
-        self, model: "PreTrainedModel", row: TaskConfig, wrapper: Any, batch: BatchSizer
-    ) -> list[dict[str, Any]]:
+    def _work(self, row: TaskConfig) -> Work:
         items = self.prepared[row.task]
         if row.kind == "code":
-            return _run_code(model, self.tokenizer, row, items, self.scorer, batch, self.ranks, self.progress)
-        return likelihood.run_task(wrapper, row, items, self.settings["limit"])
+            return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
+        return likelihood.work(row, items, self.settings["limit"])
 
+    def _run_code(
+        self, model: "PreTrainedModel", row: CodeTaskConfig, batch: BatchSizer
+    ) -> list[dict[str, Any]]:
+        """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
+        problems: Sequence[Problem] = self.prepared[row.task]
+        completions = generate_completions(
+            model,
+            self.tokenizer,
+            problems,
+            task=row,
+            batch_size=batch,
+            progress=self.progress,
+            ranks=self.ranks,
+        )
 
-def _kept_text(number: int) -> str:
-    return "the finished task is kept" if number == 1 else f"the {number} finished tasks are kept"
+        def scored() -> list[dict[str, Any]]:
+            assert self.scorer is not None
+            options: dict[str, Any] = {"timeout_s": row.timeout_s, "progress": self.progress}
+            try:
+                outcomes = self.scorer.score_samples(problems, completions, **options)
+            except ScorerError:  # once more, with new servers: what was generated is worth hours
+                outcomes = self.scorer.score_samples(problems, completions, **options)
+            texts = prompts(self.tokenizer, problems, row)
+            return [
+                code_sample(row, problem, prompt, completions[problem.task_id], found)
+                for problem, prompt, found in zip(problems, texts, outcomes, strict=True)
+            ]
 
+        return self.ranks.from_first(scored)
 
-def _result(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    suite: SuiteConfig,
-    samples: Samples,
-    facts: Mapping[str, Mapping[str, Any]],
-    settings: Mapping[str, Any],
-    name: str,
-) -> dict[str, Any]:
-    data_root = settings["data_root"]
-    tasks = {
-        row.task: task_result(row, samples[row.task], facts[row.task]["num_items_total"], data_root)
-        | {"higher_is_better": facts[row.task]["higher_is_better"]}
-        for row in suite.tasks
-    }
-    # A task that was finished before may have run in another sandbox: the first one counts.
-    sandboxes = [found["sandbox"] for found in facts.values() if "sandbox" in found]
-    mean, error = plain_mean([(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]])
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "suite": suite.name,
-        "model": name,
-        "complete": settings["limit"] is None,  # false: a quick look at the first items, not a result
-        "tasks": tasks,
-        "mean": mean,
-        "mean_stderr": error,
-        "sandbox": sandboxes[0] if sandboxes else None,
-        "settings": {
-            **settings,
+    def _result(self, model: "PreTrainedModel", samples: Samples, name: str) -> dict[str, Any]:
+        data_root, tasks = self.settings["data_root"], {}
+        for row in self.suite.tasks:
+            facts = self.facts[row.task]
+            summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
+            tasks[row.task] = summed | {"higher_is_better": facts["higher_is_better"]}
+        # A task that was finished before may have run in another sandbox: the first one counts.
+        sandbox = next((found["sandbox"] for found in self.facts.values() if "sandbox" in found), None)
+        chat_template = None
+        if any(row.chat_template for row in self.suite.tasks):
+            chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
+        settings = {
+            **self.settings,
             "data_root": None if data_root is None else str(data_root),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": input_device(model).type,
-            "chat_template_sha256": _chat_template_hash(tokenizer, suite),
+            "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",
-            "suite": suite.model_dump(mode="json", exclude={"folder"}),
+            "suite": self.suite.model_dump(mode="json", exclude={"folder"}),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
-        },
-    }
-
-
-def _code_work(row: CodeTaskConfig, problems: Sequence[Problem]) -> Work:
-    tokens = len(problems) * row.num_samples * row.max_new_tokens
-    return Work(len(problems), "tokens", tokens)
-
-
-def _run_code(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    row: CodeTaskConfig,
-    problems: Sequence[Problem],
-    scorer: CodeScorer | None,
-    batch: BatchSizer,
-    ranks: Ranks,
-    progress: bool,
-) -> list[dict[str, Any]]:
-    """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
-    completions = generate_completions(
-        model, tokenizer, problems, task=row, batch_size=batch, progress=progress, ranks=ranks
-    )
-
-    def scored() -> list[dict[str, Any]]:
-        assert scorer is not None
-        options: dict[str, Any] = {"timeout_s": row.timeout_s, "progress": progress}
-        try:
-            outcomes = scorer.score_samples(problems, completions, **options)
-        except ScorerError:  # once more: it begins with new servers, and what was generated is worth hours
-            outcomes = scorer.score_samples(problems, completions, **options)
-        texts = prompts(tokenizer, problems, row)
-        return [
-            code_sample(row, problem, prompt, completions[problem.task_id], found)
-            for problem, prompt, found in zip(problems, texts, outcomes, strict=True)
-        ]
-
-    return ranks.from_first(scored)
-
-
-def _chat_template_hash(tokenizer: Any, suite: SuiteConfig) -> str | None:
-    if not any(row.chat_template for row in suite.tasks):
-        return None
-    return text_hash(json.dumps(tokenizer.chat_template, sort_keys=True))
+        }
+        return whole_result(self.suite.name, name, tasks, settings, sandbox)

@@ -15,15 +15,8 @@ from fcsd.errors import UserError
 from fcsd.stats import ALPHA, centre_and_error, holm, interval, plain_mean, standard_error
 
 Sample = Mapping[str, Any]
-
-
-"""Level of verdicts; intervals are 1 - ALPHA wide."""
-
-
 # What two rows must agree on: of the result, and of the suite where both results say it.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
-
-
 _SAME_SUITE_ROW = ("max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s")
 
 
@@ -211,12 +204,17 @@ def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
 
 def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Name the settings that would explain samples that do not match."""
-    one = {"limit": before["settings"]["limit"], "revision": before["tasks"][task].get("revision")}
-    two = {"limit": after["settings"]["limit"], "revision": after["tasks"][task].get("revision")}
-    for key in ("chat_template_sha256", "fewshot_seed"):
-        one[key], two[key] = before["settings"].get(key), after["settings"].get(key)
-    for key in ("split", "dataset_name", "prompt_template", "tests"):
-        one[key], two[key] = _suite_row(before, task).get(key), _suite_row(after, task).get(key)
+
+    def recorded(result: Mapping[str, Any]) -> dict[str, Any]:
+        settings, row = result["settings"], _suite_row(result, task)
+        return {
+            "limit": settings["limit"],
+            "revision": result["tasks"][task].get("revision"),
+            **{key: settings.get(key) for key in ("chat_template_sha256", "fewshot_seed")},
+            **{key: row.get(key) for key in ("split", "dataset_name", "prompt_template", "tests")},
+        }
+
+    one, two = recorded(before), recorded(after)
     found = [f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]]
     return f" (recorded: {'; '.join(found)})" if found else ""
 

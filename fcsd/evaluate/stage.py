@@ -150,7 +150,7 @@ def _identity(model: ModelFolder) -> dict[str, str]:
     """Return what identifies the model that answers: never its path."""
     return {
         "model": model.weights,
-        "connectivity": _wiring(model.folder),
+        "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
         "configuration": configuration_fingerprint(model.folder),
     }
 
@@ -188,10 +188,6 @@ def test_set_fingerprints(
     found = {
         f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
     }
-    return found | (
-        {"data.heldout": data_fingerprint(heldout.path, heldout.revision)} if heldout is not None else {}
-    )
-
-
-def _wiring(path: Path) -> str:
-    return str(read_json(path / "config.json").get("farskip", "regular"))
+    if heldout is not None:
+        found["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
+    return found

@@ -53,12 +53,11 @@ class TaskStore:
         self.folder, self.identity, self.data = folder, dict(identity), dict(data)
 
     def _key(self, row: TaskConfig) -> dict[str, Any]:
-        # Whether a task counts in the mean, and what its data set is called, changes no answer.
-        settings = row.model_dump(mode="json", exclude={"headline", "dataset", "revision"})
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity,
-            "row": settings,
+            # Whether a task counts in the mean, and what its data set is called, changes no answer.
+            "row": row.model_dump(mode="json", exclude={"headline", "dataset", "revision"}),
             "data": self.data[row.task],
         }
 

@@ -2,7 +2,7 @@
 torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fcsd.errors import UserError
@@ -28,18 +28,19 @@ class Family:
 
     model_type: str
     """Key in Hugging Face's Auto mappings."""
-    upstream: str
-    """File inside the transformers package that the other names come from."""
     config: str
-    """Class of the configuration."""
-    causal_lm: str
-    """Class of the model with its LM head."""
-    base_model: str
-    """Class of the model without head."""
-    decoder_layer: str | tuple[str, ...]
-    """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have a class each."""
+    """Class of the configuration, NAMEConfig; NAME begins the other classes that a row leaves out."""
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
+    upstream: str = ""
+    """File inside the transformers package that the other names come from; models/TYPE/modeling_TYPE.py."""
+    causal_lm: str = ""
+    """Class of the model with its LM head; NAMEForCausalLM."""
+    base_model: str = ""
+    """Class of the model without head; NAMEModel."""
+    decoder_layer: str | tuple[str, ...] = ""
+    """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have a class each;
+    NAMEDecoderLayer."""
     layout: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
     """Where the branches leave the stream; the equations are above."""
     in_norm: str | None = "input_layernorm"
@@ -95,17 +96,44 @@ class Family:
     """What keeps the examples of a packed row apart: the masks that the family makes from the position ids; masks
     that it is given, because its own leave the position ids out; or nothing (leaks): a state or a convolution
     runs on through the row, or its forward makes positions of its own, so that it trains on padded rows."""
-    reference: Literal["written", "generic"] = "generic"
+    reference: Literal["written", "generic"] = "written"
     """What the contract tests compare with: forward passes written by hand down to the routing, or the layer
     equations on the family's own modules."""
-    auto_model: str = "AutoModelForCausalLM"
-    """Auto class of `causal_lm`. AutoModelForImageTextToText for a wrapper of a text stack and towers, and for
-    Mistral 4's text model, which transformers lists there."""
+    auto_model: str = ""
+    """Auto class of `causal_lm`: AutoModelForCausalLM; AutoModelForImageTextToText for a wrapper of a text stack and
+    towers, and for Mistral 4's text model, which transformers lists there."""
+
+    def __post_init__(self) -> None:
+        name = self.config.removesuffix("Config")
+        causal_lm = self.causal_lm or f"{name}ForCausalLM"
+        text = causal_lm.endswith("ForCausalLM")
+        usual = {
+            "upstream": f"models/{self.model_type}/modeling_{self.model_type}.py",
+            "causal_lm": causal_lm,
+            "base_model": f"{name}Model",
+            "decoder_layer": f"{name}DecoderLayer",
+            "auto_model": "AutoModelForCausalLM" if text else "AutoModelForImageTextToText",
+        }
+        for field, value in usual.items():
+            object.__setattr__(self, field, getattr(self, field) or value)
 
     @property
     def multimodal(self) -> bool:
         """A wrapper: the stack in it is rewired, and the fields of the stack are in its text config."""
         return not self.causal_lm.endswith("ForCausalLM")
+
+
+def wrapper(text: Family, model_type: str, name: str, *, causal_lm: str = "", base_model: str = "") -> Family:
+    """Return the row of the wrapper around a text stack; its classes begin with `name` but for those given."""
+    return replace(
+        text,
+        model_type=model_type,
+        config=f"{name}Config",
+        causal_lm=causal_lm or f"{name}ForConditionalGeneration",
+        base_model=base_model,
+        auto_model="",
+        reference="written",
+    )
 
 
 def read_field(config: Any, name: str) -> Any:
@@ -119,8 +147,8 @@ def _all(config: Any) -> list[bool]:
     return [True] * config.num_hidden_layers
 
 
-def _first_k_dense(config: Any) -> list[bool]:
-    return [k >= config.first_k_dense_replace for k in range(config.num_hidden_layers)]
+def _from_layer(field: str) -> Callable[[Any], list[bool]]:
+    return lambda config: [k >= getattr(config, field) for k in range(config.num_hidden_layers)]
 
 
 def _sparse_step(config: Any) -> list[bool]:
@@ -153,10 +181,6 @@ def _layers_num_experts(config: Any) -> list[bool]:
     return [count > 1 for count in config.layers_num_experts]
 
 
-def _num_dense_layers(config: Any) -> list[bool]:
-    return [k >= config.num_dense_layers for k in range(config.num_hidden_layers)]
-
-
 def _num_local_experts(config: Any) -> list[bool]:
     return [config.num_local_experts > 0] * config.num_hidden_layers
 
@@ -167,7 +191,7 @@ def _enable_moe_block(config: Any) -> list[bool]:
 
 MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
     "all": (("num_hidden_layers",), _all),
-    "first_k_dense_replace": (("first_k_dense_replace",), _first_k_dense),
+    "first_k_dense_replace": (("first_k_dense_replace",), _from_layer("first_k_dense_replace")),
     "decoder_sparse_step": (("num_experts", "decoder_sparse_step", "mlp_only_layers"), _sparse_step),
     "moe_layers": (("moe_layers", "interleave_moe_layer_step"), _listed),
     "mlp_layer_types": (("mlp_layer_types",), _mlp_layer_types),
@@ -176,7 +200,7 @@ MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
         _moe_layer_interval,
     ),
     "expert_layer_period": (("expert_layer_period", "expert_layer_offset"), _layers_num_experts),
-    "num_dense_layers": (("num_dense_layers",), _num_dense_layers),
+    "num_dense_layers": (("num_dense_layers",), _from_layer("num_dense_layers")),
     "num_local_experts": (("num_local_experts",), _num_local_experts),
     "enable_moe_block": (("enable_moe_block",), _enable_moe_block),
 }

@@ -11,6 +11,9 @@ from typing import Any
 from fcsd.connectivity.aliases import INSTELLA_KEYS
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
 from fcsd.errors import UserError, one_line
+from fcsd.inspect.memory import BYTES
+
+_SHIPPED = Path(__file__).with_name("configs")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Source:
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:
     """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
+
+    Of the models of the shipped recipes the file is in `fcsd/inspect/configs`, for where the Hub cannot be reached.
 
     Raises:
         UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a
@@ -57,6 +62,9 @@ def _remote(name: str, revision: str | None) -> Source:
     try:
         file = Path(hf_hub_download(name, CONFIG, revision=revision))
     except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
+        shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
+        if revision is None and shipped.is_file():
+            return Source(read_checkpoint_json(shipped), f"{name}: {CONFIG} as shipped with fcsd", {}, ())
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository of this name: {reason}"
@@ -86,6 +94,15 @@ def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, wh
             return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
         raise UserError(f"{where}: transformers refuses it: {one_line(error)}") from None
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a checkpoint's config names; bfloat16 where it names none of `BYTES`."""
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        if (dtype := place.get("dtype") or place.get("torch_dtype")) in BYTES:
+            return str(dtype)
+    return "bfloat16"
 
 
 def _special_float(value: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from fcsd.families import (
     moe_mask,
     text_config,
 )
-from fcsd.inspect.checkpoint import Source, config_object, find_source, without_advice
+from fcsd.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source, without_advice
 from fcsd.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
 
 SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
@@ -97,17 +97,14 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
             " and runs with AMD's own code under transformers 4.57"
         )
     connectivity, problem = _connectivity(raw, mask, source)
+    keys = "instella" if has_instella_keys(raw) else "fcsd"
     shared = bool(parameters["parts"].get("shared_experts"))
     return {
         "family": family.model_type,
         "can_be_converted": reason is None and problem is None,
         "reason": reason or problem,
         "connectivity": connectivity,
-        "connectivity_keys": None
-        if connectivity is None
-        else "instella"
-        if has_instella_keys(raw)
-        else "fcsd",
+        "connectivity_keys": None if connectivity is None else keys,
         "layers": {
             "total": len(mask),
             "moe": [index for index, is_moe in enumerate(mask) if is_moe],
@@ -143,11 +140,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "connectivity": None,
         "connectivity_keys": None,
         "layers": {"total": num_layers, "moe": None, "dense": None},
-        "experts": {
-            "routed": experts,
-            "per_token": per_token,
-            "shared": None,
-        },
+        "experts": {"routed": experts, "per_token": per_token, "shared": None},
         "selections": {},
         "parameters": None if total is None else {"total": total, "active": None, "parts": {}},
         "cache": _cache(text) if config is not None else None,
@@ -254,10 +247,7 @@ def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping
     serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
     if facts["family"] is None:
         return {"convert": None, "serve": serve}
-    inner = raw.get("text_config")
-    text = inner if isinstance(inner, Mapping) else {}
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    copies = None if facts["quantization"] else number * BYTES[dtype if dtype in BYTES else "bfloat16"]
+    copies = None if facts["quantization"] else number * BYTES[checkpoint_dtype(raw)]
     files = facts["files"]
     convert = {
         "at_most_bytes": files["largest_bytes"] if files else None,

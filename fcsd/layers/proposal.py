@@ -13,6 +13,7 @@ Not covered: the quality after distillation.
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fcsd.config.strict import did_you_mean
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json
+from fcsd.inspect.table import ranges
 from fcsd.layers.study import KL, Study, difference, layers_stage, measuring, read_study
 from fcsd.models.load import find_model
 from fcsd.text import markdown
@@ -115,13 +117,7 @@ def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
 
 def selection_text(layers: Sequence[int]) -> str:
     """Sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] + 1 == layer:
-            runs[-1][1:] = [layer]
-        else:
-            runs.append([layer])
-    return ",".join("-".join(map(str, run)) for run in runs) or "none"
+    return ranges(layers) if layers else "none"
 
 
 def overlapped_collectives(
@@ -184,10 +180,8 @@ def _verify(
     with measuring(plan, source, launch) as measure:
         measured = [measure(row["layers"]) for row in result["selections"]]
     for row, each in zip(result["selections"], measured, strict=True):
-        value = each.values[metric]
-        row["measured"] = {"value": value.value, "stderr": value.stderr, "num_items": value.num_items}
-    found = difference(measured[0], measured[1], metric)
-    return {"value": found.value, "stderr": found.stderr, "num_items": found.num_items}
+        row["measured"] = asdict(each.values[metric])
+    return asdict(difference(measured[0], measured[1], metric))
 
 
 def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:

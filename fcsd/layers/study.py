@@ -170,7 +170,7 @@ def study_layers(
     ranks = launch.ranks
     mask = layer_mask(model)
     plan = selections(study, len(mask))
-    stage = layers_stage(study, model, folder)
+    stage = ranks.from_first(lambda: layers_stage(study, model, folder))
     if launch.begin(stage) == "finished":
         return stage
     found = folder / "layers.json"
@@ -296,13 +296,13 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     suite = suite_of(study)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=source.config.trust_remote_code)
     model = to_device(load_checkpoint(source), study.model.path, launch.device)
-    if study.text is not None and not hasattr(model, "lm_head"):
-        raise UserError(
-            f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
-            " its own; study the text model of this family"
-        )
     rows = None
     if study.text is not None:
+        if not hasattr(model, "lm_head"):
+            raise UserError(
+                f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
+                " its own; study the text model of this family"
+            )
         rows = heldout_rows(
             study.text,
             tokenizer,

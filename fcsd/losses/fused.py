@@ -40,7 +40,7 @@ No collective, no host synchronisation, no data-dependent shape.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -286,7 +286,7 @@ class _Head:
         """Return the same head without its padding, hidden states and weight in the one dtype of the matmuls."""
         dtype, size = _operand_dtype(self.hidden, self.weight, self.kernels), self.post.vocab_size
         bias = None if self.bias is None else self.bias[:size]
-        return _Head(self.hidden.to(dtype), self.weight[:size].to(dtype), bias, self.post, self.kernels)
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight[:size].to(dtype), bias=bias)
 
     def logits(self, begin: int, end: int, out: Tensor) -> Tensor:
         """Compute what the softmax is taken of, for tokens begin … end-1, into (end-begin, V) `out`."""
@@ -303,16 +303,6 @@ class _Teacher:
     statistics: bool
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The results of a chunk: gradient of the logits (n, V), and of each token divergence, entropy, agreement."""
-
-    gradient: Tensor
-    divergence: Tensor
-    entropy: Tensor | None
-    agreement: Tensor | None
-
-
 def _log_softmax_(x: Tensor, work: Tensor) -> None:
     """Compute log-softmax in place; `work` is scratch of the same shape."""
     largest = x.amax(-1, keepdim=True)
@@ -320,12 +310,16 @@ def _log_softmax_(x: Tensor, work: Tensor) -> None:
     x.sub_(work.exp_().sum(-1, keepdim=True).log_().add_(largest))
 
 
-def _compare(s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher) -> _Rows:
+def _compare(
+    s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compare (n, V) log p_s and log p_t, all of which are overwritten; `work`: tiles of the same shape.
 
     Each log-sum-exp carries a rounding error, which moves all log-probabilities of a row by the same small
     number, and the sum of the row's probabilities with them. Adding sum(p_s - p_t), 0 but for these errors,
     takes them out of both KLs again: without it the KL of a converged student is rounding noise.
+
+    Returns: the gradient of the logits (n, V), and of each token divergence, entropy and agreement.
     """
     by, p = target.divergence, work[0]
     entropy = agreement = None
@@ -364,7 +358,7 @@ def _compare(s: Tensor, t: Tensor, work: list[Tensor], target: _Teacher) -> _Row
         value = student_part.addcmul_(p_s, r, value=b - 1.0).sum(-1)
         mean = torch.mul(p_s, r, out=p).sum(-1, keepdim=True)
         gradient = r.sub_(mean).mul_(p_s).mul_(b - 1.0)
-    return _Rows(gradient, value, entropy, agreement)
+    return gradient, value, entropy, agreement
 
 
 def _num_tiles(target: _Teacher | Tensor) -> int:
@@ -422,15 +416,13 @@ class _FusedLinearLoss(torch.autograd.Function):
                 if teacher is not None and isinstance(target, _Teacher):
                     t = teacher.logits(begin, end, tiles[1])
                     _log_softmax_(t, tiles[-1])
-                    rows = _compare(s, t, tiles[2:], target)
-                    d = rows.gradient
+                    d, divergence, *more = _compare(s, t, tiles[2:], target)
                     if clip is None:
-                        loss += rows.divergence.sum()
+                        loss += divergence.sum()
                     else:
-                        loss += rows.divergence.clamp(max=clip).sum()
-                        d.mul_((rows.divergence <= clip).unsqueeze(1))
-                    found = (rows.divergence, rows.entropy, rows.agreement)
-                    for whole, part in zip(per_token, found, strict=True):
+                        loss += divergence.clamp(max=clip).sum()
+                        d.mul_((divergence <= clip).unsqueeze(1))
+                    for whole, part in zip(per_token, (divergence, *more), strict=True):
                         if whole is not None and part is not None:
                             whole[begin:end] = part
                 else:
@@ -474,6 +466,4 @@ def _operand_dtype(hidden: Tensor, weight: Tensor, kernels: Kernels) -> torch.dt
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(hidden.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(hidden.device.type)  # what the head alone would be given
-    if dtype == torch.float64 or kernels.widens(hidden.device, dtype):
-        return dtype
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    return dtype if kernels.widens(hidden.device, dtype) else torch.promote_types(dtype, torch.float32)

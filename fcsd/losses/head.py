@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
-from fcsd.data.batches import NO_LOSS
+from fcsd.data.batches import NO_LOSS, Batch, next_token_targets
 from fcsd.errors import UserError
 from fcsd.families import base_model_type
 from fcsd.families.structure import (
@@ -244,6 +244,12 @@ def final_hidden(
     if isinstance(output_head(model), LossHead):
         return model(input_ids=input_ids, position_ids=position_ids, keep=keep, objective="hidden")["hidden"]
     return body_hidden(model, input_ids, position_ids, None, keep)
+
+
+def batch_hidden(model: nn.Module, batch: Batch) -> Tensor:
+    """Compute `final_hidden` of the positions of a batch that have something to predict."""
+    keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+    return final_hidden(model, batch["input_ids"], batch["position_ids"], keep)
 
 
 def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:

@@ -33,6 +33,7 @@ from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import family_of
+from fcsd.families.structure import unwrapped
 from fcsd.losses.head import kept
 
 _ONE_BY_ONE = (
@@ -100,15 +101,11 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
     ]
     found = []
     for layer in decoder_layers(model, family):
-        block = getattr(layer, family.moe)
-        for module in block.modules():
-            index = [
-                each.index
-                for each in recorders
-                if module is not block and isinstance(module, each.target_class)
-            ]
-            if index:
-                found.append((module, index[0]))
+        _, *inside = getattr(layer, family.moe).modules()  # without the block itself
+        for module in inside:
+            recorder = next((each for each in recorders if isinstance(module, each.target_class)), None)
+            if recorder is not None:
+                found.append((module, recorder.index))
     if not found:
         raise UserError(
             f"model type '{family.model_type}': transformers does not say where its router's logits are; leave out"
@@ -185,7 +182,7 @@ class AuxiliaryLosses:
         Gradients flow through what is collected, under activation checkpointing too.
         """
         captured = Captured()
-        inner: Any = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+        inner = unwrapped(model)
         handles = []
         for module in self._modules(inner):
             handles.append(

@@ -20,7 +20,7 @@ from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.distributed.shard import whole_head
 from fcsd.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.losses.fused import fused_linear_kl
-from fcsd.losses.head import attach_loss_head, detach_loss_head, final_hidden, refuse_packing
+from fcsd.losses.head import attach_loss_head, batch_hidden, detach_loss_head, refuse_packing
 from fcsd.stats import ratio
 
 
@@ -116,7 +116,7 @@ def read_original(
     """
 
     def prepare(batch: Batch) -> None:
-        batch["teacher_hidden"] = _hidden(original, batch)
+        batch["teacher_hidden"] = batch_hidden(original, batch)
 
     bar = "the original's hidden states" if progress else None
     with _evaluating(original):
@@ -138,10 +138,23 @@ def kl_by_row(
     """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
     device = input_device(model)
     teacher_head, head = original.head.to(device), whole_head(model, device)
+    teacher_scale, teacher_softcap = head_scaling(original.config)
+    scale, softcap = head_scaling(model.config)
 
     def loss_sum(batch: Batch) -> Tensor:
-        known = batch["teacher_hidden"]
-        return _sum(original.config, teacher_head, known, model.config, head, _hidden(model, batch))
+        return fused_linear_kl(
+            batch_hidden(model, batch),
+            head.weight,
+            batch["teacher_hidden"],
+            teacher_head.weight,
+            bias=head.bias,
+            teacher_bias=teacher_head.bias,
+            logit_scale=scale,
+            teacher_logit_scale=teacher_scale,
+            softcap=softcap,
+            teacher_softcap=teacher_softcap,
+            vocab_size=unpadded_vocab_size(model.config),
+        )
 
     bar = "KL to the original" if progress else None
     with _evaluating(model):
@@ -184,35 +197,3 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
         if as_a_whole:
             detach_loss_head(model)
         model.train(training)
-
-
-def _hidden(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the (N, D) hidden states of the batch's kept tokens."""
-    keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-    return final_hidden(model, batch["input_ids"], batch["position_ids"], keep)
-
-
-def _sum(
-    original_config: Any,
-    teacher_head: nn.Linear,
-    teacher_hidden: Tensor,
-    config: Any,
-    head: nn.Linear,
-    hidden: Tensor,
-) -> Tensor:
-    """Compute the forward KL summed over tokens; all tensors are on one device."""
-    teacher_scale, teacher_softcap = head_scaling(original_config)
-    scale, softcap = head_scaling(config)
-    return fused_linear_kl(
-        hidden,
-        head.weight,
-        teacher_hidden,
-        teacher_head.weight,
-        bias=head.bias,
-        teacher_bias=teacher_head.bias,
-        logit_scale=scale,
-        teacher_logit_scale=teacher_scale,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
-        vocab_size=unpadded_vocab_size(config),
-    )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_checkpoint_json
+from fcsd.connectivity.load import load_model
+from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.files import weights_fingerprint
 
@@ -16,15 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from fcsd.config.model import ModelConfig
-    from fcsd.connectivity import Connectivity
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of a recipe's word."""
-    return _DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -62,7 +61,7 @@ def find_model(config: "ModelConfig") -> ModelFolder:
 
 def load_checkpoint(
     model: ModelFolder,
-    connectivity: "Connectivity | None" = None,
+    connectivity: Connectivity | None = None,
     *,
     weights: bool = True,
     distributed_config: Any = None,
@@ -77,8 +76,6 @@ def load_checkpoint(
     Raises:
         UserError: what `load_model` refuses; a model that cannot be sharded as the configuration says.
     """
-    from fcsd.connectivity import load_model
-
     config = model.config
     given = {"distributed_config": distributed_config, "device_map": device_map}
     options = {name: value for name, value in given.items() if value is not None}
@@ -142,9 +139,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
             f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
         )
     if (folder / CONFIG).is_file():
-        read_checkpoint_json(
-            folder / CONFIG
-        )  # AutoTokenizer reads it too, and would blame the tokenizer for its faults
+        # AutoTokenizer reads it too, and would blame the tokenizer for its faults.
+        read_checkpoint_json(folder / CONFIG)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,24 +12,12 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def random_state(devices: Sequence[int]) -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch (CPU and these CUDA devices) on leaving."""
+def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]:
+    """Restore every module's `.training`, `use_cache`, the generation settings, the tokenizer's padding and the
+    generators of Python, NumPy and torch (of the CPU, and of the CUDA devices that the model is on) on leaving."""
     import numpy
     import torch
 
-    python, array = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(array)
-
-
-@contextlib.contextmanager
-def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]:
-    """Restore every module's `.training`, `use_cache`, the generation settings, the tokenizer's padding and
-    the random state on leaving."""
     training = {module: module.training for module in model.modules()}
     config = model.config
     use_cache = getattr(config, "use_cache", None)
@@ -39,10 +27,13 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
         for name in ("padding_side", "truncation_side", "pad_token")
         if tokenizer
     }
-    with random_state(_devices(model)):
+    python, array = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=_devices(model)):
         try:
             yield
         finally:
+            random.setstate(python)
+            numpy.random.set_state(array)
             for module, was_training in training.items():
                 module.training = was_training
             if use_cache is not None:

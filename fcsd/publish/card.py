@@ -1,10 +1,4 @@
-"""The folder that goes to the Hub: checkpoint, remote code, tokenizer, model card and results as data.
-
-    write_publication(recipe, original, model, report_folder, folder)   # stage `publish` of a run
-    write_card(facts, folder)                                           # README.md and .eval_results/
-
-Not covered: uploading, and checkpoints that no recipe made; that is `fcsd.publish.push`.
-"""
+"""Write the model card of a checkpoint (`README.md`), and its results as data (`.eval_results/`)."""
 
 import dataclasses
 import importlib.metadata
@@ -22,13 +16,6 @@ from fcsd.report.comparison import settings_line
 from fcsd.report.table import paired_table, score_table
 from fcsd.report.verdict import LEGEND, quick_look, verdict
 from fcsd.text import items_text, plus_minus, scored_row, stopping_text
-
-"""Stands in a card for the repository id as long as there is none."""
-
-
-"""Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
-data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark."""
-
 
 _TEXT = """\
 # {title}
@@ -116,8 +103,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
-    """Link link the licence, whose link may name a file beside the original's card: here it leads to that, unless it is
-    here."""
+    """Return the licence with a link that leads to the file beside the original's card, unless that is here."""
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
         return dict(facts.licence)

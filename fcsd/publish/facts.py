@@ -12,7 +12,7 @@ from fcsd.config.recipe import Recipe
 from fcsd.errors import UserError
 from fcsd.files import read_json
 
-HERE = "path/to/this/folder"
+HERE = "path/to/this/folder"  # stands in a card for the repository id as long as there is none
 
 
 LICENCE_KEYS = ("license", "license_name", "license_link")

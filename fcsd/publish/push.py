@@ -85,21 +85,18 @@ def push(
             index or config, remote code missing, a token in a text file; then what the Hub refuses.
     """
     _check_repo_id(repo_id)
-    source = find_checkpoint(folder)
-    checkpoint = _checked(source)
+    checkpoint = _checked(find_checkpoint(folder))
+    card = card or NewCard()
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
             raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
         with new_folder(dry_run) as new:
-            _assemble(checkpoint, repo_id, new, card or NewCard(), place)
-            _say(checkpoint, new, repo_id)
+            _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
     with tempfile.TemporaryDirectory(prefix="fcsd-push-") as name:
-        new = Path(name)
         # Links: nothing of the weights is written a second time, on whatever disk they are.
-        _assemble(checkpoint, repo_id, new, card or NewCard(), lambda old, to: to.symlink_to(old.resolve()))
-        _say(checkpoint, new, repo_id)
-        return _upload(new, repo_id, private)
+        _assemble(checkpoint, repo_id, Path(name), card, lambda old, to: to.symlink_to(old.resolve()))
+        return _upload(Path(name), repo_id, private)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -148,8 +145,7 @@ def _checked(source: Path) -> Checkpoint:
             f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd convert`), or upload it as it is"
             " with `hf upload`"
         )
-    config, cls = config_and_class(checkpoint, None, original=False)
-    check_tensors(checkpoint, config, cls)
+    check_tensors(checkpoint, *config_and_class(checkpoint))
     for name in _modules(checkpoint.config):
         if not (source / name).is_file():
             raise UserError(
@@ -162,19 +158,16 @@ def _checked(source: Path) -> Checkpoint:
 
 
 def _modules(config: dict[str, Any]) -> list[str]:
-    names = [name for value in (config.get("auto_map") or {}).values() for name in _listed(value)]
+    values = (config.get("auto_map") or {}).values()
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
     return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
-
-
-def _listed(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
 
 
 # ---- the folder
 
 
 def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
-    """Fill `new` with what goes to the Hub; kinds of files that are not named here stay behind."""
+    """Fill `new` with what goes to the Hub, and print it; kinds of files that are not named here stay behind."""
     source = checkpoint.folder
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
@@ -189,12 +182,16 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
                 " and edit this one, or remove it"
             )
         text = (source / _CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
-        if (other := _other_repo(source)) not in (None, repo_id):
-            text = text.replace(f'"{other}"', f'"{repo_id}"')
+        if (source / "report.json").is_file():
+            # The repository id that the recipe of a publish folder wrote into its card.
+            publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
+            if other := publication.get("repo_id"):
+                text = text.replace(f'"{other}"', f'"{repo_id}"')
         write_text(new / _CARD, text)
     for file in sorted(new.rglob("*")):
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
             _refuse_token(file, source / file.relative_to(new))
+    _say(checkpoint, new, repo_id)
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
@@ -213,15 +210,6 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     for pattern in (*CARRIED, *_OTHER):
         found |= {file for file in source.glob(pattern) if file.is_file()}
     return sorted(found)
-
-
-def _other_repo(source: Path) -> str | None:
-    """Read the repository id that the recipe of a publish folder wrote into its card."""
-    if not (source / "report.json").is_file():
-        return None
-    publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
-    name: str | None = publication.get("repo_id")
-    return name
 
 
 def _refuse_token(file: Path, shown: Path) -> None:
@@ -363,9 +351,7 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
     if "generation_config.json" not in sent:
         notes.append("no generation_config.json: generation uses transformers' defaults")
-    old = (
-        source / _CARD
-    ).is_file()  # one that is there is kept as it is, and was made by a recipe or by hand
+    old = (source / _CARD).is_file()  # it is kept as it is, and was made by a recipe or by hand
     where = f"edit {source / _CARD}"
     if old and (source / "report.json").is_file():
         where += ", or publication in the recipe and `fcsd run` it again"
@@ -494,6 +480,3 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
             f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
             " again, it continues from what has arrived"
         ) from None
-
-
-__all__ = ["NewCard", "find_checkpoint", "push"]

@@ -10,6 +10,8 @@ from fcsd.publish.facts import hub_id
 RESULTS = ".eval_results"
 
 
+# Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a Benchmark. The one of our suites'
+# data sets that https://huggingface.co/docs/hub/eval-results names as a Benchmark.
 _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
 
 

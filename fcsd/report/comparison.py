@@ -33,7 +33,7 @@ def read_evaluated(original: Path, converted: Sequence[Path]) -> dict[str, dict[
     path as tells it apart; training is `training_of` the folder.
 
     Raises:
-        UserError: as `lm_eval_results.read_results`; a folder twice.
+        UserError: as `lm_eval.read.read_results`; a folder twice.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]
@@ -93,7 +93,7 @@ def write_details(evaluated: Evaluated, comparisons: Comparisons, folder: Path) 
     if not comparisons:
         return {}
     write_items(evaluated, comparisons, folder / "items.html")
-    look = quick_look(min((each["limit"] for each in comparisons.values() if each["limit"]), default=None))
+    look = quick_look(*(each["limit"] for each in comparisons.values()))
     plot_deltas(comparisons, folder / "deltas.png", note=look)
     mark = f" {look}" if look else ""
     figures = {"deltas.png": f"Difference to the original, with 95 % intervals (paired).{mark}"}
@@ -114,11 +114,8 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
     Raises:
         UserError: results that do not match; `folder` is not empty and no comparison.
     """
-    if (
-        folder.exists()
-        and not (folder / "comparison.json").is_file()
-        and (folder.is_file() or any(folder.iterdir()))
-    ):
+    foreign = folder.exists() and not (folder / "comparison.json").is_file()
+    if foreign and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is no comparison; choose another folder")
     comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:
@@ -148,7 +145,7 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
 
 def verdicts(comparisons: Comparisons) -> list[str]:
     """Write what an impatient reader needs: the mark of a quick look, and a line a model; parts of a Markdown page."""
-    look = next(filter(None, (quick_look(comparison["limit"]) for comparison in comparisons.values())), "")
+    look = quick_look(*(each["limit"] for each in comparisons.values()))
     lines = "\n".join(f"- {verdict(name, comparison)}" for name, comparison in comparisons.items())
     return [*([f"**{look}**"] if look else []), lines]
 
@@ -190,10 +187,9 @@ def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
 def settings_text(evaluated: Evaluated) -> str:
     """Write the settings, once where they are the same for all, and what differs."""
     lines = {name: settings_line(each["result"]) for name, each in evaluated.items()}
+    text = "\n".join(f"- {name}: {line}" for name, line in lines.items())
     if len(set(lines.values())) == 1:
         text = next(iter(lines.values()))
-    else:
-        text = "\n".join(f"- {name}: {line}" for name, line in lines.items())
     differ = differing_settings(evaluated)
     return text + (f"\n\n**These differ:** {differ}." if differ else "")
 

@@ -38,9 +38,7 @@ def write_items(
     tasks = list(comparisons[names[1]]["tasks"])
     index = {
         "models": names,
-        "note": quick_look(
-            min((each["limit"] for each in comparisons.values() if each["limit"]), default=None)
-        ),
+        "note": quick_look(*(each["limit"] for each in comparisons.values())),
         "tasks": [
             {
                 "name": task,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
@@ -23,18 +23,17 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
         "jsd": "JSD (nats per token)",
         "ce": "cross-entropy (nats per token)",
     }
-    panels = {
-        title: {name: _series(points, key) for name, points in histories.items()}
-        for key, title in titles.items()
-    }
-    panels = {title: {n: s for n, s in series.items() if s[0]} for title, series in panels.items()}
-    panels = {title: series for title, series in panels.items() if series}
-    figure, axes = plt.subplots(
-        1, max(1, len(panels)), figsize=(_SIZE[0] * max(1, len(panels)), _SIZE[1]), squeeze=False
-    )
-    for axis, (title, series) in zip(axes[0], panels.items(), strict=False):
-        for name, (steps, values) in series.items():
-            axis.plot(steps, values, label=name)
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for key, title in titles.items():
+        for name, points in histories.items():
+            # On a logarithmic axis there is no place for 0.
+            if series := [(point["step"], point[key]) for point in points if point.get(key, 0) > 0]:
+                panels.setdefault(title, {})[name] = series
+    count = max(1, len(panels))
+    figure, axes = plt.subplots(1, count, figsize=(_SIZE[0] * count, _SIZE[1]), squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=False):
+        for name, series in lines.items():
+            axis.plot(*zip(*series, strict=True), label=name)
         axis.set(xlabel="step", ylabel=title, yscale="log")
         axis.legend()
     _save(figure, path)
@@ -84,9 +83,7 @@ def plot_models(
     turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
     axis.set_xticks(range(len(tasks)), tasks, **turned)
     axis.set(ylabel="score", ylim=(0, 1.05))
-    if note:
-        axis.set_title(note, fontsize="small", color="tab:red")
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _legend_beside(axis, note)
     _save(figure, path, around=True)
 
 
@@ -114,11 +111,8 @@ def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: 
         1, 1 + bool(near), figsize=(_SIZE[0] * (1 + bool(near)), height), sharey=True, squeeze=False,
         gridspec_kw={"wspace": 0.05},
     )  # fmt: skip
-    thick = 0.7 / len(comparisons)
     for axis in axes[0]:
-        for index, (name, each) in enumerate(rows.items()):
-            places = [place - 0.35 + thick * (index + 0.5) for place in range(len(tasks))]
-            _intervals(axis, each, places, f"C{index % 10}", name, markersize=5, capsize=2)
+        _intervals(axis, rows, 0.7, markersize=5, capsize=2)
         if has_mean:
             axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
         _difference_axis(axis, f"{label}; filled: beyond noise", note)
@@ -148,11 +142,8 @@ def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: 
     members = sorted(first, key=lambda member: -first[member]["delta"])
     step = 0.17 * max(1.0, 0.6 * len(comparisons))
     figure, axis = plt.subplots(figsize=(_SIZE[0], step * len(members) + 1.2))
-    height = 0.6 / len(comparisons)
-    for index, (model, row) in enumerate(comparisons.items()):
-        rows = [row["members"][member] for member in members]
-        places = [place - 0.3 + height * (index + 0.5) for place in range(len(members))]
-        _intervals(axis, rows, places, f"C{index % 10}", model, markersize=3, linewidth=0.7)
+    rows = {model: [row["members"][member] for member in members] for model, row in comparisons.items()}
+    _intervals(axis, rows, 0.6, markersize=3, linewidth=0.7)
     labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
     axis.set_yticks(range(len(members)), labels, fontsize=6)
     _difference_axis(axis, f"{name}: difference to the original (points), 95 % interval", note)
@@ -161,31 +152,31 @@ def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: 
 
 
 def _intervals(
-    axis: Any,
-    rows: Sequence[Mapping[str, Any]],
-    places: Sequence[float],
-    colour: str,
-    label: str,
-    **style: Any,
+    axis: Any, models: Mapping[str, Sequence[Mapping[str, Any]]], space: float, **style: Any
 ) -> None:
-    """Draw the differences to the original, in points, with their 95 % intervals."""
-    for row, place in zip(rows, places, strict=True):
-        delta, (low, high) = row["delta"], _bounds(row)
-        # Of members there is no verdict, only the interval.
-        noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
-        errors = [[100 * (delta - low)], [100 * (high - delta)]]
-        face = "white" if noise else colour
-        axis.errorbar(
-            [100 * delta], [place], xerr=errors, linestyle="none", marker="o", color=colour,
-            markerfacecolor=face, label=label, **style,
-        )  # fmt: skip
-        label = "_"  # one entry a model
+    """Draw the differences to the original, in points, with their 95 % intervals: a tick a row, the models side by side
+    in `space` around it."""
+    for index, (name, rows) in enumerate(models.items()):
+        colour = f"C{index % 10}"
+        for tick, row in enumerate(rows):
+            delta, (low, high) = row["delta"], _bounds(row)
+            # Of members there is no verdict, only the interval.
+            noise = row["verdict"] == "within noise" if "verdict" in row else low <= 0 <= high
+            axis.errorbar(
+                [100 * delta], [tick + space * ((index + 0.5) / len(models) - 0.5)],
+                xerr=[[100 * (delta - low)], [100 * (high - delta)]], linestyle="none", marker="o", color=colour,
+                markerfacecolor="white" if noise else colour, label="_" if tick else name, **style,
+            )  # fmt: skip
 
 
 def _difference_axis(axis: Any, label: str, note: str) -> None:
     axis.axvline(0, color="black", linewidth=1, zorder=0)
     axis.set(xlabel=label)
     axis.grid(alpha=0.3, axis="x")
+    _legend_beside(axis, note)
+
+
+def _legend_beside(axis: Any, note: str) -> None:
     if note:
         axis.set_title(note, fontsize="small", color="tab:red")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
@@ -224,15 +215,9 @@ def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any],
             # 0 layers: the original's score; its KL is 0, for which a logarithmic axis has no place.
             points = (by_side["none"] if metric["better"] == "higher" else []) + by_side[side]
             style = {"marker": marker, "markersize": 4, "capsize": 2, "label": label, "color": colour}
-            axis.errorbar(*_values(points, metric["name"], [p["num_layers"] for p in points]), **style)
-    axis.set(
-        xlabel=f"N, rewired layers of {num_layers}", ylabel=_quality(metric), xlim=(-0.02 * num_layers, None)
-    )
-    axis.set_title("rewired from either end, untrained", fontsize="medium")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _quality_scale(axis, metric)
-    axis.grid(alpha=0.3)
-    axis.legend()
+            axis.errorbar([p["num_layers"] for p in points], *_values(points, metric["name"]), **style)
+    axis.set(xlabel=f"N, rewired layers of {num_layers}", xlim=(-0.02 * num_layers, None))
+    _finish_layers(axis, metric, "rewired from either end, untrained", grid="both")
 
 
 def _plot_single(
@@ -241,7 +226,8 @@ def _plot_single(
     for is_moe, colour, label in ((True, "tab:green", "MoE layer"), (False, "tab:gray", "dense layer")):
         points = [p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe]
         if points:
-            places, values, errors = _values(points, metric["name"], [p["layers"][0] for p in points])
+            places = [p["layers"][0] for p in points]
+            values, errors = _values(points, metric["name"])
             if metric["better"] == "lower":
                 axis.bar(places, values, yerr=errors, color=colour, label=label, capsize=2)
             else:  # a score's bars would all look alike: what is read is the distance to the original
@@ -250,37 +236,28 @@ def _plot_single(
     for point in by_side["none"] if metric["better"] == "higher" else []:
         value = point["values"][metric["name"]]["value"]
         axis.axhline(value, color="black", linewidth=1, linestyle="--", label="original")
-    axis.set(xlabel="index of the one rewired layer", ylabel=_quality(metric))
-    axis.set_title("one layer at a time, untrained", fontsize="medium")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _quality_scale(axis, metric)
-    axis.grid(alpha=0.3, axis="y")
+    axis.set(xlabel="index of the one rewired layer")
     axis.set_axisbelow(True)
-    axis.legend()
+    _finish_layers(axis, metric, "one layer at a time, untrained", grid="y")
 
 
-def _values(
-    points: Sequence[Mapping[str, Any]], name: str, places: Sequence[int]
-) -> tuple[Sequence[int], list[float], list[float]]:
-    """Return places, values and standard errors of the points that have the metric."""
+def _values(points: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Return values and standard errors of a metric."""
     found = [point["values"][name] for point in points]
-    return places, [value["value"] for value in found], [value["stderr"] for value in found]
+    return [value["value"] for value in found], [value["stderr"] for value in found]
 
 
-def _quality(metric: Mapping[str, str]) -> str:
-    return (
-        f"KL to the original ({metric['unit']})"
-        if metric["name"] == "kl"
-        else f"{metric['name']} ({metric['unit']})"
-    )
-
-
-def _quality_scale(axis: Any, metric: Mapping[str, str]) -> None:
-    """Scale the axis: a KL spans orders of magnitude and is 0 without rewired layers; scores are shares."""
-    if metric["better"] == "lower":
+def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Literal["both", "y"]) -> None:
+    axis.set_title(title, fontsize="medium")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    name = "KL to the original" if metric["name"] == "kl" else metric["name"]
+    axis.set(ylabel=f"{name} ({metric['unit']})")
+    if metric["better"] == "lower":  # a KL spans orders of magnitude, and is 0 without rewired layers
         axis.set_yscale("log")
-    else:
+    else:  # scores are shares
         axis.set_ylim(-0.02, 1.02)
+    axis.grid(alpha=0.3, axis=grid)
+    axis.legend()
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
@@ -291,23 +268,12 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
             (row for row in result["candidates"] if row["stage"] == key and row["loss"] is not None),
             key=lambda row: row[key],
         )
-        axis.plot([row[key] for row in rows], [row["loss"] for row in rows], marker="o")
         chosen = [row for row in rows if row[key] == result[key]]
-        axis.plot(
-            [row[key] for row in chosen],
-            [row["loss"] for row in chosen],
-            "o",
-            color="tab:red",
-            label="chosen",
-        )
+        for points, style in ((rows, {}), (chosen, {"linestyle": "", "color": "tab:red", "label": "chosen"})):
+            axis.plot([row[key] for row in points], [row["loss"] for row in points], marker="o", **style)
         axis.set(xscale="log", xlabel=key, ylabel=f"mean loss of the last {result['last_steps']} steps")
         axis.legend()
     _save(figure, folder / "sweep.png")
-
-
-def _series(points: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
-    chosen = [point for point in points if point.get(key, 0) > 0]
-    return [point["step"] for point in chosen], [point[key] for point in chosen]
 
 
 def _save(figure: Figure, path: Path, *, around: bool = False) -> None:

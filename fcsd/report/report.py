@@ -39,7 +39,8 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         for name in sorted(names, key=lambda name: name != "original")
         if _manifest(layout.evaluation(name)) is not None
     }
-    training = {name: path for name in names if (path := _training_folder(layout, name)) is not None}
+    training = {name: layout.stage(name) for name in names}
+    training = {name: path for name, path in training.items() if (path / "history.jsonl").is_file()}
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
     models = {
         name: {
@@ -50,21 +51,21 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         for name, each in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
-    limits = [each["result"]["settings"]["limit"] for each in models.values()]
-    if look := quick_look(min(filter(None, limits), default=None)):
+    look = quick_look(*(each["result"]["settings"]["limit"] for each in models.values()))
+    if look:
         table += f"\n\n{look}"
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "recipe": recipe.dump(),
         "models": models,
         "comparisons": comparisons,
-        "training": {name: _manifest_at(path) for name, path in training.items()},
+        "training": {name: read_json(path / "manifest.json") for name, path in training.items()},
         "sweep": (_manifest(layout.sweep) or {}).get("results"),
-        "layers": _layer_study(layout.layers),
+        "layers": read_study(layout.layers) if _manifest(layout.layers) is not None else None,
         "versions": versions(),
     }
     with new_folder(folder) as new:
-        figures = _figures(report, training, evaluated, new) | write_details(evaluated, comparisons, new)
+        figures = _figures(report, training, look, new) | write_details(evaluated, comparisons, new)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
     said = [verdict(name, comparison).replace("**", "") for name, comparison in comparisons.items()]
@@ -85,22 +86,9 @@ def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
     return {"result": result, "samples": samples}
 
 
-def _training_folder(layout: RunLayout, name: str) -> Path | None:
-    path = layout.stage(name)
-    return path if (path / "history.jsonl").is_file() else None
-
-
-def _manifest_at(path: Path) -> dict[str, Any]:
-    return read_json(path / "manifest.json")
-
-
 def _manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / "manifest.json"
     return read_json(path) if path.is_file() else None
-
-
-def _layer_study(folder: Path) -> dict[str, Any] | None:
-    return read_study(folder) if (folder / "manifest.json").is_file() else None
 
 
 def _layers(layout: RunLayout, name: str) -> str:
@@ -109,9 +97,8 @@ def _layers(layout: RunLayout, name: str) -> str:
         return "0"
     config = read_json(layout.model(name) / "config.json")
     farskip = config.get("farskip") or {"layers": []}
-    sides = [
-        word for word, side in (("attention", "partial"), ("mlp", "outdated")) if farskip.get(word) == side
-    ]
+    rewired = {"attention": "partial", "mlp": "outdated"}
+    sides = [name for name, side in rewired.items() if farskip.get(name) == side]
     only = f" ({sides[0]} only)" if len(sides) == 1 else ""
     text = config.get("text_config", config)  # of a multimodal wrapper its text stack is rewired
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
@@ -120,14 +107,13 @@ def _layers(layout: RunLayout, name: str) -> str:
 def _training(path: Path | None) -> str:
     if path is None:
         return "-"
-    manifest = _manifest_at(path)
+    manifest = read_json(path / "manifest.json")
     objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
     results = manifest["results"]
     best = f", best at {results['best_step']}" if results.get("best_step") is not None else ""
     happened = ""
     for name in ("skipped_steps", "spikes", "rewinds"):
-        count = results.get(name, 0)
-        if count:
+        if count := results.get(name, 0):
             happened += f", {count} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
         happened += f", {bad} bad row{'' if bad == 1 else 's'} left out"
@@ -135,19 +121,15 @@ def _training(path: Path | None) -> str:
     return f"{objective}, {steps}{best}{happened}"
 
 
-def _figures(
-    report: dict[str, Any], training: dict[str, Path], evaluated: dict[str, dict[str, Any]], folder: Path
-) -> dict[str, str]:
+def _figures(report: dict[str, Any], training: dict[str, Path], look: str, folder: Path) -> dict[str, str]:
     """Draw what there is; file name -> caption."""
     figures: dict[str, str] = {}
-    if evaluated:
-        tasks = list(next(iter(evaluated.values()))["result"]["tasks"])
+    if models := report["models"]:
+        tasks = list(next(iter(models.values()))["result"]["tasks"])
         scores = {
             name: {task: (row["value"], row["stderr"]) for task, row in each["result"]["tasks"].items()}
-            for name, each in evaluated.items()
+            for name, each in models.items()
         }
-        limits = [each["result"]["settings"]["limit"] for each in evaluated.values()]
-        look = quick_look(min(filter(None, limits), default=None))
         plot_models(tasks, scores, folder / "models.png", note=look)
         figures["models.png"] = "Scores of every model; bars are one standard error."
     figures |= training_figures(training, folder)
@@ -189,8 +171,8 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
             f"Chosen: {sweep['batch_size_tokens']} tokens, learning rate {sweep['learning_rate']:g}"
             " (see `sweep/sweep.md`).",
         ]
-    parts += ["## Figures"] if figures else []
-    parts += figure_parts(figures)
+    if figures:
+        parts += ["## Figures", *figure_parts(figures)]
     parts += ["## Settings", _settings(report), "## Recipe", f"```yaml\n{to_yaml(recipe.dump())}```"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -200,11 +182,12 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
     same = (stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
+    default = {"code": "test"}  # split of a row that names none
     graded = {
         row["task"]
         for each in models.values()
         for row in each["result"]["settings"]["suite"]["tasks"]
-        if (row["dataset"], row.get("dataset_name"), row.get("split") or _code_split(row)) == same
+        if (row["dataset"], row.get("dataset_name"), row.get("split") or default.get(row["kind"])) == same
     }
     if not graded:
         return ""
@@ -213,17 +196,11 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     )
 
 
-def _code_split(row: Mapping[str, Any]) -> str | None:
-    return "test" if row["kind"] == "code" else None
-
-
 def _settings(report: dict[str, Any]) -> str:
     lines = [f"- {name} {version}" for name, version in report["versions"].items()]
     if report["models"]:
         lines.append(f"- evaluation: {settings_text(report['models'])}")
-        sandbox = next(iter(report["models"].values()))["result"]["sandbox"]
-        if sandbox is not None:
-            lines.append(
-                f"- sandbox of generated code: {', '.join(f'{key} {value}' for key, value in sandbox.items())}"
-            )
+        sandbox = next(iter(report["models"].values()))["result"]["sandbox"] or {}
+        if layers := ", ".join(f"{key} {value}" for key, value in sandbox.items()):
+            lines.append(f"- sandbox of generated code: {layers}")
     return "\n".join(lines)

@@ -24,37 +24,18 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
 
     models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate` measured}.
     """
-    tasks = list(next(iter(models.values()))["result"]["tasks"])
-    units = {
-        task: row["metric"].split(",")[0]
-        for task, row in next(iter(models.values()))["result"]["tasks"].items()
-    }
-    header = [
-        "model",
-        "rewired",
-        "training",
-        *[f"{task} {units[task]}" for task in tasks],
-        "mean",
-        "KL to original",
-    ]
+    tasks = next(iter(models.values()))["result"]["tasks"]
+    scored = [f"{task} {row['metric'].split(',')[0]}" for task, row in tasks.items()]
+    header = ["model", "rewired", "training", *scored, "mean", "KL to original"]
     rows = []
     for name, model in models.items():
         result = model["result"]
-        kl = result.get("kl_to_original")
+        kl = (result.get("kl_to_original") or {}).get("kl")
         scores = [percent(result["tasks"][task]["value"], result["tasks"][task]["stderr"]) for task in tasks]
-        rows.append(
-            [
-                name,
-                model["layers"],
-                model["training"],
-                *scores,
-                percent(result["mean"]),
-                f"{kl['kl']:.4f}" if kl and kl["kl"] is not None else "-",
-            ]
-        )
+        ends = [percent(result["mean"]), "-" if kl is None else f"{kl:.4f}"]
+        rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
-        turned = zip(*[header, *rows], strict=True)
-        header, *rows = [list(line) for line in turned]
+        header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
     return markdown(header, rows)
 
 

@@ -12,8 +12,9 @@ LEGEND = (
 )
 
 
-def quick_look(limit: float | None) -> str:
-    """Return the mark of an evaluation that was cut short; "" for a whole one."""
+def quick_look(*limits: float | None) -> str:
+    """Return the mark of evaluations that were cut short, with the smallest of their limits; "" for whole ones."""
+    limit = min(filter(None, limits), default=None)
     if limit is None:
         return ""
     part = f"{100 * limit:g} % of the" if limit < 1 else f"{limit:g}"

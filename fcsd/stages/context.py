@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. What was looked up stays, for variants of the recipe too (`with_recipe`)."""
+    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it."""
 
     recipe: Recipe
     launch: Launch
@@ -40,10 +40,6 @@ class Run:
             self._known[key] = look_up()
         found: Found = self._known[key]
         return found
-
-    def with_recipe(self, recipe: Recipe) -> Run:
-        """Return the run of a recipe that differs in how the same model is trained."""
-        return replace(self, recipe=recipe)
 
     def variant(self, name: str | None) -> Run:
         """Return the run of one of the recipe's variants; None: this run.
@@ -58,7 +54,7 @@ class Run:
             raise UserError(
                 f"recipe {recipe.name}: has no variant '{name}'; allowed: {', '.join(recipe.variants) or 'none'}"
             )
-        return self.with_recipe(recipe.variant(name))
+        return replace(self, recipe=recipe.variant(name))
 
     @property
     def layout(self) -> RunLayout:

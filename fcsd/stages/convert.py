@@ -9,7 +9,8 @@ def convert(run: Run) -> Stage:
     """Leave the original with FarSkip connectivity, untrained."""
     recipe, launch, original = run.recipe, run.launch, run.original
     settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
-    stage = Stage(run.layout.convert, "convert", settings, {"original": original.weights})
+    inputs = {"original": launch.ranks.from_first(lambda: original.weights)}
+    stage = Stage(run.layout.convert, "convert", settings, inputs)
     if launch.begin(stage) == "finished":
         return stage
     model = run.layout.model("converted")

@@ -13,9 +13,9 @@ from fcsd.config.layout import MAIN
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import validate
-from fcsd.config.training import TrainConfig
+from fcsd.config.training import MAY_CHANGE, TrainConfig
 from fcsd.distill.arguments import TrainingRun
-from fcsd.distill.run import train
+from fcsd.distill.run import remove_checkpoints, train
 from fcsd.distill.sweep import Candidate, run_sweep
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
@@ -36,7 +36,8 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     if recipe.sweep is None:
         raise UserError(f"recipe {recipe.name}: has no `sweep` section; add one (see docs/recipes.md)")
     settings = _training_settings(recipe) | {"sweep": recipe.sweep.model_dump(mode="json")}
-    stage = Stage(folder, "sweep", settings, _training_inputs(run))
+    inputs = launch.ranks.from_first(lambda: _training_inputs(run))
+    stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
         return stage
     rows, record = training_rows(recipe.data, run.tokenizer, run)
@@ -48,7 +49,13 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         plan = _training_run(run, place, description, teacher, rows)
         train(replace(plan, train=settings, save_model=False))
 
-    result = run_sweep(recipe.sweep, recipe.train, folder, candidate_run)
+    result = run_sweep(
+        recipe.sweep,
+        recipe.train,
+        folder,
+        candidate_run,
+        remove_checkpoints=lambda place: remove_checkpoints(place, launch),
+    )
     write_ready_recipe(recipe, result, folder)
     if launch.first:
         plot_sweep(result, folder)
@@ -64,8 +71,10 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     run.variant(variant)  # a wrong name is found before a sweep that is missing
     run = _with_sweep(run).variant(variant)
     plan, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
-    stage = Stage(folder, "distill", _training_settings(plan), _training_inputs(run))
+    inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once
+    stage = Stage(folder, "distill", _training_settings(plan), inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
+        remove_checkpoints(folder, launch)
         return stage
     rows, record = training_rows(plan.data, run.tokenizer, run)
     _check_launch(run)
@@ -74,6 +83,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     with early_stopping(run, run.tokenizer) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
     launch.finish(stage, results | left_out(record, folder, launch), folder / "model")
+    remove_checkpoints(folder, launch)
     return stage
 
 
@@ -102,7 +112,7 @@ def _with_sweep(run: Run) -> Run:
         raise UserError(
             f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
-    return run.with_recipe(with_choice(run.recipe, read_json(manifest)["results"]))
+    return replace(run, recipe=with_choice(run.recipe, read_json(manifest)["results"]))
 
 
 def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
@@ -205,25 +215,13 @@ def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
-    keep = recipe.dump()
-    # on_bad_row may change when a run goes on: it says what happens to a row, not what the others are.
-    data = {
-        key: value
-        for key, value in keep["data"].items()
-        if key not in ("heldout", "heldout_examples", "on_bad_row")
-    }
-    # How often something is logged or saved changes nothing in the result.
-    train_ = {
-        key: value
-        for key, value in keep["train"].items()
-        if key not in ("logging_steps", "save_steps", "save_total_limit", "report_to")
-    }
-    names = ("connectivity", "objective", "lora", "seed")
     # All back-ends of a teacher give the same numbers: a run may go on with another one. Its checkpoint is an input.
-    return {
-        "model": keep["model"], "data": data, "train": train_, **{name: keep[name] for name in names},
-        "early_stopping": score_settings(recipe.early_stopping),
-    }  # fmt: skip
+    settings = recipe.model_dump(
+        mode="json",
+        include={"model", "data", "train", "connectivity", "objective", "lora", "seed"},
+        exclude={"data": {"heldout", "heldout_examples"}},
+    )
+    return settings | {"early_stopping": score_settings(recipe.early_stopping)}
 
 
 def _training_inputs(run: Run) -> dict[str, str]:

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage
-from fcsd.config.training import CrossEntropyObjectiveConfig
+from fcsd.config.training import MAY_CHANGE, CrossEntropyObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
-from fcsd.distill.run import train
+from fcsd.distill.run import remove_checkpoints, train
 from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
@@ -24,10 +24,13 @@ def pretrain(run: Run) -> Stage:
     if plan is None:
         raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
     folder = run.layout.pretrain
-    left_out_of_settings = {"heldout", "heldout_examples", "on_bad_row"}
-    settings = plan.model_dump(mode="json", exclude={"data": left_out_of_settings}) | {"seed": recipe.seed}
-    stage = Stage(folder, "pretrain", settings, data_inputs(plan.data, run))
+    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
+        "seed": recipe.seed
+    }
+    inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
+    stage = Stage(folder, "pretrain", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
+        remove_checkpoints(folder, launch)
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
     rows, record = training_rows(plan.data, tokenizer, run)
@@ -53,6 +56,7 @@ def pretrain(run: Run) -> Stage:
     )
     results = train(training) | left_out(record, folder, launch)
     launch.finish(stage, results, folder / "model")
+    remove_checkpoints(folder, launch)
     return stage
 
 

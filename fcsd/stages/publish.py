@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from fcsd.config.layout import MAIN
 from fcsd.stages.context import Run
 
 
@@ -20,7 +21,6 @@ def report(run: Run, *, as_json: bool = False) -> Path:
 
 def publish(run: Run, *, as_json: bool = False) -> Path:
     """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with results; then the report."""
-    from fcsd.config.layout import MAIN
     from fcsd.publish.folder import write_publication
 
     layout = run.layout

@@ -5,7 +5,9 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from fcsd.config.data import DataConfig, DecontaminateConfig
 from fcsd.config.suite import load_suite
@@ -21,9 +23,6 @@ from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.files import write_json
 from fcsd.stages.context import Run
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @dataclass(frozen=True)
 class Record:
@@ -34,7 +33,7 @@ class Record:
 
 
 def training_rows(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", run: Run
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, run: Run
 ) -> tuple[PackedRows | RowStream, Record]:
     """Return packed rows of a `data` section of the recipe, and the record of what was left out of them.
 
@@ -69,7 +68,7 @@ def training_rows(
 
 
 def _decontaminator(
-    plan: DecontaminateConfig | None, tokenizer: "PreTrainedTokenizerBase", data_root: Path | None
+    plan: DecontaminateConfig | None, tokenizer: PreTrainedTokenizerBase, data_root: Path | None
 ) -> Decontaminator | None:
     if plan is None:
         return None

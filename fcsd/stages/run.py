@@ -1,7 +1,4 @@
-"""All stages of a recipe in a row: each reads folders and leaves a folder with a manifest (`fcsd.config.layout`).
-
-Not covered: uploading what they leave; that is `fcsd.publish.push`.
-"""
+"""All stages of a recipe in a row: each reads folders and leaves a folder with a manifest (`fcsd.config.layout`)."""
 
 from dataclasses import replace
 

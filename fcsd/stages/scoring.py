@@ -13,9 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.config.data import DataConfig
 from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import SuiteConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.distill.arguments import Scorer
 from fcsd.distill.early_stopping import EarlyStopper, Score
@@ -46,8 +45,17 @@ def early_stopping(
         every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
     )
     if isinstance(plan, HeldoutKLStoppingConfig):
+        data = recipe.data
+        assert data.heldout is not None  # the recipe has checked it
         with stopper.time.scoring():
-            rows = _rows(recipe.data, tokenizer)
+            rows = heldout_rows(
+                data.heldout,
+                tokenizer,
+                num_examples=data.heldout_examples,
+                max_length=data.max_length,
+                packing=data.packing,
+                loss_on=data.loss_on,
+            )
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row = plan.task
@@ -56,7 +64,8 @@ def early_stopping(
             evaluate = stack.enter_context(
                 prepare_evaluation(
                     tokenizer,
-                    _suite(row),
+                    # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
+                    SuiteConfig(name="early_stopping", tasks=[row], folder="."),
                     data_root=run.data_root,
                     batch_size=plan.batch_size,
                     limit=plan.limit,
@@ -93,20 +102,3 @@ def scored_data(run: Run) -> dict[str, str]:
 def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
     """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
     return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None
-
-
-def _suite(row: TaskConfig) -> SuiteConfig:
-    # Paths of tasks' definitions are relative to where the command runs, as all paths in a recipe.
-    return SuiteConfig(name="early_stopping", tasks=[row], folder=".")
-
-
-def _rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    assert data.heldout is not None
-    return heldout_rows(
-        data.heldout,
-        tokenizer,
-        num_examples=data.heldout_examples,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-    )

@@ -12,6 +12,7 @@ from fcsd.families import FAMILIES
 from fcsd.tiny.configs import TINY
 
 VOCABULARY = 99
+_WRAPPER_VOCABULARY = 106  # the ids of images, videos and sounds are behind those of text
 
 
 _COMMON: dict[str, Any] = {
@@ -38,7 +39,12 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     fields = dict(TINY[model_type])
     if "text_config" not in fields:
         return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
-    fields["text_config"] = {**_COMMON, **fields["text_config"], **overrides}
+    fields["text_config"] = {
+        **_COMMON,
+        "vocab_size": _WRAPPER_VOCABULARY,
+        **fields["text_config"],
+        **overrides,
+    }
     return AutoConfig.for_model(model_type, **fields)
 
 

@@ -30,6 +30,7 @@ from fcsd.config.stopping import TaskStoppingConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
 from fcsd.config.training import TrainConfig
+from fcsd.connectivity.spec import parse_selection
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import new_folder
@@ -144,18 +145,14 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
     """Return the keys of a `data` section that a rehearsal replaces."""
-    sources = [
-        source.model_dump(mode="json")
-        | {"path": str(_place(source.path, folder, f"{section}-{index}")), "revision": None}
-        for index, source in enumerate(data.train)
-    ]
-    heldout = data.heldout
+
+    def small(source: SourceConfig, name: str) -> dict[str, Any]:
+        path = str(_place(source.path, folder, f"{section}-{name}"))
+        return source.model_dump(mode="json") | {"path": path, "revision": None}
+
     return {
-        "train": sources,
-        "heldout": heldout.model_dump(mode="json")
-        | {"path": str(_place(heldout.path, folder, f"{section}-heldout")), "revision": None}
-        if heldout is not None
-        else None,
+        "train": [small(source, str(index)) for index, source in enumerate(data.train)],
+        "heldout": small(data.heldout, "heldout") if data.heldout is not None else None,
         "heldout_examples": min(data.heldout_examples, _NUM_ITEMS),
         "max_length": min(data.max_length, _MAX_LENGTH),
     }
@@ -224,7 +221,7 @@ def _write_models(recipe: Recipe, place: Path) -> None:
             place / "model"
         )
     tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
-    for one in [recipe, *map(recipe.variant, recipe.variants)]:
+    for one in _with_variants(recipe):
         if one.teacher is not None and one.teacher.path is not None:
             model_type = _model_type(one.teacher.path, one.teacher.revision)
             tiny_model(model_type, seed=1, **sizes).save_pretrained(place / "teacher")
@@ -250,9 +247,7 @@ def _model_type(path: str, revision: str | None) -> str:
 
 def _num_layers(recipe: Recipe) -> int:
     """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
-    from fcsd.connectivity.spec import parse_selection
-
-    sections = [recipe.connectivity, *(recipe.variant(name).connectivity for name in recipe.variants)]
+    sections = [one.connectivity for one in _with_variants(recipe)]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.connectivity)
     needed = [_LAYERS]
@@ -304,8 +299,7 @@ def _write_data(recipe: Recipe, place: Path) -> None:
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
     """Name, source and number of examples, of all training sources and held-out texts."""
-    recipes = [recipe, *map(recipe.variant, recipe.variants)]
-    tokens = max(one.train.batch_size_tokens for one in recipes)
+    tokens = max(one.train.batch_size_tokens for one in _with_variants(recipe))
     if recipe.sweep is not None:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
     sections = [("data", recipe.data, tokens)]
@@ -325,7 +319,10 @@ def _test_sets(recipe: Recipe) -> set[str]:
     stopping = recipe.early_stopping
     found = {stopping.task.dataset} if isinstance(stopping, TaskStoppingConfig) else set()
     suites = {recipe.evaluation.suite}
-    for data in _data_sections(recipe):
+    sections = [one.data for one in _with_variants(recipe)]
+    if recipe.pretrain is not None:
+        sections.append(recipe.pretrain.data)
+    for data in sections:
         if data.decontaminate is not None:
             found |= {test_set.path for test_set in data.decontaminate.against}
             suites.add(data.decontaminate.suite or recipe.evaluation.suite)
@@ -334,9 +331,8 @@ def _test_sets(recipe: Recipe) -> set[str]:
     return found & BENCHMARKS.keys()
 
 
-def _data_sections(recipe: Recipe) -> list[DataConfig]:
-    recipes = [recipe, *map(recipe.variant, recipe.variants)]
-    return [one.data for one in recipes] + ([recipe.pretrain.data] if recipe.pretrain is not None else [])
+def _with_variants(recipe: Recipe) -> list[Recipe]:
+    return [recipe, *map(recipe.variant, recipe.variants)]
 
 
 def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:

@@ -17,9 +17,7 @@ Not covered: programs with loops or branches, more than two steps, natural text.
 
 import itertools
 import json
-import os
 import random
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.errors import UserError
+from fcsd.files import new_folder
 from fcsd.tiny.operations import TABLE, Operation, parse_operations
 
 FORMAT_VERSION = 3
@@ -55,37 +54,11 @@ ARGUMENTS = {"int": "x", "list": "xs", "str": "s"}
 _TYPES = ("int", "list", "list", "str")  # lists have most operations
 
 
-WORDS = (
-    *(
-        "adapt",
-        "alter",
-        "apply",
-        "build",
-        "change",
-        "check",
-        "compute",
-        "convert",
-        "derive",
-        "do",
-        "edit",
-        "find",
-    ),
-    *(
-        "form",
-        "get",
-        "handle",
-        "inspect",
-        "look",
-        "make",
-        "match",
-        "measure",
-        "move",
-        "obtain",
-        "pick",
-        "prepare",
-    ),
-    *("process", "query", "read", "run", "scan", "select", "show", "solve", "step", "test", "use", "work"),
-)
+_WORDS = """
+adapt alter apply build change check compute convert derive do edit find form get handle inspect look make
+match measure move obtain pick prepare process query read run scan select show solve step test use work
+"""
+WORDS = tuple(_WORDS.split())
 
 
 CODE_FRAMES = (
@@ -347,11 +320,12 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
 
 def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     """Write an MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs); None: too few inputs fit."""
+    name: str = row["name"]
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
     namespace: dict[str, Any] = {}
     exec(row["code"], {"__builtins__": _BUILTINS}, namespace)
-    function: Callable[[Any], Any] = namespace[row["name"]]
+    function: Callable[[Any], Any] = namespace[name]
     pairs = []
     for _ in range(40):
         value = _value(rng, steps[0].operation.takes, near, False)
@@ -363,7 +337,6 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
             break
     if len(pairs) < 12 or len({repr(result) for _, result in pairs}) < 2:
         return None
-    name = row["name"]
     script = (
         f"inputs = {[[value] for value, _ in pairs]!r}\nresults = {[result for _, result in pairs]!r}\n"
         f"for arguments, expected in zip(inputs, results):\n    assert {name}(*arguments) == expected\n"
@@ -515,16 +488,8 @@ def write_tiny_data(
             f"{folder}: holds something other than the tiny data with these settings ({settings}); "
             "name another folder, or remove this one"
         )
-    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        _write_all(partial, settings)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(folder) as place:
+        _write_all(place, settings)
 
 
 def _write_all(folder: Path, settings: dict[str, Any]) -> None:

@@ -247,6 +247,14 @@ def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable
     assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
 
 
+def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable[..., Path]) -> None:
+    path = few_layers(recipe(train={"bf16": True, "max_steps": 3000, "save_total_limit": 2}))
+    facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
+    number, disk = facts["parameters"]["total"], facts["disk"]
+    assert disk["total_bytes"] == 3 * 12 * number + 2 * number
+    assert "3 checkpoints of " in estimate_table(facts)
+
+
 def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}), 16)
     facts = estimate(load_recipe(path), Hardware("h100", 1))

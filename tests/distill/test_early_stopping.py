@@ -46,12 +46,26 @@ def test_the_best_checkpoint_is_the_last_within_min_delta_of_the_highest() -> No
     assert kept == [10, 20, 40] and stopper.best_step == 40
 
 
-def test_the_score_before_training_is_on_the_curve_and_is_no_checkpoint() -> None:
+def test_a_training_that_only_makes_the_model_worse_leaves_the_weights_before_it() -> None:
     stopper = EarlyStopper(every_steps=10, patience=2, min_delta=0.0)
-    stopper.first(Score([0.9]))
-    (point,) = stopper.points
-    assert (point["step"], point["score"]) == (0, 0.9)
-    assert stopper.best_step is None and stopper.update(10, Score([0.1]))
+    assert stopper.update(0, Score([0.9])) and stopper.no_gain() is None
+    assert not stopper.update(10, Score([0.1])) and not stopper.update(20, Score([0.2]))
+    assert stopper.should_stop and (stopper.best_step, stopper.best_score) == (0, 0.9)
+    assert "best so far" not in stopper.line() and "at step 0, before training" in stopper.summary()
+    warning = stopper.no_gain()
+    assert warning is not None and "training has made the model worse" in warning
+    stopper.update(30, Score([0.95]))
+    assert stopper.best_step == 30 and stopper.no_gain() is None
+
+
+def test_a_score_within_min_delta_of_the_best_is_not_called_the_best() -> None:
+    stopper, _ = run([0.5, 0.7], min_delta=0.02)
+    assert ", best so far;" in stopper.line()
+    stopper.update(30, Score([0.69]))
+    assert stopper.best_step == 30
+    assert ", within min_delta of the best (0.7000 at step 20), and later, " in stopper.line()
+    divergences, _ = divergence([0.1, 0.0999, 0.1001])
+    assert ", within min_delta of the best (0.0999 at step 20), and later, " in divergences.line()
 
 
 def test_its_state_goes_through_plain_data() -> None:
@@ -156,7 +170,7 @@ def flips(
 
 def noise(*scores: Score, min_delta: float = 0.02, metric: str = "pass@1") -> list[str | None]:
     stopper = EarlyStopper(every_steps=10, patience=9, min_delta=min_delta, metric=metric)
-    stopper.first(scores[0])
+    stopper.update(0, scores[0])
     found = []
     for number, score in enumerate(scores[1:], start=1):
         stopper.update(10 * number, score)
@@ -196,7 +210,7 @@ def test_of_a_held_out_kl_the_noise_is_a_share_of_it() -> None:
 
 def test_a_line_states_items_errors_and_the_change() -> None:
     stopper = EarlyStopper(every_steps=10, patience=9, min_delta=0.02)
-    stopper.first(flips(40, num_passed=20, total=378))
+    stopper.update(0, flips(40, num_passed=20, total=378))
     assert stopper.line() == "step 0: pass@1 0.5000 ± 0.0801 (40 of 378 items); 0 s"
     stopper.update(10, flips(40, num_passed=20, gained=2, lost=1, total=378))
     assert stopper.line() == (

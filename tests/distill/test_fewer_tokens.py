@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from fcsd.cli.main import main
+from fcsd.distill import best as best_module
 from fcsd.distill import run as run_module
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.heldout import HeldoutKL
@@ -151,7 +152,7 @@ def test_a_run_with_all_of_them_that_is_killed_goes_on_to_the_same_weights(
     command = ["distill", str(bench.recipe("killed", **changes))]
 
     def killed() -> int:
-        monkeypatch.setattr(run_module, "drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(best_module, "drop_others", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()

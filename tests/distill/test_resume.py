@@ -14,11 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from fcsd import artifact
 from fcsd.cli.main import main
 from fcsd.data import reading, stream
+from fcsd.distill import best as best_module
 from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
-from fcsd.files import read_json, weights_fingerprint
+from fcsd.distill.history import read_history
+from fcsd.distributed import launch
+from fcsd.files import hold_folder, read_json, weights_fingerprint
+from fcsd.models import load
 from tests.support import Bench, in_a_fork, in_forked_ranks, start
 
 
@@ -77,7 +82,7 @@ def die(*args: Any, **kwargs: Any) -> None:
         (trainer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
         (trainer_module, "write_json"),  # weights and optimiser written, the stopper's state not
         (trainer_module.DistillTrainer, "_save_rng_state"),
-        (run_module, "drop_others"),
+        (best_module, "drop_others"),
         (run_module, "_leave_model"),  # after the last step
         (run_module, "write_text"),
     ],
@@ -105,16 +110,16 @@ def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
     assert weights(bench, "killed") == whole
 
 
-@pytest.mark.parametrize("place", ["drop_others", "_leave_model"])
+@pytest.mark.parametrize(("module", "place"), [(best_module, "drop_others"), (run_module, "_leave_model")])
 def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
-    bench: Bench, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, module: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early = bench.early_stopping | {"patience": 3}  # the first score, 0, counts as an improvement
+    early = bench.early_stopping | {"patience": 4}  # no score is better than the one before training, 0
     assert main(["distill", str(bench.recipe("whole", early_stopping=early))]) == 0
     command = ["distill", str(bench.recipe("killed", early_stopping=early))]
 
     def killed() -> int:
-        monkeypatch.setattr(run_module, place, die)
+        monkeypatch.setattr(module, place, die)
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
@@ -310,6 +315,76 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
     assert error.count("\n") == 1 and "train.learning_rate: 0.001 -> 0.002" in error
 
 
+def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches in another cut: the same training but for the order of float sums."""
+    command = ["distill", str(bench.recipe("r"))]
+    assert main(["distill", str(bench.recipe("whole"))]) == 0
+    compute, seen = trainer_module.DistillTrainer.compute_loss, []
+
+    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(args[1]["input_ids"]))
+        if self.state.global_step == 6:
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.DistillTrainer, "compute_loss", ended)
+        assert main(command) == 130
+    capsys.readouterr()
+    command += ["--set", "train.per_device_train_batch_size=4", "--set", "train.gradient_checkpointing=true"]
+    assert main(command) == 0
+    folder = bench.folder / "r" / "distill"
+    assert (
+        f"distil fcsd: continuing from {folder}/checkpoints/checkpoint-4, with 4 instead of 2 rows in a forward pass,"
+        " which changes the order of float sums" in capsys.readouterr().err
+    )
+    assert read_json(folder / "manifest.json")["settings"]["train"]["per_device_train_batch_size"] == 4
+    curves = [read_history(bench.folder / name / "distill") for name in ("whole", "r")]
+    for one, other in zip(*curves, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_a_folder_in_which_another_process_works_is_refused_until_that_has_ended(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = bench.folder / "r" / "distill"
+    folder.mkdir(parents=True)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # as a run in another terminal
+        hold_folder(folder)
+        os.write(writing, b"held")
+        signal.pause()
+    try:
+        assert os.read(reading, 4) == b"held"
+        command = ["distill", str(bench.recipe("r"))]
+        assert main(command) == 2
+        assert f"{folder}: another process is working in this folder; wait for it" in capsys.readouterr().err
+        assert files(folder) == set()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert main(command) == 0
+
+
+def test_two_ranks_hash_the_original_once(bench: Bench, tmp_path: Path) -> None:
+    hashed = tmp_path / "hashed"
+
+    def one(rank: int) -> int:
+        def fingerprint(folder: Path) -> str:
+            with hashed.open("a") as file:
+                file.write(f"{rank} {folder}\n")
+            return weights_fingerprint(folder)
+
+        load.weights_fingerprint = fingerprint
+        return main(["distill", str(bench.recipe("r"))])
+
+    assert [status for status, _ in in_forked_ranks(one, 2, tmp_path)] == [0, 0]
+    assert hashed.read_text() == f"0 {bench.base}\n"
+
+
 def test_a_changed_data_file_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["distill", str(bench.recipe("r"))]
     assert main(command) == 0
@@ -366,6 +441,45 @@ def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_
     )
     assert main(command) == 0
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "moment", ["the model is hashed", "the manifest is written", "best is removed", "checkpoints are"]
+)
+def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_train(
+    bench: Bench, whole: tuple[str, Any], tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "killed"))]
+    rmtree, write = shutil.rmtree, artifact.write_json
+
+    def killed() -> int:
+        if moment == "the model is hashed":
+            monkeypatch.setattr(launch, "weights_fingerprint", die)
+        elif moment == "the manifest is written":
+            monkeypatch.setattr(
+                artifact,
+                "write_json",
+                lambda path, *args: (die if path.name == "manifest.json" else write)(path, *args),
+            )
+        else:
+            last = "best" if moment == "best is removed" else "checkpoints"
+
+            def removed(path: Any, *args: Any, **kwargs: Any) -> None:
+                if Path(path).name == last:
+                    next(Path(path).rglob("state-*")).unlink()
+                    die()
+                rmtree(path, *args, **kwargs)
+
+            monkeypatch.setattr(run_module.shutil, "rmtree", removed)
+        return main(command)
+
+    assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
+    monkeypatch.setattr(
+        trainer_module.DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained again")
+    )
+    assert main(command) == 0
+    assert files(bench.folder / "killed" / "distill") == FINISHED
+    assert weights(bench, "killed") == whole
 
 
 def test_what_a_killed_process_left_half_written_is_removed(bench: Bench) -> None:

@@ -26,6 +26,7 @@ from fcsd.distill.interrupt import Signals
 from fcsd.distill.run import train
 from fcsd.distill.safety import Guard, SpikeDetector
 from fcsd.distill.trainer import DistillTrainer
+from fcsd.distributed.ranks import ALONE
 from fcsd.errors import Interrupted, UserError
 from tests.distill.test_trainer import Rows, make, teacher
 from tests.support import in_a_fork
@@ -311,8 +312,10 @@ def test_damage_is_told_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(t
     (checkpoint / "inside").mkdir(parents=True)
     (checkpoint / "inside" / "a").write_bytes(b"12345")
     assert damage(checkpoint) == "files.json is missing or damaged"
-    note_files(checkpoint)
+    note_files(checkpoint, ALONE)
     assert damage(checkpoint) is None and newest_usable(tmp_path) == checkpoint
+    (checkpoint / "inside" / "a").write_bytes(b"12745")
+    assert damage(checkpoint) == "inside/a has other bytes than were written"
     (checkpoint / "inside" / "a").unlink()
     assert damage(checkpoint) == "inside/a is missing"
     with pytest.raises(

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+from fcsd.cli.main import main
 from fcsd.config.load import load_recipe
 from fcsd.config.recipe import Recipe
 from fcsd.config.training import TrainConfig
 from fcsd.distill.sweep import Candidate, run_sweep
+from fcsd.distill.trainer import DistillTrainer
 from fcsd.errors import UserError
+from fcsd.files import read_json
 from fcsd.stages.distill import with_choice, write_ready_recipe
+from tests.support import Bench
 
 # loss[batch size][learning rate]: the last step alone would choose another learning rate than the mean of the last two
 LOSSES = {
@@ -45,7 +49,7 @@ def recipe(**sweep: object) -> Recipe:
 def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
     """The sweep of a recipe, as its stage runs it."""
     assert plan.sweep is not None
-    result = run_sweep(plan.sweep, plan.train, folder, runner)
+    result = run_sweep(plan.sweep, plan.train, folder, runner, remove_checkpoints=runner.removed.append)
     write_ready_recipe(plan, result, folder)
     return result
 
@@ -55,6 +59,7 @@ class Runner:
 
     def __init__(self, losses: dict | None = None, die_at: int | None = None):
         self.losses, self.die_at, self.ran = losses or LOSSES, die_at, []  # type: ignore[var-annotated]
+        self.removed: list[Path] = []
 
     def __call__(self, candidate: Candidate, train: TrainConfig, folder: Path) -> None:
         key = (candidate.batch_size_tokens, candidate.learning_rate)
@@ -102,7 +107,9 @@ def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("losses", [None, [2.0, 1.0]], ids=["stopped", "last step skipped"])
 def test_a_candidate_that_diverges_has_lost(tmp_path: Path, losses: list[float] | None) -> None:
-    result = swept(recipe(), tmp_path, Runner(LOSSES | {(128, 2e-3): losses}))
+    runner = Runner(LOSSES | {(128, 2e-3): losses})
+    result = swept(recipe(), tmp_path, runner)
+    assert runner.removed.count(tmp_path / "batch_size_tokens=128,learning_rate=0.002") == 1
     assert result["learning_rate"] == 1e-3
     assert "| diverged |" in (tmp_path / "sweep.md").read_text()
     json.loads(
@@ -130,3 +137,44 @@ def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path:
         UserError, match=r"with the choice of its sweep: train: warmup_steps \(2\) is more than max_steps"
     ):
         with_choice(recipe(train_tokens=100), result)
+
+
+def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate at real sizes takes hours."""
+    plan = {
+        "batch_size_tokens": [128],
+        "learning_rate": [1e-3],
+        "steps": 5,
+        "warmup_steps": 0,
+        "last_steps": 2,
+    }
+    train = {
+        "max_steps": 5,
+        "batch_size_tokens": 128,
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+        "save_steps": 2,
+    }
+    command = ["sweep", str(bench.recipe("r", sweep=plan, train=train))]
+    compute, steps = DistillTrainer.compute_loss, []
+
+    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        if steps.count(4) == 1 and steps[-1] == 4:
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillTrainer, "compute_loss", ended)
+    assert main(command) == 130
+    place = bench.folder / "r" / "sweep" / "batch_size_tokens=128,learning_rate=0.001"
+    assert sorted(path.name for path in (place / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert main(command) == 0
+    assert sorted(set(steps[steps.index(4) + 1 :])) == [4]
+    assert {path.name for path in place.iterdir()} == {"history.jsonl", "result.json"}
+    assert main(["sweep", str(bench.recipe("whole", sweep=plan, train=train))]) == 0
+    results = [
+        read_json(bench.folder / name / "sweep" / place.name / "result.json") for name in ("r", "whole")
+    ]
+    assert results[0] == results[1]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from fcsd.config.strict import validate
 from fcsd.config.training import ObjectiveConfig, TrainConfig
@@ -23,7 +23,7 @@ from fcsd.distill import run as run_module
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.history import read_history, read_scores
-from fcsd.distill.run import train
+from fcsd.distill.run import remove_checkpoints, train
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -305,7 +305,7 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
     stopper = EarlyStopper(every_steps=2, patience=2, min_delta=0.02)
-    score = scripted([0.9, 0.1, 0.5, 0.5, 0.4], seen)  # the score before training, then steps 2, 4, 6, 8
+    score = scripted([0.05, 0.1, 0.5, 0.5, 0.4], seen)  # the score before training, then steps 2, 4, 6, 8
     results = train(make(tmp_path, teacher, stopper=stopper, score=score, max_steps=50))
     results.pop("early_stopping")
     assert results | {"last_loss": 0} == {
@@ -314,13 +314,29 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
     scores = read_scores(tmp_path)
     assert scores is not None and scores["metric"] == "pass@1"
     points = [(point["step"], point["score"]) for point in scores["points"]]
-    assert points == [(0, 0.9), (2, 0.1), (4, 0.5), (6, 0.5), (8, 0.4)]
+    assert points == [(0, 0.05), (2, 0.1), (4, 0.5), (6, 0.5), (8, 0.4)]
     from fcsd.connectivity import load_model
 
     left = load_model(tmp_path / "model").state_dict()
     assert all(torch.equal(left[name], value) for name, value in seen[3].items())
     assert not all(torch.equal(left[name], value) for name, value in seen[4].items())
+    remove_checkpoints(tmp_path, join_launch())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.jsonl", "model", "scores.json"]
+
+
+def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said(
+    tmp_path: Path, teacher: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    stopper = EarlyStopper(every_steps=1, patience=5, min_delta=0.02)
+    run = make(tmp_path, teacher, stopper=stopper, score=scripted([0.9, 0.1, 0.5, 0.5], seen))
+    before = {name: value.clone() for name, value in run.student.state_dict().items()}
+    assert train(run)["best_step"] == 0
+    assert "training has made the model worse" in capsys.readouterr().err
+    from fcsd.connectivity import load_model
+
+    left = load_model(tmp_path / "model").state_dict()
+    assert all(torch.equal(left[name], value) for name, value in before.items())
 
 
 def test_a_scorer_that_fails_ends_the_run_with_its_error(tmp_path: Path, teacher: Any) -> None:
@@ -511,3 +527,26 @@ def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> 
         match=r"64 is not a multiple of 48 \(per_device_train_batch_size 3 x data.max_length 16 x 1",
     ):
         train(make(tmp_path, teacher, per_device_train_batch_size=3))
+
+
+def test_a_process_that_sees_several_gpus_trains_on_one(
+    teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would multiply the batch by their number, and wrap the model in `nn.DataParallel`."""
+    train(make(tmp_path / "alone", teacher))
+    set_up = TrainingArguments.__post_init__
+
+    def two_gpus(self: Any) -> None:
+        set_up(self)
+        self._n_gpu = 2
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", two_gpus)
+    monkeypatch.setattr(torch.nn, "DataParallel", lambda *args: pytest.fail("copies in one process"))
+    train(make(tmp_path / "faked", teacher))
+    assert "trains on one of the 2 devices that it sees; `accelerate launch" in capsys.readouterr().err
+    names = ("loss", "grad_norm", "kl")
+    curves = [
+        [[entry[name] for name in names] for entry in read_history(tmp_path / name)]
+        for name in ("alone", "faked")
+    ]
+    assert curves[0] == curves[1]

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.data.batches import Batch, next_token_targets, trim_padding
+from fcsd.data.batches import Batch, trim_padding
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
-from fcsd.losses.head import LossHead, final_hidden
+from fcsd.losses.head import LossHead, batch_hidden
 from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
@@ -52,32 +53,43 @@ class Teacher(ABC):
         )
 
 
-class ModelTeacher(Teacher):
-    """A frozen model, run on the batches of the student.
+class LiveTeacher(Teacher):
+    """A teacher whose `model` is run on the batches of the student, as it is within `as_teacher`."""
+
+    model: Any
+
+    def as_teacher(self) -> AbstractContextManager[None]:
+        """Let the model be the teacher within the block."""
+        return nullcontext()
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Compute (N, D') of the kept positions of a batch, within `as_teacher`."""
+        return batch_hidden(self.model, batch)
+
+    @torch.no_grad()
+    def prepare(self, batches: list[Batch]) -> None:
+        """One forward a micro-batch."""
+        with self.as_teacher():
+            for batch in batches:
+                batch["teacher_hidden"] = self.hidden(trim_padding(batch))
+
+    @torch.no_grad()
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
+        """Run one forward that collects what the terms need."""
+        with self.as_teacher(), terms.captured(self.model) as captured:
+            return self.hidden(batch), captured
+
+
+class ModelTeacher(LiveTeacher):
+    """A frozen model of its own.
 
     Args: a causal language model, on the training's device or sharded over the ranks already; `head` where the
     model's own is sharded.
     """
 
     def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):
-        self.model: Any = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self.head = output_head(model) if head is None else head
         if not isinstance(self.head, LossHead):  # without them the loss would take the student's
             scaled: Any = self.head
             scaled.logit_scale, scaled.softcap = head_scaling(model.config)
-
-    @torch.no_grad()
-    def prepare(self, batches: list[Batch]) -> None:
-        """One forward a micro-batch."""
-        for batch in batches:
-            cut = trim_padding(batch)
-            keep, _ = next_token_targets(cut["labels"], cut["position_ids"])
-            batch["teacher_hidden"] = final_hidden(self.model, cut["input_ids"], cut["position_ids"], keep)
-
-    @torch.no_grad()
-    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """Run one forward that collects what the terms need."""
-        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-        with terms.captured(self.model) as captured:
-            hidden = final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)
-        return hidden, captured

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -34,6 +35,7 @@ from fcsd.errors import UserError, one_line
 from fcsd.files import read_json, write_json, writing
 
 FORMAT = "fcsd-teacher-cache-1"
+REPAIR = "fcsd cache-teacher RECIPE"  # the command that fills a cache, for messages
 TEACHER, MANIFEST = "teacher.json", "cache.json"
 _KEY_BYTES = 16
 _OPEN_SHARDS = 256  # memory-mapped at a time
@@ -103,16 +105,14 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
             length = file.get_slice("hidden").get_shape()[0]
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size if path.is_file() else 0
-        raise UserError(f"{path}: damaged or incomplete shard ({size} bytes; {_line(error)})") from None
+        raise UserError(f"{path}: damaged or incomplete shard ({size} bytes; {one_line(error)})") from None
     if metadata.get("format") != FORMAT or len(keys) != len(ends) or ends[-1:] != [length]:
         raise UserError(f"{path}: not a shard of a teacher cache of this version ({FORMAT})")
     if metadata.get("teacher") != _hash_of(identity):
         raise UserError(f"{path}: holds hidden states of another teacher than the rest of the cache")
-    flat = keys.numpy().tobytes()
-    begins = [0, *ends[:-1]]
+    spans = itertools.pairwise([0, *ends])
     return {
-        flat[_KEY_BYTES * r : _KEY_BYTES * (r + 1)]: (path.name, begin, end)
-        for r, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        key.tobytes(): (path.name, begin, end) for key, (begin, end) in zip(keys.numpy(), spans, strict=True)
     }
 
 
@@ -123,10 +123,6 @@ def _layout(path: Path) -> tuple[int, int]:
         hidden = json.loads(file.read(length))["hidden"]
     begin, end = hidden["data_offsets"]
     return 8 + length + begin, (end - begin) // max(hidden["shape"][0], 1)
-
-
-def _line(error: BaseException) -> str:
-    return one_line(error)
 
 
 def verify_shard(path: Path) -> None:
@@ -162,9 +158,7 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
     manifest = {
         "format": FORMAT,
         "teacher": read_json(folder / TEACHER),
-        "rows": sum(rows.values()),
-        "tokens": sum(tokens.values()),
-        "bytes": sum(shard["bytes"] for shard in shards.values()),
+        **{what: sum(shard[what] for shard in shards.values()) for what in ("rows", "tokens", "bytes")},
         "shards": shards,
         "versions": versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -176,21 +170,20 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A finished cache, opened: finds and reads rows; files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.distill.teachers.unloaded.identity`); repair: the command that
-    fills the cache, for messages.
+    identity: that of the wanted teacher (`fcsd.distill.teachers.unloaded.identity`).
 
     Raises:
         UserError: no cache there, one that is not finished, of another teacher, with a shard missing or damaged.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], repair: str = "fcsd cache-teacher RECIPE"):
-        self.folder, self.repair = folder, repair
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        self.folder = folder
         if not (folder / TEACHER).is_file():
-            raise UserError(f"{folder}: holds no teacher cache; fill it with `{repair}`")
+            raise UserError(f"{folder}: holds no teacher cache; fill it with `{REPAIR}`")
         check_teacher(folder, identity)
         if not (folder / MANIFEST).is_file():
             raise UserError(
-                f"{folder}: the teacher cache is not finished; `{repair}` goes on where it was cut off"
+                f"{folder}: the teacher cache is not finished; `{REPAIR}` goes on where it was cut off"
             )
         self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
         self.places: dict[bytes, Place] = {}
@@ -202,7 +195,7 @@ class HiddenCache:
         self._layout = functools.lru_cache(None)(lambda name: _layout(folder / name))
 
     def _index(self, path: Path, size: int, identity: dict[str, Any]) -> dict[bytes, Place]:
-        advice = f"; `{self.repair}` computes its rows again"
+        advice = f"; `{REPAIR}` computes its rows again"
         if not path.is_file():
             raise UserError(f"{path}: no such file, but {MANIFEST} names this shard{advice}")
         if path.stat().st_size != size:
@@ -221,7 +214,7 @@ class HiddenCache:
             raise UserError(
                 f"{self.folder}: {missing} of {len(keys)} rows of the training data are not in the teacher cache: other"
                 " data, tokenizer, seed, max_length, packing or loss_on than it was filled with;"
-                f" `{self.repair}` adds what is missing"
+                f" `{REPAIR}` adds what is missing"
             )
 
     def will_need(self, keys: Sequence[bytes]) -> None:
@@ -242,10 +235,8 @@ class HiddenCache:
     def read(self, keys: Sequence[bytes]) -> Tensor:
         """Return (N, D) hidden states of these rows, one after the other."""
         self.require(keys)
-        parts = []
-        for name, begin, end in (self.places[key] for key in keys):
-            parts.append(self._open(name)[begin:end])
-        return torch.cat(parts)
+        places = (self.places[key] for key in keys)
+        return torch.cat([self._open(name)[begin:end] for name, begin, end in places])
 
 
 class CachedTeacher(Teacher):

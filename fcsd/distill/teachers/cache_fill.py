@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,6 +21,7 @@ from fcsd.data.batches import Collator, next_token_targets
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.cache import (
     MANIFEST,
+    REPAIR,
     TEACHER,
     HiddenCache,
     Place,
@@ -100,10 +99,8 @@ def fill_cache(
             wanted.add(key)
             if key not in done and int.from_bytes(key[:4], "big") % ranks.size == ranks.rank:
                 own.append((key, row))
-    tokens, missing = (
-        _over_ranks(sum(_num_kept(row) for _, row in own), launch),
-        _over_ranks(len(own), launch),
-    )
+    tokens = sum(ranks.share(lambda: sum(_num_kept(row) for _, row in own)))
+    missing = sum(ranks.share(lambda: len(own)))
     if missing:
         size = tokens * identity["hidden_size"] * getattr(torch, identity["dtype"]).itemsize
         if launch.first:
@@ -111,7 +108,7 @@ def fill_cache(
         launch.wait()
         batches = [own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)]
         if ranks.lockstep:  # what a spare batch gives is thrown away
-            rounds = _over_ranks(len(batches), launch, dist.ReduceOp.MAX)
+            rounds = max(ranks.share(lambda: len(batches)))
             batches += [spare] * (rounds - len(batches))
         _compute(folder, identity, batches, len(own), load_teacher(), launch, show=launch.first and not quiet)
         launch.wait()
@@ -143,18 +140,9 @@ def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
     launch.wait()
 
 
-def _over_ranks(number: int, launch: Launch, operation: Any = dist.ReduceOp.SUM) -> int:
-    """Return the sum (or what `operation` says) over all processes."""
-    if launch.ranks.size == 1:
-        return number
-    total = torch.tensor([number], dtype=torch.int64, device=launch.device)
-    dist.all_reduce(total, operation)
-    return int(total)
-
-
 def _num_kept(row: Row) -> int:
-    labels, positions = np.asarray(row["labels"]), np.asarray(row["position_ids"])
-    return int(((labels[1:] != -100) & (positions[1:] != 0)).sum())
+    batch = Collator()([row])
+    return int(next_token_targets(batch["labels"], batch["position_ids"])[0].sum())
 
 
 def _check_room(folder: Path, size: int, rows: int, tokens: int, quiet: bool) -> None:
@@ -183,13 +171,11 @@ def _compute(
     show: bool,
 ) -> None:
     """Run the teacher on all batches; the first `num_rows` rows are kept."""
-    device, collate = launch.device, Collator()
     held: list[tuple[bytes, Tensor]] = []
     size, num_done = 0, 0
     with tqdm(total=num_rows, desc="Teacher", unit="row", disable=not show) as bar:
         for some in batches:
-            batch = {name: value.to(device) for name, value in collate([row for _, row in some]).items()}
-            found = _hidden_of_rows(teacher, batch)
+            found = _hidden_of_rows(teacher, [row for _, row in some], launch.device)
             if num_done == num_rows:
                 continue
             for (key, _), hidden in zip(some, found, strict=True):
@@ -204,25 +190,24 @@ def _compute(
             write_shard(folder, identity, held)
 
 
-def _hidden_of_rows(teacher: Teacher, batch: dict[str, Tensor]) -> list[Tensor]:
-    """Return (n, D) on the CPU for each row of a batch."""
+def _hidden_of_rows(teacher: Teacher, rows: Sequence[Row], device: torch.device) -> list[Tensor]:
+    """Return (n, D) on the CPU for each row, from one pass."""
+    batch = {name: value.to(device) for name, value in Collator()(rows).items()}
     teacher.prepare([batch])
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
     return list(batch["teacher_hidden"].cpu().split(keep.sum(1).tolist()))
 
 
-def verify_cache(cache: HiddenCache, *, quiet: bool = False) -> None:
+def verify_cache(cache: HiddenCache) -> None:
     """Read every shard and compare it with its checksum.
 
     Raises: UserError that names the first shard whose content has changed; the file is left where it is.
     """
-    for name in tqdm(cache.manifest["shards"], desc="Verifying", unit="shard", disable=quiet):
+    for name in tqdm(cache.manifest["shards"], desc="Verifying", unit="shard"):
         try:
             verify_shard(cache.folder / name)
         except UserError as error:
-            raise UserError(
-                f"{error}; remove the file, and `{cache.repair}` computes its rows again"
-            ) from None
+            raise UserError(f"{error}; remove the file, and `{REPAIR}` computes its rows again") from None
 
 
 def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device) -> None:
@@ -230,11 +215,9 @@ def spot_check(cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device
 
     Raises: UserError when a row is further away than other kernels could bring it.
     """
-    collate = Collator()
     for row in rows:
-        batch = {name: value.to(device) for name, value in collate([row]).items()}
-        live = _hidden_of_rows(teacher, batch)[0].double()
-        stored = cache.read(row_keys(batch)).double()
+        live = _hidden_of_rows(teacher, [row], device)[0].double()
+        stored = cache.read(row_keys(Collator()([row]))).double()
         distance = float((stored - live).norm() / live.norm().clamp_min(1e-30))
         limit = _TOLERANCE.get(getattr(torch, cache.manifest["teacher"]["dtype"]), _HALF_TOLERANCE)
         if not distance <= limit:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config.model import CachedTeacherConfig, TeacherConfig
 from fcsd.connectivity.checkpoint import read_config
-from fcsd.distill.teachers.base import ModelTeacher, Teacher
+from fcsd.distill.prepare import place_teacher
+from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
 from fcsd.distill.teachers.cache_fill import fill_cache, keyed, spot_check, verify_cache
 from fcsd.distill.teachers.unloaded import identity, read_head, unloaded
 from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
-from fcsd.distributed.shard import shard_teacher
 from fcsd.errors import UserError
 from fcsd.models.load import ModelFolder, free_memory, load_checkpoint, load_tokenizer
 
@@ -61,17 +61,16 @@ def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedMode
         return None
     _check_tokenizer(source)
     if plan.backend == "sharded":
-        return _loaded(source)
+        return load_model_teacher(source.model, source.launch)
     if fill:
         fill_teacher_cache(source, Path(plan.cache))
     return _cached_teacher(source, plan)
 
 
-def _loaded(source: TeacherSource) -> PreTrainedModel:
-    """Load the teacher's model as this rank of the launch begins with it."""
-    launch = source.launch
+def load_model_teacher(model: ModelFolder, launch: Launch) -> PreTrainedModel:
+    """Load a teacher's model as this rank of the launch begins with it."""
     return load_checkpoint(
-        source.model,
+        model,
         weights=launch.loads_weights,
         distributed_config=distributed_config(launch.engine, launch.ranks.size),
     )
@@ -80,7 +79,8 @@ def _loaded(source: TeacherSource) -> PreTrainedModel:
 def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:
     rows, launch, num_checked = source.rows, source.launch, plan.spot_check_rows
     facts = unloaded(source.model)
-    cache = HiddenCache(Path(plan.cache), identity(facts, source.model.weights))
+    weights = launch.ranks.from_first(lambda: source.model.weights)
+    cache = HiddenCache(Path(plan.cache), identity(facts, weights))
     if hasattr(rows, "__len__"):
         cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
     if num_checked:
@@ -106,12 +106,9 @@ def _some(rows: Any, number: int, seed: int) -> list[Any]:
 
 def _model_teacher(source: TeacherSource) -> Teacher:
     """Load the teacher whole, or sharded over the ranks as the launch says."""
-    launch = source.launch
     try:
-        loaded = _loaded(source)
-        if launch.engine.shards:
-            return ModelTeacher(loaded, shard_teacher(loaded, launch))
-        return ModelTeacher(torch.nn.Module.to(loaded, launch.device))
+        loaded = load_model_teacher(source.model, source.launch)
+        return cast(Teacher, place_teacher(loaded, source.launch))
     except torch.OutOfMemoryError:
         raise UserError(
             f"the teacher {source.model.config.path} does not fit on one device; launch with weights that are sharded"
@@ -128,7 +125,8 @@ def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = Fa
     _check_is_original(source)
     _check_tokenizer(source)
     rows = source.rows
-    known = identity(unloaded(source.model), source.model.weights)
+    weights = source.launch.ranks.from_first(lambda: source.model.weights)
+    known = identity(unloaded(source.model), weights)
     if hasattr(rows, "__len__"):
         wanted: Any = (rows[i] for i in range(len(rows)))
     else:
@@ -175,15 +173,13 @@ def _check_tokenizer(source: TeacherSource) -> None:
     model = source.model
     theirs = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code).get_vocab()
     ours = source.tokenizer.get_vocab()
-    if ours == theirs:
+    differ = [token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)]
+    if not differ:
         return
-    token = min(
-        (t for t in {*ours, *theirs} if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 40)
-    )
-    differ = sum(ours.get(t) != theirs.get(t) for t in {*ours, *theirs})
+    token = min(differ, key=lambda token: ours.get(token, 1 << 40))
     raise UserError(
-        f"teacher.path {source.settings.path}: its tokenizer is not the student's: {differ} tokens have other ids or"
-        f" are missing, the first is {token!r} ({ours.get(token, 'none')} in the student's,"
+        f"teacher.path {source.settings.path}: its tokenizer is not the student's: {len(differ)} tokens have other ids"
+        f" or are missing, the first is {token!r} ({ours.get(token, 'none')} in the student's,"
         f" {theirs.get(token, 'none')} in the teacher's);"
         " distributions over different vocabularies cannot be compared, use a teacher with the same tokenizer"
     )

@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 
 from fcsd.config.model import AdapterConfig
 from fcsd.connectivity.rewire import regular
-from fcsd.data.batches import next_token_targets, trim_padding
-from fcsd.distill.teachers.base import Batch, Teacher
+from fcsd.data.batches import Batch, next_token_targets
+from fcsd.distill.teachers.base import LiveTeacher
 from fcsd.errors import UserError, one_line
 from fcsd.families.structure import output_head
 from fcsd.losses.head import body_hidden
-from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 
 
 def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype) -> Any:
@@ -82,11 +81,6 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether adapters are in the model."""
-    return any(is_adapter(name) for name, _ in model.named_parameters())
-
-
 def leave_adapters(adapted: Any, folder: Path) -> None:
     """Write the adapters to `folder` in peft's format, and merge them into the model, in place.
 
@@ -96,7 +90,7 @@ def leave_adapters(adapted: Any, folder: Path) -> None:
     adapted.merge_and_unload()
 
 
-class AdapterOffTeacher(Teacher):
+class AdapterOffTeacher(LiveTeacher):
     """The original model inside its LoRA student: a pass with adapters, connectivity and dropout off.
 
     Bitwise what the original gives: a layer without its plan and an adapter that is off both run the family's own
@@ -106,30 +100,19 @@ class AdapterOffTeacher(Teacher):
     """
 
     def __init__(self, student: PreTrainedModel):
-        if not has_adapters(student):
+        if not any(is_adapter(name) for name, _ in student.named_parameters()):
             raise ValueError("the student has no adapters: its trained weights are not the teacher's")
-        self.student: Any = student
+        self.model = student
         self.head = output_head(student)
 
-    @torch.no_grad()
-    def prepare(self, batches: list[Batch]) -> None:
-        """One forward a micro-batch, without adapters."""
-        with as_original(self.student):
-            for batch in batches:
-                batch["teacher_hidden"] = self._hidden(batch)
+    def as_teacher(self) -> contextlib.AbstractContextManager[None]:
+        """Let the student be its original."""
+        return as_original(self.model)
 
-    @torch.no_grad()
-    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
-        """Run one forward without adapters that collects what the terms need."""
-        with as_original(self.student), terms.captured(self.student) as captured:
-            hidden = self._hidden(batch)
-        return hidden, captured
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        batch = trim_padding(batch)
+    def hidden(self, batch: Batch) -> Tensor:
+        """Compute it past the model's own forward, around which the Trainer has put its autocast."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
-        # Not through the model's own forward: the Trainer has put its autocast around that one.
-        return body_hidden(self.student, batch["input_ids"], batch["position_ids"], None, keep)
+        return body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, keep)
 
 
 @contextlib.contextmanager

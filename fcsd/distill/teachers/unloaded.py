@@ -50,13 +50,9 @@ def unloaded(source: ModelFolder) -> Unloaded:
     checkpoint = read_checkpoint(source.folder)
     config, cls = config_and_class(checkpoint, None, False)
     dtype = _dtype(checkpoint, config, model)
-    options: dict[str, Any] = {"dtype": dtype}
-    if model.attn_implementation is not None:
-        options["attn_implementation"] = model.attn_implementation
-    if model.experts_implementation is not None:
-        options["experts_implementation"] = model.experts_implementation
+    options = model.model_dump(include={"attn_implementation", "experts_implementation"}, exclude_none=True)
     with torch.device("meta"):
-        return Unloaded(checkpoint, cls._from_config(config, **options), dtype)
+        return Unloaded(checkpoint, cls._from_config(config, dtype=dtype, **options), dtype)
 
 
 def _dtype(checkpoint: Checkpoint, config: Any, model: ModelConfig) -> torch.dtype:
@@ -121,12 +117,8 @@ def _tensor(teacher: Unloaded, name: str, shape: tuple[int, ...]) -> torch.Tenso
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = getattr(teacher.model, "all_tied_weights_keys", None) or {}
-    names = [name]
-    if name in tied:
-        names.insert(0, tied[name])
-    names += [other for other, target in tied.items() if target == name]
     state = teacher.model.state_dict()
-    for one in names:
+    for one in (tied.get(name, name), name, *(other for other, target in tied.items() if target == name)):
         in_file = list(revert_weight_conversion(teacher.model, {one: state[one]}))
         for candidate in (*in_file, one):
             if teacher.checkpoint.shapes.get(candidate) == shape:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fcsd.config.suite import CodeTaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import BatchSizer
+from fcsd.evaluate.batch import BatchSize, BatchSizer
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.suites import require_chat_template
 from fcsd.models.preserve import preserved
@@ -52,16 +52,10 @@ def prompts(
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
     require_chat_template(tokenizer, task)
-    made = []
-    for problem in problems:
-        turn = [{"role": "user", "content": problem.text(template)}]
-        # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore
-        # it
-        text = tokenizer.apply_chat_template(
-            turn, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        made.append(str(text))
-    return made
+    turns: Any = [[{"role": "user", "content": problem.text(template)}] for problem in problems]
+    # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore it
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    return [str(tokenizer.apply_chat_template(turn, **options)) for turn in turns]
 
 
 def generate_completions(
@@ -70,7 +64,7 @@ def generate_completions(
     problems: Sequence[Problem],
     *,
     task: CodeTaskConfig,
-    batch_size: int | BatchSizer,
+    batch_size: BatchSize | BatchSizer,
     progress: bool = True,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[str]]:
@@ -83,25 +77,21 @@ def generate_completions(
     state of all random generators are as before, and the tokenizer is not changed.
 
     Args:
-        batch_size: of a `BatchSizer` the size may shrink where memory runs out.
+        batch_size: "auto" may shrink where memory runs out; as may a `BatchSizer`, which several tasks share.
         ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions. By
             default this process does all of it.
 
     Raises:
-        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat
-        template.
+        UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat template.
     """
     import torch
 
     tokens = _prompt_tokens(model, tokenizer, problems, task)
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     rows = [index for index in order for _ in range(task.num_samples)]
-    if isinstance(batch_size, int):
-        size = batch_size
-    else:
-        batch_size.begin(len(rows), ranks)
-        size = batch_size.size
-    batches = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    sizer = batch_size if isinstance(batch_size, BatchSizer) else BatchSizer(batch_size, model)
+    sizer.begin(len(rows), ranks)
+    batches = [range(start, min(start + sizer.size, len(rows))) for start in range(0, len(rows), sizer.size)]
 
     def generate(batch: range, size: int) -> list[str]:
         texts = []
@@ -119,10 +109,7 @@ def generate_completions(
         )
         with bar:
             for batch in own:
-                if isinstance(batch_size, int):
-                    made.append(generate(batch, batch_size))
-                else:
-                    made.append(batch_size.run(functools.partial(generate, batch)))
+                made.append(sizer.run(functools.partial(generate, batch)))
                 bar.update(len(batch))
         for _ in range(ranks.idle_passes(len(batches))):
             short = task.model_copy(update={"max_new_tokens": 1})
@@ -169,17 +156,15 @@ def _generate(
 ) -> list[str]:
     """Generate the completions of one batch of token rows."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import GenerationConfig, StoppingCriteriaList
 
     stop = task.stop
     ends = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
-    width = max(map(len, rows))
-    ids = torch.full((len(rows), width), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for line, row in enumerate(rows):
-        ids[line, width - len(row) :] = torch.tensor(row, dtype=torch.long)
-        mask[line, width - len(row) :] = 1
+    ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, pad, "left")
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], True, 0, "left")
+    width = ids.shape[1]
     sampling: dict[str, Any] = {"do_sample": False}
     if task.temperature:
         # top_k: transformers' own default would cut the distribution to 50 tokens.

@@ -12,6 +12,7 @@ Not covered: EvalPlus's own files; problems in other languages.
 import ast
 import re
 import symtable
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +73,7 @@ def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[P
     """Load the problems of a code task, in the order of the data set.
 
     Raises:
-        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given
-        twice.
+        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given twice.
     """
     location = dataset_location(task, data_root)
     try:
@@ -109,11 +109,9 @@ def read_problems(
             f" {', '.join(columns)} (found {', '.join(rows.column_names) or 'none'})"
         )
     problems = [make(row, f"{where}, row {index}", tests) for index, row in enumerate(rows)]
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.task_id in seen:
-            raise UserError(f"{where}: task_id {problem.task_id} is given twice")
-        seen.add(problem.task_id)
+    task_id, count = Counter(problem.task_id for problem in problems).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{where}: task_id {task_id} is given twice")
     return problems
 
 
@@ -121,21 +119,19 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
     import datasets
 
     local = Path(path)
+    options: dict[str, Any] = {"path": path, "name": name, "revision": revision}
+    if local.suffix in (".jsonl", ".json", ".parquet"):
+        if not local.is_file():
+            raise UserError(f"{path}: no such file")
+        if not local.stat().st_size:
+            raise UserError(f"{path}: the file is empty")
+        builder = "parquet" if local.suffix == ".parquet" else "json"
+        options = {"path": builder, "data_files": {split: path}}
+    elif local.is_absolute() and not local.is_dir():
+        raise UserError(f"{path}: no such folder")
     try:
-        if local.suffix in (".jsonl", ".json", ".parquet"):
-            if not local.is_file():
-                raise UserError(f"{path}: no such file")
-            if not local.stat().st_size:
-                raise UserError(f"{path}: the file is empty")
-            builder = "parquet" if local.suffix == ".parquet" else "json"
-            with quiet(), fresh_cache(local):
-                return datasets.load_dataset(builder, data_files={split: path}, split=split)
-        if local.is_absolute() and not local.is_dir():
-            raise UserError(f"{path}: no such folder")
         with quiet(), fresh_cache(local):
-            return datasets.load_dataset(path, name, split=split, revision=revision)
-    except UserError:
-        raise
+            return datasets.load_dataset(**options, split=split)
     except Exception as error:
         raise UserError(
             f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"

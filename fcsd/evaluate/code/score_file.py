@@ -27,9 +27,8 @@ from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code
 from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer, Outcome, OutcomeClass, default_num_workers
-from fcsd.evaluate.results import SCHEMA_VERSION, code_sample, task_result, write_result
+from fcsd.evaluate.results import code_sample, task_result, whole_result, write_result
 from fcsd.files import file_sha256
-from fcsd.stats import plain_mean
 
 _SUITE = "score "  # begins the name of the suite in a result
 _EVALPLUS = {
@@ -96,24 +95,14 @@ def score_file(
         for problem, found in zip(graded, outcomes, strict=True)
     ]
     task = task_result(row, kept, len(problems), data_root)
-    mean, error = plain_mean([(task["value"], task["stderr"])])
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "suite": f"{_SUITE}{row.task}",
-        "model": str(samples),
-        "complete": not missing,
-        "tasks": {row.task: task},
-        "mean": mean,
-        "mean_stderr": error,
-        "settings": {
-            "limit": len(graded) if missing else None,
-            "scorer": scorer,
-            "samples_sha256": file_sha256(samples),
-            "row": row.model_dump(mode="json"),
-            "versions": {"fcsd": fcsd.__version__},
-        },
-        "sandbox": layers,
+    settings = {
+        "limit": len(graded) if missing else None,
+        "scorer": scorer,
+        "samples_sha256": file_sha256(samples),
+        "row": row.model_dump(mode="json"),
+        "versions": {"fcsd": fcsd.__version__},
     }
+    result = whole_result(f"{_SUITE}{row.task}", str(samples), {row.task: task}, settings, layers)
     if output is not None:
         write_result(result, {row.task: kept}, output)
     return result
@@ -129,11 +118,8 @@ def _row(dataset: str, timeout_s: float | None) -> CodeTaskConfig:
                 " (or give the path of a data set)"
             )
         place = Path(dataset)
-        row = CodeTaskConfig(
-            task=place.stem,
-            kind="code",
-            dataset=str(place.resolve() if place.exists() else place),
-        )
+        location = str(place.resolve() if place.exists() else place)
+        row = CodeTaskConfig(task=place.stem, kind="code", dataset=location)
     return row if timeout_s is None else row.model_copy(update={"timeout_s": timeout_s})
 
 

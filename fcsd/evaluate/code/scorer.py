@@ -21,14 +21,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -113,8 +111,8 @@ class CodeScorer:
         disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
 
     Raises:
-        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not
-        accepted. ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not accepted.
+        ScorerError: a server does not start, or ends, or fails; the next call starts it again.
     """
 
     def __init__(
@@ -132,12 +130,8 @@ class CodeScorer:
         self.num_workers = default_num_workers(memory_bytes) if num_workers is None else num_workers
         if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
-        self.allow_weak_sandbox, self.timeout_s, self.memory_bytes = (
-            allow_weak_sandbox,
-            timeout_s,
-            memory_bytes,
-        )
-        self.disable = sorted(disable)
+        self.allow_weak_sandbox, self.disable = allow_weak_sandbox, sorted(disable)
+        self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
         self.layers: dict[str, Any] = {}
         self._canonical_s: dict[tuple[str, str], float] = {}
         self._servers: list[_Server] = []
@@ -150,9 +144,7 @@ class CodeScorer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,16 +155,12 @@ class CodeScorer:
 
     def _start(self) -> None:
         """Bring the pool to its size; servers that have ended are replaced."""
-        alive = []
         for server in self._servers:
-            if server.usable:
-                alive.append(server)
-            else:
+            if server.broken:
                 server.stop()
-        self._servers = alive
+        self._servers = [server for server in self._servers if not server.broken]
         while len(self._servers) < self.num_workers:
-            server = _Server(self.memory_bytes, self.disable)
-            self._servers.append(server)
+            self._servers.append(_Server(self.memory_bytes, self.disable))
         for server in self._servers:
             self.layers = server.ready()
             self._refuse_weak()
@@ -205,8 +193,7 @@ class CodeScorer:
         limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
         jobs = [(problem, problem.canonical, limit) for problem in problems]
         outcomes = self._run(jobs, progress, "canonical solutions")
-        failed = [outcome for outcome in outcomes if not outcome.passed]
-        if failed:
+        if failed := [outcome for outcome in outcomes if not outcome.passed]:
             shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
             raise ScorerError(
                 f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
@@ -216,13 +203,7 @@ class CodeScorer:
             self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
         return outcomes
 
-    def score(
-        self,
-        problems: Sequence[Problem],
-        completions: Mapping[str, str],
-        *,
-        progress: bool = False,
-    ) -> list[Outcome]:
+    def score(self, problems: Sequence[Problem], completions: Mapping[str, str]) -> list[Outcome]:
         """Run the program in each completion (`extract_code`) against the tests of its problem.
 
         Raises:
@@ -230,7 +211,7 @@ class CodeScorer:
             ScorerError: the sandbox failed.
         """
         several = {task_id: [text] for task_id, text in completions.items()}
-        return [outcomes[0] for outcomes in self.score_samples(problems, several, progress=progress)]
+        return [outcomes[0] for outcomes in self.score_samples(problems, several)]
 
     def score_samples(
         self,
@@ -273,52 +254,45 @@ class CodeScorer:
 
     def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
         self._start()
-        queue, lock = deque(enumerate(jobs)), threading.Lock()
-        outcomes: dict[int, Outcome] = {}
-        with tqdm(total=len(jobs), desc=what, disable=not progress) as bar:
+        idle: SimpleQueue[_Server] = SimpleQueue()
+        for server in self._servers:
+            idle.put(server)
+        bar = tqdm(total=len(jobs), desc=what, disable=not progress)
 
-            def work(server: _Server) -> None:
-                while True:
-                    with lock:
-                        if not queue:
-                            return
-                        index, (problem, program, limit) = queue.popleft()
-                    try:
-                        outcome = _grade(server, problem, program, limit)
-                    except BaseException:
-                        with lock:
-                            queue.clear()  # the others stop after the program they are at
-                        raise
-                    with lock:
-                        outcomes[index] = outcome
-                        bar.update()
-
+        def grade(job: tuple[Problem, str, float]) -> Outcome:
+            server = idle.get()
             try:
-                with ThreadPoolExecutor(len(self._servers)) as pool:
-                    for future in [pool.submit(work, server) for server in self._servers]:
-                        future.result()
-            except BaseException:
-                self.close()
-                raise
-        return [outcomes[index] for index in range(len(jobs))]
+                return _grade(server, *job)
+            finally:
+                idle.put(server)
+                bar.update()
+
+        try:
+            with bar, ThreadPoolExecutor(len(self._servers)) as pool:
+                return list(pool.map(grade, jobs))  # an error cancels the jobs that have not begun
+        except BaseException:
+            self.close()
+            raise
 
 
 def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
     """Run a program against the base tests, if there are any, and if it passes against the others."""
+
+    def run(tests: Sequence[str]) -> Outcome:
+        reply = server.run(program, tests, limit, problem.names)
+        outcome = reply.get("outcome")
+        if outcome not in OUTCOME_CLASSES:
+            message = reply.get("message", reply)
+            raise ScorerError(f"problem {problem.task_id}: the sandbox failed: {message}")
+        return Outcome(problem.task_id, outcome, float(reply["seconds"]), str(reply["message"]))
+
     if not problem.base_tests:
-        return _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
-    base = _outcome(problem.task_id, server.run(program, problem.base_tests, limit, problem.names))
+        return run(problem.tests)
+    base = run(problem.base_tests)
     if not base.passed:
         return replace(base, base=base.outcome)
-    plus = _outcome(problem.task_id, server.run(program, problem.tests, limit, problem.names))
+    plus = run(problem.tests)
     return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
-
-
-def _outcome(task_id: str, reply: dict[str, Any]) -> Outcome:
-    outcome = reply.get("outcome")
-    if outcome not in OUTCOME_CLASSES:
-        raise ScorerError(f"problem {task_id}: the sandbox failed: {reply.get('message', reply)}")
-    return Outcome(task_id, outcome, float(reply["seconds"]), str(reply["message"]))
 
 
 class _Server:
@@ -326,16 +300,14 @@ class _Server:
 
     def __init__(self, memory_bytes: int, disable: Sequence[str]):
         self.memory_bytes, self.disable = memory_bytes, list(disable)
-        self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
-        self._layers: dict[str, Any] | None = None
-        self._broken = False
         self._spawn()
 
     def _spawn(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="fcsd-sandbox-")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._layers, self._broken, self._clean = None, False, True
+        self._layers: dict[str, Any] | None = None
+        self.broken, self._clean = False, True  # broken: it has ended, or answers no more
         numpy = importlib.util.find_spec("numpy")
         config = {
             "folder": self.folder,
@@ -356,11 +328,6 @@ class _Server:
             bufsize=0,
         )
 
-    @property
-    def usable(self) -> bool:
-        """True when the server can take a job, or can be started anew after an orderly end."""
-        return self._process is not None and not self._broken
-
     def ready(self) -> dict[str, Any]:
         """Read the layers of a started server."""
         if self._layers is None:
@@ -371,11 +338,9 @@ class _Server:
         self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
     ) -> dict[str, Any]:
         """Run one job; the server's reply. The tests see the program's functions in `names`, see `Problem.names`."""
-        assert self._process is not None and self._process.stdin is not None
         if not self._clean:  # a program left a folder that cannot be removed
             self.stop()
             self._spawn()
-            assert self._process is not None and self._process.stdin is not None
         self.ready()
         self._number += 1
         body = json.dumps({"code": code, "tests": list(tests), "names": names}).encode()
@@ -383,6 +348,7 @@ class _Server:
             f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode() + body
         )
         deadline = time.monotonic() + _WAIT * limit_s + _GRACE_S
+        assert self._process.stdin is not None
         try:
             while message:
                 message = message[self._process.stdin.write(message) or 0 :]
@@ -410,7 +376,7 @@ class _Server:
         return dict(reply)
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process.stdout is not None
         fd, parts = self._process.stdout.fileno(), b""
         while len(parts) < size:
             left = deadline - time.monotonic()
@@ -424,8 +390,7 @@ class _Server:
 
     def _failure(self, what: str) -> ScorerError:
         """Build the error that says how the server ended; it is not used again."""
-        self._broken = True
-        assert self._process is not None
+        self.broken = True
         status: Any = "running"
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(2.0)
@@ -438,9 +403,7 @@ class _Server:
 
     def stop(self) -> None:
         """End the server and all that runs in it, and remove its folder."""
-        process, self._process = self._process, None
-        if process is None:
-            return
+        process = self._process
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -14,13 +14,8 @@ from fcsd.errors import UserError
 Check = tuple[str, Callable[[Any], bool]]  # what is allowed, in words, and whether a value is
 
 
-def _texts(*counts: int) -> Check:
-    def check(value: Any) -> bool:
-        return (
-            isinstance(value, list) and all(isinstance(item, str) for item in value) and len(value) in counts
-        )
-
-    return f"a list of {' or '.join(map(str, counts))} texts", check
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _one_of(*values: Any) -> Check:
@@ -34,13 +29,12 @@ def _one_of(*values: Any) -> Check:
 def _labelled(value: Any) -> bool:
     if not isinstance(value, dict) or not {"text", "label"} <= value.keys():
         return False
-    lists = [value["text"], value["label"]]
-    return all(isinstance(x, list) and x and all(isinstance(item, str) for item in x) for x in lists) and len(
-        lists[0]
-    ) == len(lists[1])
+    texts, labels = value["text"], value["label"]
+    return _are_texts(texts) and _are_texts(labels) and 0 < len(texts) == len(labels)
 
 
 _TEXT: Check = ("text", lambda value: isinstance(value, str))
+_FOUR_TEXTS: Check = ("a list of 4 texts", lambda value: _are_texts(value) and len(value) == 4)
 _LABELLED: Check = ("{text: [texts], label: [texts]} of one length", _labelled)
 _BINARY = _one_of(0, 1)
 _ARC = {"question": _TEXT, "choices": _LABELLED, "answerKey": _TEXT}
@@ -50,14 +44,14 @@ COLUMNS: dict[str, dict[str, Check]] = {
     "arc_easy": _ARC,
     "arc_challenge": _ARC,
     "hellaswag": {
-        "activity_label": _TEXT, "ctx_a": _TEXT, "ctx_b": _TEXT, "endings": _texts(4),
+        "activity_label": _TEXT, "ctx_a": _TEXT, "ctx_b": _TEXT, "endings": _FOUR_TEXTS,
         "label": _one_of("0", "1", "2", "3"),
     },
     "commonsense_qa": {"question": _TEXT, "choices": _LABELLED, "answerKey": _one_of(*"ABCDE")},
     "winogrande": {"sentence": _TEXT, "option1": _TEXT, "option2": _TEXT, "answer": _one_of("1", "2")},
     "openbookqa": {"question_stem": _TEXT, "choices": _LABELLED, "answerKey": _TEXT},
     "gsm8k": {"question": _TEXT, "answer": _TEXT},
-    "mmlu": {"question": _TEXT, "choices": _texts(4), "answer": _one_of(0, 1, 2, 3)},
+    "mmlu": {"question": _TEXT, "choices": _FOUR_TEXTS, "answer": _one_of(0, 1, 2, 3)},
     "boolq": {"question": _TEXT, "passage": _TEXT, "label": _BINARY},
     "rte": {"sentence1": _TEXT, "sentence2": _TEXT, "label": _BINARY},
     "sciq": {

@@ -13,11 +13,12 @@ from typing import Any
 
 from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.write import lm_eval_key
-from fcsd.evaluate.question import shown_question
-from fcsd.evaluate.results import SCHEMA_VERSION, Samples, read_result
-from fcsd.stats import plain_mean, standard_error
+from fcsd.evaluate.question import lm_eval_sample
+from fcsd.evaluate.results import Samples, parse_json, read_result, whole_result
+from fcsd.stats import standard_error
 
 Result = dict[str, Any]
+_SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
 _PREFERRED = ("acc_norm,none", "acc,none", "exact_match,flexible-extract", "exact_match,strict-match")
 """Of several metrics of a task, the one that stands for it when nothing else says which."""
 
@@ -32,11 +33,10 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
         UserError: as `runner.read_result`; lm-eval's results of several models, without samples, damaged, or without
             a metric that is a mean over items.
     """
-    if (folder / "results.json").is_file() or not folder.is_dir():
-        return read_result(folder)
     files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
-    if not files and (folder / "stage.json").is_file():
-        return read_result(folder)  # says that it is not finished
+    unfinished = not files and (folder / "stage.json").is_file()  # `read_result` says so
+    if (folder / "results.json").is_file() or not folder.is_dir() or unfinished:
+        return read_result(folder)
     if not files:
         raise UserError(
             f"{folder}: holds no result of `fcsd evaluate` (results.json) or of lm_eval (results_*.json)"
@@ -48,75 +48,59 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
     metrics = {task: row["metric"] for task, row in (like or {}).get("tasks", {}).items()}
     found: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
-        whole = _read(file)
+        whole = parse_json(file, file.read_text(encoding="utf-8"))
         if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
+        whole |= {section: whole.get(section) or {} for section in _SECTIONS}
         for task in _tasks(whole, metrics):
             found[task] = (whole, file)
     tasks, samples = {}, {}
     for task, (whole, file) in found.items():
         tasks[task], samples[task] = _task(task, whole, file, metrics.get(task))
-    mean, error = plain_mean([(row["value"], row["stderr"]) for row in tasks.values()])
     newest = found[next(reversed(found))][0]
     config = newest.get("config") or {}
     versions = {"lm-eval": newest.get("lm_eval_version"), "transformers": newest.get("transformers_version")}
     limit = config.get("limit")
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "suite": "lm_eval",
-        "model": str(newest.get("model_name") or folder.name),
-        "complete": not limit,
-        "tasks": tasks,
-        "mean": mean,
-        "mean_stderr": error,
-        "settings": {
-            "limit": int(limit) if limit and limit >= 1 else limit,
-            "batch_size": config.get("batch_size"),
-            "dtype": str(config["model_dtype"]).removeprefix("torch.") if config.get("model_dtype") else None,
-            "device": config.get("device"),
-            "fewshot_seed": config.get("fewshot_seed"),
-            "decoding": "as lm_eval was told",
-            "suite": {"tasks": [_suite_row(task, *found[task]) for task in tasks]},
-            "versions": {name: version for name, version in versions.items() if version},
-        },
-        "sandbox": None,
+    settings = {
+        "limit": int(limit) if limit and limit >= 1 else limit,
+        "batch_size": config.get("batch_size"),
+        "dtype": str(config["model_dtype"]).removeprefix("torch.") if config.get("model_dtype") else None,
+        "device": config.get("device"),
+        "fewshot_seed": config.get("fewshot_seed"),
+        "decoding": "as lm_eval was told",
+        "suite": {"tasks": [_suite_row(task, found[task][0]) for task in tasks]},
+        "versions": {name: version for name, version in versions.items() if version},
     }
-    return result, samples
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON ({error}); evaluate again") from None
+    model = str(newest.get("model_name") or folder.name)
+    return whole_result("lm_eval", model, tasks, settings, sandbox=None), samples
 
 
 def _tasks(whole: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
     """List tasks and groups that are no member of a group; a group without a score of its own is only a name."""
     groups = {
         name: members
-        for name, members in (whole.get("group_subtasks") or {}).items()
+        for name, members in whole["group_subtasks"].items()
         if name in wanted or any("," in key for key in whole["results"].get(name, {}))
     }
-    names = set(whole.get("group_subtasks") or {}) - groups.keys()
+    names = set(whole["group_subtasks"]) - groups.keys()
     names |= {leaf for group in groups for leaf in _below(group, whole)}
     return [name for name in [*groups, *whole["results"]] if name not in names]
 
 
 def _below(group: str, whole: Mapping[str, Any]) -> set[str]:
     """Collect everything that a group contains, itself left out."""
-    members = {name for name in (whole.get("group_subtasks") or {}).get(group, []) if name != group}
+    members = {name for name in whole["group_subtasks"].get(group, []) if name != group}
     return members | {name for member in members for name in _below(member, whole)}
 
 
 def _leaves(task: str, whole: Mapping[str, Any]) -> list[str]:
-    members = [name for name in (whole.get("group_subtasks") or {}).get(task, []) if name != task]
+    members = [name for name in whole["group_subtasks"].get(task, []) if name != task]
     return [leaf for name in members for leaf in _leaves(name, whole)] or [task]
 
 
-def _suite_row(task: str, whole: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _suite_row(task: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Describe how a generated answer was cut, in the words of a suite."""
-    config = (whole.get("configs") or {}).get(_leaves(task, whole)[0]) or {}
+    config = whole["configs"].get(_leaves(task, whole)[0]) or {}
     how = config.get("generation_kwargs") or {}
     return {
         "task": task,
@@ -140,26 +124,27 @@ def _task(
             chosen = sorted(
                 (row for row in rows if row["filter"] == rule), key=lambda row: int(row["doc_id"])
             )
-            samples += [_sample(row, float(row[name]), None if leaf == task else leaf) for row in chosen]
+            member = None if leaf == task else leaf
+            samples += [lm_eval_sample(row, float(row[name]), member, _asked(row)) for row in chosen]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
         ) from None
     scores = [sample["score"] for sample in samples]
-    config = (whole.get("configs") or {}).get(leaves[0]) or {}
+    config = whole["configs"].get(leaves[0]) or {}
     own = (config.get("metadata") or {}).get("chat_template")  # of a task, where fcsd wrote the files
-    sizes = [((whole.get("n-samples") or {}).get(leaf) or {}).get("original") for leaf in leaves]
+    sizes = [(whole["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
+    higher = (whole["higher_is_better"].get(leaves[0]) or {}).get(name)
     return {
         "metric": metric if "," in str(wanted or metric) else str(wanted),
         "value": math.fsum(scores) / len(scores),
         "stderr": standard_error(scores),
         "num_items": len(scores),
         "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(scores),
-        "num_fewshot": int((whole.get("n-shot") or {}).get(leaves[0]) or 0),
+        "num_fewshot": int(whole["n-shot"].get(leaves[0]) or 0),
         "kind": "generation" if config.get("output_type") == "generate_until" else "likelihood",
         "headline": True,
-        "higher_is_better": ((whole.get("higher_is_better") or {}).get(leaves[0]) or {}).get(name)
-        is not False,
+        "higher_is_better": higher is not False,
         "chat_template": bool(whole.get("chat_template")) if own is None else bool(own),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,
@@ -222,21 +207,5 @@ def _metric(
     return next((key for key in _PREFERRED if key in means), means[0])
 
 
-def _sample(row: Mapping[str, Any], score: float, member: str | None) -> dict[str, Any]:
-    doc_id = int(row["doc_id"])
-    sample: dict[str, Any] = {
-        "doc_id": doc_id if member is None else f"{member}/{doc_id}",
-        "doc_hash": row["doc_hash"],
-        "prompt_hash": row["prompt_hash"],
-        "score": score,
-        "target": str(row.get("target", "")),
-    }
-    asked = [list(each.values()) for each in (row.get("arguments") or {}).values() if isinstance(each, dict)]
-    response = (row.get("resps") or [[""]])[0][0]
-    if isinstance(response, list):
-        sample["loglikelihoods"] = [float(choice[0][0]) for choice in row["resps"]]
-        sample |= shown_question([(str(each[0]), str(each[1])) for each in asked if len(each) > 1])
-    else:
-        sample["completion"] = str(response)
-        sample |= shown_question([(str(each[0]), "") for each in asked[:1]])
-    return sample
+def _asked(row: Mapping[str, Any]) -> list[list[Any]]:
+    return [list(each.values()) for each in (row.get("arguments") or {}).values() if isinstance(each, dict)]

@@ -13,46 +13,23 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from fcsd.config.strict import did_you_mean
 from fcsd.config.suite import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.data.local import fresh_cache
-from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.lm_eval.columns import COLUMNS, check_files, check_rows
 from fcsd.evaluate.progress import Work
-from fcsd.evaluate.question import shown_question
+from fcsd.evaluate.question import lm_eval_sample
 from fcsd.evaluate.suites import dataset_location, first_line, hub_advice, require_chat_template
 from fcsd.files import data_dir
 from fcsd.models.preserve import quiet
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
-
-
-def language_model(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    batch: BatchSizer,
-    *,
-    progress: bool,
-    ranks: Ranks = ALONE,
-) -> Any:
-    """Build lm-eval's wrapper around a model in memory.
-
-    batch: how many sequences go into one forward pass; ranks: those that share the passes.
-    """
-    with quiet():
-        from fcsd.evaluate.lm_eval.model import InMemory
-
-        return InMemory(model, tokenizer, batch, ranks, progress=progress)
 
 
 def load_task(
@@ -73,7 +50,7 @@ def load_task(
         overrides["test_split"] = row.split
     if row.revision is not None and data_root is None:
         overrides["dataset_kwargs"] = {"revision": row.revision}
-    with quiet(), fresh_cache(location or ""), tempfile.TemporaryDirectory() as overlay:
+    with quiet(), fresh_cache(location), tempfile.TemporaryDirectory() as overlay:
         from lm_eval.tasks import TaskManager
 
         known = TaskManager(include_path=[str(folder)], include_defaults=False)
@@ -82,10 +59,9 @@ def load_task(
                 f"task {row.task}: not defined in {folder}{did_you_mean(row.task, known.all_tasks)}"
             )
         if row.task in known.all_tags:
-            members = sorted(name for name in known.task_index[row.task].tags)
             raise UserError(
                 f"task {row.task}: is a tag of lm-eval, neither task nor group; give its tasks rows of their own:"
-                f" {', '.join(members)}"
+                f" {', '.join(sorted(known.task_index[row.task].tags))}"
             )
         if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
             # Loading it would fetch and run a metric's code, or take `code_eval` from the working directory.
@@ -177,10 +153,8 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
         raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
     settings: dict[str, Any] = {}
     if isinstance(row, GenerationTaskConfig):
-        if row.max_new_tokens is not None:
-            settings["max_gen_toks"] = row.max_new_tokens
-        if row.stop is not None:
-            settings["until"] = row.stop
+        given = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
+        settings = {key: value for key, value in given.items() if value is not None}
     if settings:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
@@ -235,11 +209,8 @@ def run_task(
     Raises:
         UserError: a metric that is not a mean; what the model's positions cannot hold; out of memory.
     """
-
-    for task in tasks.values():
-        task.set_fewshot_seed(
-            seed=FEWSHOT_SEED
-        )  # a task that is run for another model draws the same examples
+    for task in tasks.values():  # a task that is run for another model draws the same examples
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     with quiet(), _no_bars_while_building():
         from lm_eval.evaluator import evaluate
 
@@ -265,7 +236,8 @@ def run_task(
         _require_mean(row, float(output["results"][task][row.metric]), scores)
         for item, score in zip(chosen, scores, strict=True):
             cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
-            samples.append(_sample(item, score, row, task) | ({"cut": True} if cut else {}))
+            sample = lm_eval_sample(item, score, None if task == row.task else task, item["arguments"])
+            samples.append(sample | ({"cut": True} if cut else {}))
     return samples
 
 
@@ -288,21 +260,3 @@ def _require_mean(row: LMEvalTaskConfig, value: float, scores: list[float]) -> N
             f"task {row.task}: metric {row.metric!r} is not a mean over items (lm-eval gives {value:.6g});"
             " choose one that is, because models are compared item by item"
         )
-
-
-def _sample(item: dict[str, Any], score: float, row: LMEvalTaskConfig, task: str) -> dict[str, Any]:
-    doc_id = int(item["doc_id"])
-    sample: dict[str, Any] = {
-        "doc_id": doc_id if task == row.task else f"{task}/{doc_id}",
-        "doc_hash": item["doc_hash"],
-        "prompt_hash": item["prompt_hash"],
-        "score": score,
-        "target": str(item["target"]),
-    }
-    if row.kind == "generation":
-        sample["completion"] = str(item["resps"][0][0])
-    else:
-        sample["loglikelihoods"] = [float(choice[0][0]) for choice in item["resps"]]
-    choices = [] if row.kind == "generation" else [str(each[1]) for each in item["arguments"]]
-    contexts = [str(each[0]) for each in item["arguments"]]
-    return sample | shown_question(list(zip(contexts, choices or [""] * len(contexts), strict=True)))

@@ -9,7 +9,6 @@ Not covered: `doc` of the samples is empty, because results of fcsd hold prompts
 task only the one that the suite names is there; reading (`fcsd.evaluate.lm_eval.read`).
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fcsd.evaluate.results import text_hash
 from fcsd.evaluate.scores import by_member
 from fcsd.files import write_json, write_text
 from fcsd.stats import pooled_standard_error, standard_error
@@ -54,13 +54,12 @@ def write_lm_eval(
     }  # fmt: skip
     for task, row in result["tasks"].items():
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(samples[task], row["kind"])
-        parts = members or {task: samples[task]}
         if members:
             _add_group(whole, task, row, members)
-        for part, items in parts.items():
+        for part, items in (members or {task: samples[task]}).items():
             _add_task(whole, part, row, items, None if members else row.get("num_items_total"))
             rows = [_lm_eval_sample(item, row) for item in items]
-            whole["task_hashes"][part] = _hash(
+            whole["task_hashes"][part] = text_hash(
                 "".join(each["doc_hash"] + each["prompt_hash"] + each["target_hash"] for each in rows)
             )
             lines = [json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in rows]
@@ -76,16 +75,23 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _scores(name: str, metric: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    key, rule = lm_eval_key(metric)
+def _add_scores(
+    whole: dict[str, Any], name: str, row: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Add what tasks and groups have in common; returns the scores, of which a group has more."""
+    metric, rule = lm_eval_key(row["metric"])
     scores = [item["score"] for item in items]
-    return {
+    whole["results"][name] = found = {
         "name": name,
         "alias": name,
         "sample_len": len(scores),
-        f"{key},{rule}": math.fsum(scores) / len(scores),
-        f"{key}_stderr,{rule}": standard_error(scores) if len(scores) > 1 else "N/A",
+        f"{metric},{rule}": math.fsum(scores) / len(scores),
+        f"{metric}_stderr,{rule}": standard_error(scores) if len(scores) > 1 else "N/A",
     }
+    whole["n-shot"][name] = row["num_fewshot"]
+    whole["versions"][name] = "fcsd"
+    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
+    return found
 
 
 def _add_group(
@@ -97,14 +103,11 @@ def _add_group(
     """Add a group: it has a score and no configuration, so that whoever reads `configs` finds samples for each."""
     items = [item for part in members.values() for item in part]
     metric, rule = lm_eval_key(row["metric"])
-    found = _scores(name, row["metric"], items) | {"sample_count": {f"{metric},{rule}": len(items)}}
+    whole["groups"][name] = found = _add_scores(whole, name, row, items)
+    found["sample_count"] = {f"{metric},{rule}": len(items)}
     error = pooled_standard_error([[item["score"] for item in part] for part in members.values()])
     found[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
-    whole["results"][name] = whole["groups"][name] = found
     whole["group_subtasks"][name] = list(members)
-    whole["n-shot"][name] = row["num_fewshot"]
-    whole["versions"][name] = "fcsd"
-    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
 
 
 def _add_task(
@@ -115,7 +118,7 @@ def _add_task(
     total: int | None,
 ) -> None:
     metric, rule = lm_eval_key(row["metric"])
-    whole["results"][name] = _scores(name, row["metric"], items)
+    _add_scores(whole, name, row, items)
     generates, more = row["kind"] != "likelihood", row.get("higher_is_better", True)
     whole["configs"][name] = {
         "task": name,
@@ -131,9 +134,6 @@ def _add_task(
             "chat_template": bool(row.get("chat_template")),
         },
     }
-    whole["versions"][name] = "fcsd"
-    whole["n-shot"][name] = row["num_fewshot"]
-    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
     whole["n-samples"][name] = {"original": total or len(items), "effective": len(items)}
 
 
@@ -171,10 +171,6 @@ def _lm_eval_sample(sample: Mapping[str, Any], row: Mapping[str, Any]) -> dict[s
         "metrics": [metric],
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
-        "target_hash": _hash(str(sample.get("target", ""))),
+        "target_hash": text_hash(str(sample.get("target", ""))),
         metric: sample["score"],
     }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

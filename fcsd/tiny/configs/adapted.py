@@ -2,20 +2,14 @@
 
 from typing import Any
 
-from fcsd.tiny.configs.standard import MLA
+from fcsd.tiny.configs.standard import EXPERTS, FIRST_DENSE, GROUPS, LOCAL_EXPERTS, MLA, ROUTED_EXPERTS, TOWER
 
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DEEPSEEK: dict[str, Any] = {
     **MLA,
-    "q_lora_rank": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 24,
-    "n_group": 2,
-    "topk_group": 1,
+    **ROUTED_EXPERTS,
+    **GROUPS,
+    **FIRST_DENSE,
     "routed_scaling_factor": 2.5,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }
 INDEXER: dict[str, Any] = {
     "index_topk": 4,
@@ -23,34 +17,33 @@ INDEXER: dict[str, Any] = {
     "index_n_heads": 16,  # few make scores tie at 0, and a tie falls one way or the other
     "indexer_types": ["full", "full", "shared", "full"],
 }
-_SLIDING = ["sliding_attention", "full_attention"] * 2
+_WINDOWS: dict[str, Any] = {
+    "head_dim": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 TINY: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**_DEEPSEEK, **INDEXER},
     "afmoe": {
-        **_EXPERTS,
+        **EXPERTS,
+        **_WINDOWS,
         "num_dense_layers": 1,
         "num_shared_experts": 2,
         "route_scale": 1.5,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": _SLIDING,
         "mup_enabled": True,
     },
     "kolibri1": {
-        **_EXPERTS,
+        **EXPERTS,
+        **_WINDOWS,
         "shared_expert_intermediate_size": 32,
         "norm_topk_prob": True,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": _SLIDING,
     },
     "axk1": _DEEPSEEK,
     "inkling_text": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
+        **ROUTED_EXPERTS,
+        **FIRST_DENSE,
         "n_shared_experts": 2,
-        "moe_intermediate_size": 24,
         "route_scale": 8.0,
         "logits_mup_width_multiplier": 2.0,
         "head_dim": 8,
@@ -61,30 +54,19 @@ TINY: dict[str, dict[str, Any]] = {
         "d_rel": 4,
         "rel_extent": 8,
         "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "cohere2_moe": {
+        **_WINDOWS,
+        **FIRST_DENSE,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "intermediate_size": 24,
         "prefix_dense_intermediate_size": 48,
         "num_shared_experts": 2,
         "logit_scale": 1.5,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": _SLIDING,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
-    "beam": {
-        **_EXPERTS,
-        "n_group": 2,
-        "topk_group": 1,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": _SLIDING,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    },
+    "beam": {**EXPERTS, **GROUPS, **_WINDOWS, **FIRST_DENSE},
     "dbrx": {
         "d_model": 32,
         "n_heads": 4,
@@ -115,15 +97,13 @@ TINY: dict[str, dict[str, Any]] = {
         "mlp_beta_factor": 0.9,
     },
     "gemma4_text": {
+        **_WINDOWS,
         "num_experts": 8,
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 0,
-        "head_dim": 8,
         "global_head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": _SLIDING,
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": False,
     },
@@ -131,7 +111,6 @@ TINY: dict[str, dict[str, Any]] = {
         "text_config": {
             **_DEEPSEEK,
             **INDEXER,
-            "vocab_size": 106,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
@@ -141,37 +120,26 @@ TINY: dict[str, dict[str, Any]] = {
             },
         },
         "vision_config": {
+            **TOWER,
             "model_type": "pixtral",
-            "hidden_size": 16,
             "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "head_dim": 8,
             "image_size": 16,
-            "patch_size": 4,
         },
         "image_token_index": 99,
     },
     "muse_spark": {
         "text_config": {
-            "vocab_size": 106,
-            "head_dim": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
+            **LOCAL_EXPERTS,
+            **_WINDOWS,
+            **FIRST_DENSE,
             "moe_hidden_size": 20,
             "routed_scaling_factor": 1.5,
             "output_multiplier": 0.7,
-            "sliding_window": 6,
-            "layer_types": _SLIDING,
-            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
         "vision_config": {
-            "hidden_size": 16,
+            **TOWER,
             "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "patch_size": 4,
             "pos_emb_height": 4,
             "pos_emb_width": 4,
         },
@@ -191,12 +159,9 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 TINY["inkling_mm_model"] = {
-    "text_config": TINY["inkling_text"] | {"vocab_size": 106},
+    "text_config": TINY["inkling_text"],
     "vision_config": {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "patch_size": 4,
+        **TOWER,
         "text_hidden_size": 32,
     },
     "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8, "text_hidden_size": 32},

@@ -6,20 +6,12 @@ The entry of a wrapper has `text_config`, to which the common sizes and override
 from typing import Any
 
 from fcsd.tiny.configs.adapted import TINY as ADAPTED
+from fcsd.tiny.configs.standard import EXPERTS, FIRST_DENSE, GROUPS, HYBRID, MLA, ROUTED_EXPERTS, TOWER
 from fcsd.tiny.configs.standard import TINY as STANDARD
 
 IMAGE = 99
 """Token id of a piece of an image; the tokens of text are below it."""
 
-_VOCABULARY = {"vocab_size": 106}
-
-_SHARED: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-}
 _MROPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -35,16 +27,20 @@ _PATCHES: dict[str, Any] = {
     "spatial_merge_size": 2,
     "out_hidden_size": 32,
 }
+_OCR: dict[str, Any] = {
+    **ROUTED_EXPERTS,
+    **FIRST_DENSE,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+}
 _SAM: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "output_channels": 12,
     "image_size": 32,
-    "patch_size": 4,
     "window_size": 3,
     "global_attn_indexes": [1],
     "mlp_dim": 24,
+    "downsample_channels": [14, 16],
 }
 _QWEN_TOKENS = {
     "image_token_id": IMAGE,
@@ -52,20 +48,26 @@ _QWEN_TOKENS = {
     "vision_start_token_id": IMAGE + 2,
     "vision_end_token_id": IMAGE + 3,
 }
+_START_END_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": IMAGE + 1,
+    "image_start_token_id": IMAGE + 2,
+    "image_end_token_id": IMAGE + 3,
+    "video_start_token_id": IMAGE + 4,
+    "video_end_token_id": IMAGE + 5,
+}
 
 _TEXT: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 24},
     "qwen3_5_moe_text": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
+        **EXPERTS,
         "shared_expert_intermediate_size": 32,
         "head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        **HYBRID,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
@@ -82,7 +84,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "head_dim": 8,
         "rotary_dim": 4,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        **FIRST_DENSE,
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
         "index_n_heads": 2,
         "index_head_dim": 8,
@@ -91,19 +93,12 @@ _TEXT: dict[str, dict[str, Any]] = {
         "index_local_blocks": 1,
     },
     "dots3_note_text": {
-        **_SHARED,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_shared_experts": 1,
+        **MLA,
+        **ROUTED_EXPERTS,
+        **GROUPS,
+        **FIRST_DENSE,
         "shared_experts_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
-        "n_group": 2,
-        "topk_group": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
         "head_dim": 16,
         "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
         "use_dsa": False,
@@ -122,14 +117,11 @@ _TEXT: dict[str, dict[str, Any]] = {
 TINY: dict[str, dict[str, Any]] = {
     **_TEXT,
     "llama4": {
-        "text_config": STANDARD["llama4_text"] | _VOCABULARY,
+        "text_config": STANDARD["llama4_text"],
         "vision_config": {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
+            **TOWER,
             "intermediate_size": 64,
             "image_size": 16,
-            "patch_size": 4,
             "projector_input_dim": 20,
             "projector_output_dim": 20,
             "vision_output_dim": 20,
@@ -140,47 +132,40 @@ TINY: dict[str, dict[str, Any]] = {
         "eoi_token_index": IMAGE + 2,
     },
     "aria": {
-        "text_config": _TEXT["aria_text"] | _VOCABULARY,
+        "text_config": _TEXT["aria_text"],
         "vision_config": {
+            **TOWER,
             "model_type": "idefics3_vision",
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "intermediate_size": 24,
             "image_size": 16,
-            "patch_size": 4,
         },
         "projector_patch_to_query_dict": {16: 4},
         "image_token_index": IMAGE,
     },
     "qwen3_5_moe": {
-        "text_config": _TEXT["qwen3_5_moe_text"] | _VOCABULARY,
+        "text_config": _TEXT["qwen3_5_moe_text"],
         "vision_config": {**_PATCHES, "num_position_embeddings": 16},
         **_QWEN_TOKENS,
     },
     "minimax_m3_vl": {
-        "text_config": _TEXT["minimax_m3_vl_text"] | _VOCABULARY,
+        "text_config": _TEXT["minimax_m3_vl_text"],
         "vision_config": {
+            **TOWER,
             "hidden_size": 24,
             "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "image_size": 16,
-            "patch_size": 4,
         },
         "projector_hidden_size": 20,
         "image_token_index": IMAGE,
         "video_token_index": IMAGE + 1,
     },
     "dots3_note": {
-        "text_config": _TEXT["dots3_note_text"] | _VOCABULARY,
+        "text_config": _TEXT["dots3_note_text"],
         "vision_config": {
+            **TOWER,
             "hidden_size": 32,
             "intermediate_size": 48,
             "moe_intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "patch_size": 4,
             "mlp_layer_types": ["dense", "sparse"],
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
@@ -204,34 +189,22 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "text_config": {
             **_MROPE,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 24,
+            **ROUTED_EXPERTS,
             "first_k_dense_replace": 1,
-            "n_group": 2,
-            "topk_group": 1,
+            **GROUPS,
             "routed_scaling_factor": 1.5,
-        }
-        | _VOCABULARY,
+        },
         "vision_config": {**_PATCHES, "image_size": 16},
-        "image_token_id": IMAGE,
-        "video_token_id": IMAGE + 1,
-        "image_start_token_id": IMAGE + 2,
-        "image_end_token_id": IMAGE + 3,
-        "video_start_token_id": IMAGE + 4,
-        "video_end_token_id": IMAGE + 5,
+        **_START_END_TOKENS,
     },
     "gemma4": {
-        "text_config": ADAPTED["gemma4_text"] | _VOCABULARY,
+        "text_config": ADAPTED["gemma4_text"],
         "vision_config": {
+            **TOWER,
             "hidden_size": 32,
             "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "num_key_value_heads": 2,
             "head_dim": 16,
-            "patch_size": 4,
             "pooling_kernel_size": 2,
             "position_embedding_size": 8,
         },
@@ -254,10 +227,9 @@ TINY: dict[str, dict[str, Any]] = {
             "moe_k": 2,
             "moe_num_shared_experts": 2,
             "moe_intermediate_size": [24, 16],
-            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            **FIRST_DENSE,
             "tie_word_embeddings": False,
-        }
-        | _VOCABULARY,
+        },
         "vision_config": {
             "depth": 2,
             "hidden_size": 32,
@@ -265,17 +237,12 @@ TINY: dict[str, dict[str, Any]] = {
             "num_heads": 2,
             "patch_size": 4,
         },
-        "image_token_id": IMAGE,
-        "video_token_id": IMAGE + 1,
-        "image_start_token_id": IMAGE + 2,
-        "image_end_token_id": IMAGE + 3,
-        "video_start_token_id": IMAGE + 4,
-        "video_end_token_id": IMAGE + 5,
+        **_START_END_TOKENS,
         "tie_word_embeddings": False,
     },
     "step3p7": {
         "text_config": {
-            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            **FIRST_DENSE,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
             "sliding_window": 8,
             "num_sliding_attention_heads": 2,
@@ -287,23 +254,19 @@ TINY: dict[str, dict[str, Any]] = {
             "swiglu_limits": [0.0, 0.0, 0.0, 0.5],
             "swiglu_limits_shared": [0.0, 0.0, 0.4, 0.0],
             "head_dim": 8,
-        }
-        | _VOCABULARY,
+        },
         "vision_config": {
-            "hidden_size": 16,
+            **TOWER,
             "mlp_ratio": 2.0,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "image_size": 32,
-            "patch_size": 4,
             "max_position_embeddings": 64,
         },
         "image_token_id": IMAGE,
     },
     "deepseek_ocr2": {
-        "text_config": {**_SHARED, "num_key_value_heads": 4, "routed_scaling_factor": 1.5} | _VOCABULARY,
+        "text_config": {**_OCR, "routed_scaling_factor": 1.5},
         "vision_config": {
-            "sam_config": {**_SAM, "downsample_channels": [14, 16]},
+            "sam_config": _SAM,
             "encoder_config": {
                 "hidden_size": 16,
                 "intermediate_size": 24,
@@ -316,15 +279,13 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "unlimited_ocr": {
         "text_config": {
-            **_SHARED,
-            "num_key_value_heads": 4,
+            **_OCR,
             "n_group": 1,
             "topk_group": 1,
             "sliding_window": 8,
-        }
-        | _VOCABULARY,
+        },
         "vision_config": {
-            "sam_config": {**_SAM, "downsample_channels": [14, 16]},
+            "sam_config": _SAM,
             "encoder_config": {
                 "hidden_size": 16,
                 "intermediate_size": 24,
@@ -339,25 +300,19 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {
         "text_config": {
             **_MROPE,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
+            **EXPERTS,
             "head_dim": 8,
             "tie_word_embeddings": False,
-        }
-        | _VOCABULARY,
+        },
         "vision_config": {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         **_QWEN_TOKENS,
     },
     "qwen3_omni_moe_thinker": {
         "text_config": {
             **_MROPE,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
+            **EXPERTS,
             "head_dim": 8,
-        }
-        | _VOCABULARY,
+        },
         "vision_config": {**_PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         "audio_config": {
             "d_model": 16,

@@ -1,14 +1,35 @@
-"""Tiny configurations of `fcsd.families.standard`."""
+"""Tiny configurations of `fcsd.families.standard`, and what those of several families have in common."""
 
 from typing import Any
 
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LOCAL_EXPERTS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+ROUTED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+}
+GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1}
+FIRST_DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
-    "q_lora_rank": None,
+    "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+}
+TOWER: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+_WINDOWS: dict[str, Any] = {
+    "head_dim": 8,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
 }
 _GRANITE: dict[str, Any] = {
     "num_local_experts": 4,
@@ -18,62 +39,35 @@ _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.35,
     "logits_scaling": 2.0,
 }
-_DEEPSEEK_EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 24,
-}
 _INDEXED: dict[str, Any] = {
     **MLA,
-    **_DEEPSEEK_EXPERTS,
-    "q_lora_rank": 16,
+    **ROUTED_EXPERTS,
+    **GROUPS,
     "index_topk": 4,
     "index_head_dim": 16,
     "index_n_heads": 16,  # with few heads many scores are 0 after their ReLU, and ties are broken by chance
 }
-_HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 
 TINY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "norm_topk_prob": True,
-    },
-    "qwen2_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen3_moe": {**EXPERTS, "head_dim": 8, "norm_topk_prob": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "deepseek_v2": {
         **MLA,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
+        **ROUTED_EXPERTS,
+        "q_lora_rank": None,
         "n_shared_experts": 2,
-        "moe_intermediate_size": 24,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
     },
     "deepseek_v3": {
         **MLA,
-        "q_lora_rank": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
+        **ROUTED_EXPERTS,
+        **GROUPS,
         "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
         "routed_scaling_factor": 2.5,
     },
     "glm4_moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
+        **ROUTED_EXPERTS,
         "first_k_dense_replace": 1,
         "head_dim": 8,
         "n_group": 1,
@@ -99,23 +93,19 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "granitemoe": _GRANITE,
     "granitemoeshared": {**_GRANITE, "shared_intermediate_size": 32},
-    "axk2": {**_INDEXED, "n_group": 2, "topk_group": 1, "gated_norm_rank": 4},
+    "axk2": {**_INDEXED, "gated_norm_rank": 4},
     "bailing_hybrid": {
         **MLA,
-        "q_lora_rank": 16,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 2,
-        "topk_group": 1,
+        **LOCAL_EXPERTS,
+        **GROUPS,
+        **HYBRID,
         "first_k_dense_replace": 1,
         "head_dim": 8,
-        "layer_types": _HYBRID,
         "num_mtp_layers": 0,
     },
-    "deepseek_v32": {**_INDEXED, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v32": {**_INDEXED, "first_k_dense_replace": 1},
     "dots1": {
-        **_DEEPSEEK_EXPERTS,
+        **ROUTED_EXPERTS,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
@@ -132,44 +122,26 @@ TINY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "exaone_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
+        **EXPERTS,
+        **GROUPS,
         "num_shared_experts": 2,
-        "n_group": 2,
-        "topk_group": 1,
         "sliding_window": 6,
         "sliding_window_pattern": 2,
     },
-    "flint": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 32,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "mlp_only_layers": [0],
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-    },
-    "glm4_moe_lite": {**MLA, **_DEEPSEEK_EXPERTS, "q_lora_rank": 16, "n_group": 2, "topk_group": 1},
+    "flint": {**EXPERTS, **_WINDOWS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "glm4_moe_lite": {**MLA, **ROUTED_EXPERTS, **GROUPS},
     "granitemoe_swa": {**_GRANITE, "shared_intermediate_size": 32, "sliding_window": 6},
     "granitemoehybrid": {
         **_GRANITE,
+        **HYBRID,
         "shared_intermediate_size": 32,
-        "layer_types": _HYBRID,
         "position_embedding_type": "rope",
         "mamba_n_heads": 4,
         "mamba_d_state": 8,
         "mamba_chunk_size": 8,
     },
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
-    "hy_v3": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "num_shared_experts": 2,
-        "head_dim": 8,
-    },
+    "hy_v3": {**EXPERTS, "num_shared_experts": 2, "head_dim": 8},
     "jamba": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -182,52 +154,35 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {
         **MLA,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "layer_types": _HYBRID,
+        **LOCAL_EXPERTS,
+        **HYBRID,
+        "q_lora_rank": None,
         "linear_head_dim": 8,
         "linear_num_heads": 4,
     },
     "laguna": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
+        **EXPERTS,
+        **_WINDOWS,
         "shared_expert_intermediate_size": 32,
         "moe_routed_scaling_factor": 1.5,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
         "num_attention_heads_per_layer": [4, 4, 2, 4],
     },
     "lfm2_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
+        **EXPERTS,
         "num_dense_layers": 1,
         "routed_scaling_factor": 1.5,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
         "tie_word_embeddings": False,
     },
-    "mellum": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    },
+    "mellum": {**EXPERTS, **_WINDOWS, **FIRST_DENSE},
     "mimo_v2_flash": {
+        **_WINDOWS,
+        **GROUPS,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
-        "n_group": 2,
-        "topk_group": 1,
         "head_dim": 12,
         "v_head_dim": 8,
-        "sliding_window": 6,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "minimax_m2": {
         "num_local_experts": 8,
@@ -237,11 +192,9 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "mistral4": {
         **MLA,
-        **_DEEPSEEK_EXPERTS,
-        "q_lora_rank": 16,
+        **ROUTED_EXPERTS,
+        **GROUPS,
         "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
         "routed_scaling_factor": 1.5,
         "rope_parameters": {
             "rope_type": "yarn",
@@ -261,17 +214,15 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
     },
     "qwen3_next": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
+        **EXPERTS,
+        **HYBRID,
         "shared_expert_intermediate_size": 32,
         "head_dim": 8,
         "mlp_only_layers": [0],
-        "layer_types": _HYBRID,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
-    "solar_open": {**_DEEPSEEK_EXPERTS, "n_group": 2, "topk_group": 1, "head_dim": 8},
+    "solar_open": {**ROUTED_EXPERTS, **GROUPS, "head_dim": 8},
 }

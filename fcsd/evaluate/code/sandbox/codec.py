@@ -23,6 +23,9 @@ _ITERATORS: tuple[Any, ...] = (
     itertools.chain, itertools.islice, itertools.combinations, itertools.permutations, itertools.product,
     itertools.combinations_with_replacement, itertools.accumulate, itertools.starmap,
 )  # fmt: skip
+_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+# `dict` is the base of the others.
+_MAPPINGS: dict[str, Any] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -64,29 +67,23 @@ class Codec:
             flat = value.ravel()
             parts = flat.view(flat.real.dtype) if value.dtype.kind == "c" else flat
             return {"t": "numpy", "v": [value.dtype.str, list(value.shape), parts.tolist()]}
-        if isinstance(value, bool | int | float | str):  # a subclass (an Enum): its plain value
-            for base in (int, float, str):
-                if isinstance(value, base):
-                    return base(value)
-        if isinstance(value, tuple):
-            return {"t": "tuple", "v": self.encode(list(value))}
+        for base in (int, float, str):
+            if isinstance(value, base):  # a subclass (an Enum): its plain value
+                return base(value)
         if isinstance(value, list):
             return self.encode(list(value))
-        if isinstance(value, set | frozenset):
-            name = "set" if isinstance(value, set) else "frozenset"
-            return {"t": name, "v": self.encode(list(value))}
-        if isinstance(value, dict):
-            name = "Counter" if isinstance(value, Counter) else "dict"
-            name = "OrderedDict" if isinstance(value, OrderedDict) else name
-            return {"t": name, "v": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
+        for name, collection in _COLLECTIONS.items():
+            if isinstance(value, collection):
+                return {"t": name, "v": self.encode(list(value))}
+        for name, mapping in _MAPPINGS.items():
+            if isinstance(value, mapping):
+                return {"t": name, "v": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
         if isinstance(value, bytes | bytearray):
             return {"t": kind.__name__, "v": value.decode("latin-1")}
         if isinstance(value, complex):
             return {"t": "complex", "v": [value.real, value.imag]}
         if isinstance(value, range):
             return {"t": "range", "v": [value.start, value.stop, value.step]}
-        if isinstance(value, deque):
-            return {"t": "deque", "v": self.encode(list(value))}
         if kind is type({}.keys()):
             return {"t": "dict_keys", "v": self.encode(list(value))}
         if isinstance(value, _ITERATORS):
@@ -128,18 +125,12 @@ class Codec:
             if "truth" in data:
                 return Handle(int(value), data["truth"] is True, str(data.get("shown"))[:100])
             return self.objects[int(value)]
-        if name in ("dict", "Counter", "OrderedDict"):
-            made = {self.decode(k): self.decode(v) for k, v in value}
-            return {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}[name](made)
-        if name in ("tuple", "set", "frozenset", "deque", "iterator"):
-            make: Any = {
-                "tuple": tuple,
-                "set": set,
-                "frozenset": frozenset,
-                "deque": deque,
-                "iterator": iter,
-            }[name]
-            return make(self.decode(value))
+        if name in _MAPPINGS:
+            return _MAPPINGS[name]({self.decode(k): self.decode(v) for k, v in value})
+        if name in _COLLECTIONS:
+            return _COLLECTIONS[name](self.decode(value))
+        if name == "iterator":
+            return iter(self.decode(value))
         if name == "dict_keys":
             return dict.fromkeys(self.decode(value)).keys()
         if name in ("bytes", "bytearray"):

@@ -71,8 +71,7 @@ def program(requests: int, answers: int) -> None:
 
     def answer(work: Any) -> None:
         try:
-            message = {"value": values.encode(work())}
-            codec.write_frame(answers, message)
+            codec.write_frame(answers, {"value": values.encode(work())})
         except BaseException as error:
             codec.write_frame(answers, {"error": type(error).__name__, "text": _text(error)})
 
@@ -341,7 +340,6 @@ def _kill(pid: int, judge: int, own_space: bool) -> tuple[int | None, float]:
     if own_space:
         with contextlib.suppress(OSError):
             os.kill(-1, signal.SIGKILL)  # from the first process of a namespace: every other process in it
-    if own_space:
         while _reap(block=True):
             pass
     else:
