@@ -166,6 +166,15 @@ def test_from_every_place_that_was_written_the_same_rows_and_records_follow(
     assert texts(islice(passed_over, 5)) == expected[57:62]
 
 
+def test_a_teacher_that_reads_ahead_is_shown_the_rows_of_the_next_batch(mixed: Any) -> None:
+    rows = EndlessRows(mixed(), 4, 32, "rows")
+    plain = texts(islice(rows, 6))
+    shown: list[Any] = []
+    rows.ahead = shown.append
+    assert texts(islice(rows, 6)) == plain
+    assert len(shown) >= 6 + 4 and texts(shown[:6]) == plain
+
+
 def test_a_place_in_other_data_or_none_at_all_is_said_and_reached_by_reading(
     mixed: Any, tmp_path: Path
 ) -> None:
