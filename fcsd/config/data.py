@@ -65,4 +65,7 @@ class DataConfig(Strict):
     heldout_examples: int = Field(256, gt=0)
     max_length: int = Field(4096, gt=1)  # tokens in one row
     packing: bool = True
+    on_bad_row: Literal["error", "skip"] = (
+        "error"  # skip: leave out, up to 1 % of the examples, and ten in any case
+    )
     loss_on: Literal["response", "all"] = "response"

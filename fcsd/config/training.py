@@ -149,14 +149,13 @@ class TrainConfig(Strict):
         return self
 
 
-MAY_CHANGE = tuple(
-    f"train.{key}"
-    for key in (
-        *("logging_steps", "save_steps", "save_total_limit", "report_to"),
-        *("per_device_train_batch_size", "gradient_checkpointing"),
-    )
+MAY_CHANGE = (
+    *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.report_to"),
+    *("train.per_device_train_batch_size", "train.gradient_checkpointing"),
+    "data.on_bad_row",
 )
-"""What may be another when a training is continued: the result does not depend on it, but for the order of float sums.
+"""What may be another when a training is continued: the result does not depend on it, but for the order of float sums,
+and for what becomes of an example that would end the run.
 """
 
 

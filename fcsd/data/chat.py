@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from fcsd.data.batches import NO_LOSS
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
+
+
+class BadExample(UserError):
+    """An example that cannot be tokenized, while others of its data set can."""
 
 
 def tokenize_example(
@@ -26,8 +30,8 @@ def tokenize_example(
     Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are, without those that the
     attention mask leaves out; loss is on those whose label is not -100.
 
-    Raises: UserError when the tokenizer has no chat template where one is needed, when the template refuses the
-    example, when a column does not hold what it should.
+    Raises: UserError when the tokenizer has no chat template where one is needed; BadExample when the template refuses
+    the example, or a column does not hold what it should.
     """
     if "input_ids" in columns:
         return _tokenized(example, columns)
@@ -58,13 +62,13 @@ def tokenize_example(
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
     """Take an example that is tokens already."""
-    ids = list(example[columns["input_ids"]])
-    labels = list(example[columns["labels"]]) if "labels" in columns else ids
-    seen = list(example[columns["attention_mask"]]) if "attention_mask" in columns else [1] * len(ids)
+    ids = _list(example, columns["input_ids"])
+    labels = _list(example, columns["labels"]) if "labels" in columns else ids
+    seen = _list(example, columns["attention_mask"]) if "attention_mask" in columns else [1] * len(ids)
     if not len(ids) == len(labels) == len(seen) or any(
         label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
     ):
-        raise UserError(
+        raise BadExample(
             f"column {columns.get('labels', columns['input_ids'])!r}: each label must be the token of its own position,"
             f" or {NO_LOSS} where there is no loss (they are shifted later), found {_short(labels)} for {_short(ids)}"
         )
@@ -79,6 +83,8 @@ def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if i == 0:  # a template writes nothing without a message
+            return _mask_by_text(tokenizer, messages)
         prompt = _template(tokenizer, messages[:i], add_generation_prompt=True)["input_ids"]
         whole = ids if i == len(messages) - 1 else _template(tokenizer, messages[: i + 1])["input_ids"]
         if whole[: len(prompt)] != prompt or ids[: len(whole)] != whole:
@@ -89,7 +95,8 @@ def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
 
 def _mask_by_text(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
     """Do the same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
-    turns but the last): the assistant says what changes with the content of its message, and its end of turn.
+    turns but the last), and for conversations that begin with the assistant: it says what changes with the content of
+    its message, and its end of turn.
 
     The end of turn is what stands behind the content both here and where the conversation ends with this turn.
     """
@@ -105,8 +112,8 @@ def _mask_by_text(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
         if message["role"] != "assistant":
             continue
         begin, end = _content_span(tokenizer, messages, i, text)
-        prompt = _template_text(tokenizer, messages[:i], add_generation_prompt=True)
-        if text.startswith(prompt) and len(prompt) <= begin:
+        prompt = _template_text(tokenizer, messages[:i], add_generation_prompt=True) if i else ""
+        if prompt and text.startswith(prompt) and len(prompt) <= begin:
             begin = len(prompt)
         whole = _template_text(tokenizer, messages[: i + 1])
         end_of_turn = whole[_content_span(tokenizer, messages[: i + 1], i, whole)[1] :]
@@ -140,9 +147,14 @@ def _template(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **
 
     try:
         return tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
-    except TemplateError as error:
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: its chat template refuses an example: {error}"
+    except (
+        TemplateError,
+        TypeError,
+        AttributeError,
+        LookupError,
+    ) as error:  # what a template's expressions raise
+        raise BadExample(
+            f"tokenizer {tokenizer.name_or_path}: its chat template refuses an example: {one_line(error)}"
         ) from error
 
 
@@ -157,7 +169,7 @@ def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[di
     column = columns["messages"]
     messages = example[column]
     if not isinstance(messages, list) or not messages:
-        raise UserError(
+        raise BadExample(
             f"column {column!r}: a list of messages with 'role' and 'content', or 'from' and 'value', is needed, found"
             f" {_short(messages)}"
         )
@@ -171,11 +183,11 @@ def _message(message: Any, column: str) -> dict:
             return dict(message)
         if isinstance(message.get("from"), str) and isinstance(message.get("value"), str):
             if message["from"] not in _SHAREGPT_ROLES:
-                raise UserError(
+                raise BadExample(
                     f"column {column!r}: a message from {message['from']!r}; allowed: {', '.join(_SHAREGPT_ROLES)}"
                 )
             return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
-    raise UserError(
+    raise BadExample(
         f"column {column!r}: a message with 'role' and 'content', or 'from' and 'value', is needed, found"
         f" {_short(message)}"
     )
@@ -184,7 +196,7 @@ def _message(message: Any, column: str) -> dict:
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
     """Return what an example says, one text a message or column.
 
-    Raises: UserError when a column does not hold what it should.
+    Raises: BadExample when a column does not hold what it should.
     """
     if "text" in columns:
         return [_string(example, columns["text"])]
@@ -196,8 +208,15 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 def _string(example: Mapping[str, Any], column: str) -> str:
     value = example[column]
     if not isinstance(value, str):
-        raise UserError(f"column {column!r}: text is needed, found {_short(value)}")
+        raise BadExample(f"column {column!r}: text is needed, found {_short(value)}")
     return value
+
+
+def _list(example: Mapping[str, Any], column: str) -> list:
+    value = example[column]
+    if not hasattr(value, "__iter__") or isinstance(value, str | Mapping):
+        raise BadExample(f"column {column!r}: a list of token ids is needed, found {_short(value)}")
+    return list(value)
 
 
 def _short(value: Any) -> str:

@@ -7,24 +7,26 @@ transformers (with no attention mask and no cache) keeps them from seeing each o
 transformers: the label at position t is the token at position t, -100 where there is no loss.
 
 Two kinds of data set come out. Normally one in memory, shuffled once and packed as a whole; when a source
-streams, one that shuffles through a buffer and packs a thousand examples at a time.
+streams, one that shuffles through a buffer and packs a thousand examples at a time (`fcsd.data.stream`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import datasets
 from tqdm import tqdm
 
 from fcsd.config.data import SourceConfig
-from fcsd.data.batches import ROW_FEATURES
-from fcsd.data.chat import tokenize_example
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.chat import BadExample, tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
-from fcsd.data.sources import Source, load_source
+from fcsd.data.reading import StreamSource, places
+from fcsd.data.sources import Source, limited, open_source
+from fcsd.data.stream import RowStream
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,13 +40,7 @@ _EXAMPLE = {
 }
 
 
-_MIXED = {"source": datasets.Value("int32"), "json": datasets.Value("string")}
-
-
-_STREAM_BATCH = 1000
-
-
-_SHUFFLE_BUFFER = 10_000
+_SAMPLE = 100  # examples of a source that are tokenized before all of them are
 
 
 def build_dataset(
@@ -58,37 +54,45 @@ def build_dataset(
     shuffle: bool = True,
     num_proc: int | None = None,
     decontaminator: Decontaminator | None = None,
-) -> PackedRows | datasets.IterableDataset:
+    bad_rows: BadRows | None = None,
+) -> PackedRows | RowStream:
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
 
     One source: all its examples once. Several: each next example comes from a source drawn with probability
     proportional to its `weight`, until every source has been read to its end; those that end early start again.
-    Any source streaming: all of them do, and an IterableDataset comes back.
-    `decontaminator` leaves out the examples that overlap with test items, and keeps the record.
+    Any source streaming: all of them do, and a RowStream comes back.
+    `decontaminator` leaves out the examples that overlap with test items, and keeps the record; `bad_rows` says what
+    becomes of those that cannot be tokenized (None: the first one is an error), and keeps theirs.
+
+    num_proc: processes that tokenize; None: one in memory, and for a stream as many as there are free cores.
 
     Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
     """
-    loaded = [load_source(source) for source in sources]
-    streaming = any(isinstance(examples, datasets.IterableDataset) for examples in loaded)
+    bad_rows = bad_rows or BadRows()
+    opened = [open_source(source) for source in sources]
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
-    if streaming:
-        examples = _stream(sources, loaded, tokenize, decontaminator, seed, shuffle)
-    else:
-        examples = _in_memory(sources, loaded, tokenize, decontaminator, seed, shuffle, num_proc)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
         raise UserError(f"tokenizer {tokenizer.name_or_path}: neither a padding nor an end-of-sequence token")
-    if streaming:
-        return examples.map(
-            partial(_pack_batch, max_length=max_length, pad_token_id=pad_token_id, packing=packing),
-            batched=True,
-            batch_size=_STREAM_BATCH,
-            remove_columns=list(_EXAMPLE),
-            features=datasets.Features(ROW_FEATURES),
+    packed = {"max_length": max_length, "pad_token_id": pad_token_id, "packing": packing}
+    if any(isinstance(examples, datasets.IterableDataset) for examples in opened):
+        stream = RowStream(
+            [_stream_source(*each) for each in zip(sources, opened, strict=True)],
+            tokenize,
+            packed,
+            seed=seed,
+            shuffle=shuffle,
+            bad_rows=bad_rows,
+            decontaminator=decontaminator,
+            num_workers=num_proc,
         )
+        stream.check_sample()
+        return stream
+    loaded = [limited(source, examples) for source, examples in zip(sources, opened, strict=True)]
+    examples = _in_memory(sources, loaded, tokenize, decontaminator, bad_rows, seed, shuffle, num_proc)
     stats = PackingStats()
     bar = tqdm(examples, desc="Packing", unit="example", leave=False)
-    rows = PackedRows(pack(bar, max_length, pad_token_id=pad_token_id, packing=packing, stats=stats), stats)
+    rows = PackedRows(pack(bar, **packed, stats=stats), stats)
     if len(rows) == 0:
         raise UserError(
             f"data set {', '.join(source.path for source in sources)}: not one of {stats.num_examples} "
@@ -98,11 +102,18 @@ def build_dataset(
     return rows
 
 
+def _stream_source(source: Source, examples: datasets.Dataset | datasets.IterableDataset) -> StreamSource:
+    if isinstance(examples, datasets.Dataset):
+        return StreamSource(source, limited(source, examples).to_iterable_dataset())
+    return StreamSource(source, examples, source.max_examples)
+
+
 def _in_memory(
     sources: Sequence[Source],
     loaded: Sequence[datasets.Dataset],
     tokenize: Callable[..., dict[str, list]],
     decontaminator: Decontaminator | None,
+    bad_rows: BadRows,
     seed: int,
     shuffle: bool,
     num_proc: int | None,
@@ -110,68 +121,62 @@ def _in_memory(
     """Load the tokenized examples of all sources, mixed."""
     tokenized = []
     for source, dataset in zip(sources, loaded, strict=True):
+        rows: Sequence[int] = range(len(dataset))  # in the data set, of each example
+        _check_sample(source, dataset, tokenize, bad_rows)
         if decontaminator is not None:
-            dataset = decontaminator.filter(dataset, source)
+            dataset, rows = decontaminator.filter(dataset, source)
         if shuffle:
             dataset = dataset.shuffle(seed=seed)
         # In memory and never from the cache of `datasets`, which does not notice a changed version of this file.
         dataset = dataset.map(
-            partial(tokenize, columns=source.columns),
+            partial(_tokenized, tokenize=tokenize, columns=source.columns),
             remove_columns=dataset.column_names,
-            features=datasets.Features(_EXAMPLE),
+            features=datasets.Features(_EXAMPLE | {"problem": datasets.Value("string")}),
             desc=f"Tokenizing {source.path}",
             num_proc=num_proc,
             keep_in_memory=True,
             load_from_cache_file=False,
         )
+        problems = {at: problem for at, problem in enumerate(dataset["problem"]) if problem is not None}
+        dataset = dataset.remove_columns("problem")
+        # The same seed puts as many numbers into the same order.
+        order = (
+            datasets.Dataset.from_dict({"row": [*rows]}).shuffle(seed=seed)["row"]
+            if problems and shuffle
+            else rows
+        )
+        at_row = {order[at]: problem for at, problem in problems.items()}
+        where = places(source, sorted(at_row))
+        bad_rows.add(
+            [(place, at_row[row]) for place, row in zip(where, sorted(at_row), strict=True)], len(rows)
+        )
+        if problems:
+            dataset = dataset.select([at for at in range(len(dataset)) if at not in problems])
         tokenized.append(dataset)
     return _mixed(tokenized, sources, seed)
 
 
-def _stream(
-    sources: Sequence[Source],
-    loaded: Sequence[datasets.Dataset | datasets.IterableDataset],
-    tokenize: Callable[..., dict[str, list]],
-    decontaminator: Decontaminator | None,
-    seed: int,
-    shuffle: bool,
-) -> datasets.IterableDataset:
-    """Load the same as a stream.
+def _tokenized(
+    example: Mapping[str, Any], tokenize: Callable[..., dict[str, list]], columns: Mapping[Any, str]
+) -> dict[str, Any]:
+    """Tokenize an example, or say what is bad about it."""
+    try:
+        return tokenize(example, columns=columns) | {"problem": None}
+    except BadExample as error:
+        return {"input_ids": [], "loss_mask": [], "problem": str(error)}
 
-    Mixed first and tokenized then: `datasets` (5.2) reads the sources of a mixture in a thread each, and the chat
-    templates of transformers (5.23) that mark responses have one state for all threads. Examples of different columns
-    are mixed as JSON.
+
+def _check_sample(
+    source: Source, dataset: datasets.Dataset, tokenize: Callable[..., dict[str, list]], bad_rows: BadRows
+) -> None:
+    """Tokenize the first examples; what is wrong with all of them is said in a second, not after the last one.
+
+    Raises: UserError where `bad_rows` would.
     """
-    streams = []
-    for index, (source, dataset) in enumerate(zip(sources, loaded, strict=True)):
-        if isinstance(dataset, datasets.Dataset):
-            dataset = dataset.to_iterable_dataset()
-        if shuffle:
-            dataset = dataset.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
-        dataset = dataset.map(
-            partial(_as_json, columns=source.columns, source=index),
-            remove_columns=dataset.column_names or list(next(iter(dataset))),
-            features=datasets.Features(_MIXED),
-        )
-        streams.append(dataset)
-    mixed = _mixed(streams, sources, seed)
-
-    def example(row: Mapping[str, Any]) -> tuple[Source, dict[str, Any]]:
-        return sources[row["source"]], json.loads(row["json"])
-
-    if decontaminator is not None:
-        mixed = mixed.filter(lambda row: decontaminator.keeps(*example(row)))
-
-    def tokenized(row: Mapping[str, Any]) -> dict[str, list]:
-        source, values = example(row)
-        return tokenize(values, columns=source.columns)
-
-    return mixed.map(tokenized, remove_columns=list(_MIXED), features=datasets.Features(_EXAMPLE))
-
-
-def _as_json(example: Mapping[str, Any], columns: Mapping[Any, str], source: int) -> dict[str, Any]:
-    values = {name: example[name] for name in columns.values()}
-    return {"source": source, "json": json.dumps(values, ensure_ascii=False, default=str)}
+    found = [_tokenized(example, tokenize, source.columns)["problem"] for example in islice(dataset, _SAMPLE)]
+    problems = {row: problem for row, problem in enumerate(found) if problem is not None}
+    check = BadRows(bad_rows.policy, bad_rows.setting)
+    check.add([*zip(places(source, [*problems]), problems.values(), strict=True)], len(found))
 
 
 def _mixed(parts: list[Any], sources: Sequence[Source], seed: int) -> Any:
@@ -180,13 +185,6 @@ def _mixed(parts: list[Any], sources: Sequence[Source], seed: int) -> Any:
     total = sum(source.weight for source in sources)
     shares = [source.weight / total for source in sources]
     return datasets.interleave_datasets(parts, shares, seed=seed, stopping_strategy="all_exhausted")
-
-
-def _pack_batch(batch: Mapping[str, list], **options: Any) -> dict[str, list]:
-    """Call `pack` for `datasets.map(batched=True)`: columns in, columns out."""
-    columns = zip(batch["input_ids"], batch["loss_mask"], strict=True)
-    rows = list(pack(({"input_ids": ids, "loss_mask": mask} for ids, mask in columns), **options))
-    return {name: [row[name] for row in rows] for name in ROW_FEATURES}
 
 
 def heldout_rows(

@@ -58,7 +58,7 @@ def pack(
         stats.num_examples += 1
         stats.num_truncated += len(example["input_ids"]) > max_length
         ids, mask = example["input_ids"][:max_length], example["loss_mask"][:max_length]
-        if not any(mask[1:]):
+        if not np.any(mask[1:]):
             stats.num_without_loss += 1
             continue
         index = next((i for i, free in enumerate(room) if free >= len(ids)), None) if packing else None

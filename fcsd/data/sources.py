@@ -23,6 +23,7 @@ class GivenSource:
     name: ClassVar[None] = None
     split: ClassVar[None] = None
     weight: ClassVar[float] = 1.0
+    max_examples: ClassVar[None] = None
 
 
 Source = SourceConfig | GivenSource
@@ -35,6 +36,17 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
     """
+    examples: datasets.Dataset | datasets.IterableDataset = limited(source, open_source(source))
+    return examples
+
+
+def limited(source: Source, examples: Any) -> Any:
+    """Take the first `max_examples`."""
+    return examples if source.max_examples is None else examples.take(source.max_examples)
+
+
+def open_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
+    """Load all examples of `source`; else as `load_source`."""
     if isinstance(source, GivenSource):
         return source.examples
     path = Path(source.path).expanduser()
@@ -78,6 +90,14 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
             f"data set {source.path}: no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(map(repr, columns))}; name the right ones under `columns`"
         )
-    if source.max_examples is not None:
-        dataset = dataset.take(source.max_examples)
     return dataset
+
+
+def shard_file(examples: datasets.IterableDataset, shard: int) -> str | None:
+    """Return the name of a file of a stream; None where it is not known."""
+    arguments = getattr(getattr(examples, "_ex_iterable", None), "kwargs", {})
+    for name in ("original_files", "files", "base_files"):
+        files = arguments.get(name)
+        if isinstance(files, list) and len(files) == examples.num_shards:
+            return str(files[shard])
+    return None

@@ -65,9 +65,11 @@ class FCSDConfig(TrainingArguments):
         max_length: tokens in a row.
         packing: several examples share a row; they do not see each other.
         loss_on: "response" (what the assistant says) or "all".
+        on_bad_row: what an example that cannot be tokenized does: "error" ends the run, "skip" leaves it out, up to 1 %
+            of the examples, and ten in any case.
         columns: what the data set's columns mean, as in a recipe: {"messages": NAME}, {"text": NAME} or
             {"prompt": NAME, "response": NAME}; None: seen from their names.
-        dataset_num_proc: processes that tokenize.
+        dataset_num_proc: processes that tokenize; of a stream by default one for each free core, eight at most.
         batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
         optimizer: "adamw", or "muon" for the matrices of the layers.
@@ -119,6 +121,7 @@ class FCSDConfig(TrainingArguments):
     max_length: int = _argument(4096, "Tokens in a row.")
     packing: bool = _argument(True, "Several examples share a row.")
     loss_on: str = _argument("response", "response or all.")
+    on_bad_row: str = _argument("error", "error, or skip: leave out up to 1 %.")
     columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
@@ -144,6 +147,8 @@ class FCSDConfig(TrainingArguments):
                 raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
         if self.loss_on not in ("response", "all"):
             raise UserError(f"FCSDConfig: loss_on: must be 'response' or 'all', got {self.loss_on!r}")
+        if self.on_bad_row not in ("error", "skip"):
+            raise UserError(f"FCSDConfig: on_bad_row: must be 'error' or 'skip', got {self.on_bad_row!r}")
         if self.max_length < 2:
             raise UserError(f"FCSDConfig: max_length: must be at least 2, got {self.max_length}")
         self.sections()

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from fcsd.data.batches import Collator
+from fcsd.data.bad_rows import BadRows
 from fcsd.data.given import given_rows
+from fcsd.data.stream import RowStream
 from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
 from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
@@ -28,7 +29,7 @@ from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.heldout import HeldoutCE, HeldoutKL
 from fcsd.distill.models import student_of, teacher_of
 from fcsd.distill.out_of_memory import explain_oom
-from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_student, read_ahead, whole_steps
+from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.trainer import DistillTrainer
@@ -59,6 +60,8 @@ class FCSDTrainer(DistillTrainer):
             model, in the dtype that the model came in. Objectives sft and ce have none.
         compute_metrics: gets logits (rows, tokens, vocabulary) and labels of the packed rows of eval_dataset.
         launch: where this process stands among others; None: what accelerate or torchrun has started.
+
+    With `args.on_bad_row` "skip", `bad_rows` has the examples that could not be tokenized and were left out.
 
     `evaluate` gives eval_kl, nats per kept token of KL(teacher || student) on eval_dataset, with eval_kl_stderr, and
     without a teacher eval_ce; eval_loss is the same number. `save_model` leaves a folder that
@@ -104,11 +107,17 @@ class FCSDTrainer(DistillTrainer):
         with engine_environment(launch.engine, launch.device):
             set_seed(args.seed)
             self._fit_to_engine(args, launch)
-            student = student_of(model, args, launch)
-            path = model if isinstance(model, str | Path) else student.config._name_or_path
+            student: PreTrainedModel | None = None
+            if isinstance(model, str | Path):  # the data are checked before it is loaded
+                path: str | Path = model
+            else:
+                student = student_of(model, args, launch)
+                path = student.config._name_or_path
             self._tokenizer = processing_class or _tokenizer_beside(path, args)
-            rows = self._rows(train_dataset, "train_dataset", shuffle=True)
+            self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
+            rows = self._rows(train_dataset, "train_dataset", self.bad_rows, shuffle=True)
             heldout = self._heldout_rows(eval_dataset)
+            student = student if student is not None else student_of(model, args, launch)
             compared = None
             if objective.has_teacher or teacher is not None:
                 compared = place_teacher(teacher_of(teacher, student, args, launch), launch)
@@ -118,7 +127,8 @@ class FCSDTrainer(DistillTrainer):
                 to_dtype(student, dtype_of(args.dtype))
             prepare_student(student, objective, train, launch)
             student.add_model_tags([*self._tag_names])
-            read_ahead(args, compared)
+            whole = self._whole_steps(rows)
+            collate = collator(args, compared, whole)
             self._heldout: dict[int, list[HeldoutCE]] = {}
             self._compared = compared
             super().__init__(
@@ -129,9 +139,9 @@ class FCSDTrainer(DistillTrainer):
                 launch=launch,
                 settings=train,
                 guard=Guard(sections.safety),
-                train_dataset=self._whole_steps(rows),
+                train_dataset=whole,
                 eval_dataset=heldout,
-                data_collator=Collator(compared.ahead if compared is not None else None),
+                data_collator=collate,
                 processing_class=self._tokenizer,
                 compute_metrics=compute_metrics,
                 callbacks=callbacks,
@@ -158,11 +168,11 @@ class FCSDTrainer(DistillTrainer):
 
     # ---- rows
 
-    def _rows(self, data: Any, name: str, *, shuffle: bool) -> Any:
+    def _rows(self, data: Any, name: str, bad_rows: BadRows | None = None, *, shuffle: bool) -> Any:
         if data is None:
             return None
         args = self._settings
-        return given_rows(
+        rows = given_rows(
             data,
             self._tokenizer,
             name=name,
@@ -173,7 +183,14 @@ class FCSDTrainer(DistillTrainer):
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=shuffle,
             num_proc=args.dataset_num_proc,
+            bad_rows=bad_rows,
         )
+        if isinstance(rows, RowStream):  # its order is that of one process, which may have others tokenize
+            rows.num_workers = args.dataset_num_proc or args.dataloader_num_workers or rows.num_workers
+            if name == "train_dataset":
+                args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
+                args.dataloader_persistent_workers = False
+        return rows
 
     def _heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
         """Return rows in order, those of a stream in memory; of a dict of data sets a dict of them."""

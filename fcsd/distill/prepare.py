@@ -3,16 +3,16 @@
 Not covered: where models and rows come from.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from fcsd.config.training import ObjectiveConfig, TrainConfig
+from fcsd.data.batches import Collator
+from fcsd.distill.endless_rows import EndlessRows, too_little_data
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.shard import shard_student, shard_teacher
@@ -50,11 +50,20 @@ def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
         module.requires_grad_(False)
 
 
-def read_ahead(arguments: TrainingArguments, teacher: Teacher | None) -> None:
-    """Give a teacher that looks at batches before they are used a process of its own, one step ahead."""
-    if teacher is not None and teacher.ahead is not None:
-        arguments.dataloader_num_workers = 1
-        arguments.dataloader_prefetch_factor = max(2, arguments.gradient_accumulation_steps)
+def collator(arguments: TrainingArguments, teacher: Teacher | None, rows: Any) -> Collator:
+    """Return what makes batches of `rows`, and show them early to a teacher that looks at batches before they are used.
+
+    Of data in memory, by a process of its own, one step ahead; of a stream, which one process reads, as they are read.
+    """
+    ahead = teacher.ahead if teacher is not None else None
+    if ahead is None:
+        return Collator()
+    if isinstance(rows, EndlessRows):
+        rows.ahead = lambda row: ahead(Collator()([row]))
+        return Collator()
+    arguments.dataloader_num_workers = 1
+    arguments.dataloader_prefetch_factor = max(2, arguments.gradient_accumulation_steps)
+    return Collator(ahead)
 
 
 def check_vocabulary(
@@ -99,38 +108,5 @@ def whole_steps(rows: Any, needed: int, max_length: int, name: str = "data.train
     if not hasattr(rows, "__len__"):
         return EndlessRows(rows, needed, max_length, name)
     if len(rows) < needed:
-        raise _too_little_data(name, len(rows), needed, max_length)
+        raise too_little_data(name, len(rows), needed, max_length)
     return Subset(rows, range(len(rows) // needed * needed))
-
-
-def _too_little_data(name: str, found: int, needed: int, max_length: int) -> UserError:
-    return UserError(
-        f"{name}: gives {found} rows of {max_length} tokens, one batch of"
-        f" {'train.' if name.startswith('data.') else ''}batch_size_tokens {needed * max_length} needs {needed};"
-        " use more data or a smaller batch"
-    )
-
-
-class EndlessRows(IterableDataset):
-    """A stream that begins again, in another order, where it ends.
-
-    The Trainer would end an epoch there, with part of a step whose gradient would leak into the next one.
-    """
-
-    def __init__(self, rows: Any, needed: int, max_length: int, name: str):
-        self.rows, self.needed, self.max_length, self.name = rows, needed, max_length, name
-
-    def __iter__(self) -> Iterator[Any]:
-        """Rows without end.
-
-        Raises:
-            UserError: the whole stream is shorter than one batch.
-        """
-        for epoch in itertools.count():
-            self.rows.set_epoch(epoch)
-            found = 0
-            for row in self.rows:
-                found += 1
-                yield row
-            if found < self.needed:
-                raise _too_little_data(self.name, found, self.needed, self.max_length)

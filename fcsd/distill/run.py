@@ -23,7 +23,6 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 
-from fcsd.data.batches import Collator
 from fcsd.distill.arguments import (
     TrainingRun,
     check_reporters,
@@ -38,7 +37,7 @@ from fcsd.distill.export import write_model
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.distill.interrupt import Signals
 from fcsd.distill.out_of_memory import explain_oom
-from fcsd.distill.prepare import check_vocabulary, place_teacher, prepare_student, read_ahead, whole_steps
+from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.lora import leave_adapters
 from fcsd.distill.trainer import DistillTrainer
@@ -80,7 +79,8 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         run.score.set_teacher(teacher, sharded=engine.shards)
     check_reporters(run.train)
     arguments = training_arguments(run)
-    read_ahead(arguments, teacher)
+    rows = whole_steps(run.rows, run.train.batch_size_tokens // run.max_length, run.max_length)
+    collate = collator(arguments, teacher, rows)
     prepare_student(student, run.objective, run.train, run.launch)
     run.launch.ranks.from_first(lambda: _check_disk(run))
     if engine.name == "zero3":
@@ -98,10 +98,8 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
             stopper=run.stopper,
             guard=Guard(run.safety),
             signals=signals,
-            train_dataset=whole_steps(
-                run.rows, run.train.batch_size_tokens // run.max_length, run.max_length
-            ),
-            data_collator=Collator(teacher.ahead if teacher is not None else None),
+            train_dataset=rows,
+            data_collator=collate,
             callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
         )
         replace_output(trainer, bar)

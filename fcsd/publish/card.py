@@ -249,6 +249,8 @@ def _training(facts: Facts) -> str:
         lines.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
     if left_out := (results.get("decontamination") or {}).get("num_left_out"):
         lines.append(f"{left_out} examples that overlap with test items were left out.")
+    if bad := (results.get("bad_rows") or {}).get("num_left_out"):
+        lines.append(f"{bad} examples that could not be tokenized were left out.")
     if facts.report:
         lines.append("The whole recipe, versions and per-item comparisons are in `report.md`.")
     return " ".join(lines)

@@ -115,6 +115,8 @@ def _training(path: Path | None) -> str:
     for name in ("skipped_steps", "spikes", "rewinds"):
         if count := results.get(name, 0):
             happened += f", {count} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
+    if bad := (results.get("bad_rows") or {}).get("num_left_out"):
+        happened += f", {bad} bad row{'' if bad == 1 else 's'} left out"
     steps = f"{results['steps']} step{'' if results['steps'] == 1 else 's'}"
     return f"{objective}, {steps}{best}{happened}"
 

@@ -33,12 +33,12 @@ def pretrain(run: Run) -> Stage:
         remove_checkpoints(folder, launch)
         return stage
     tokenizer = load_tokenizer(plan.tokenizer)
+    rows, record = training_rows(plan.data, tokenizer, run)
     set_seed(recipe.seed)
     # The first rank of a sharded run makes the weights, and sends the others their shards.
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
         model = new_model(plan.config | _token_ids(tokenizer, plan.config), plan.connectivity.spec())
     to_dtype(model, dtype_of(plan.train.dtype))
-    rows, record = training_rows(plan.data, tokenizer, run)
     training = TrainingRun(
         launch=launch,
         folder=folder,

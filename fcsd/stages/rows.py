@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.config.data import DataConfig, DecontaminateConfig
 from fcsd.config.suite import load_suite
+from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
+from fcsd.data.packing import PackedRows
+from fcsd.data.stream import RowStream
 from fcsd.distributed.launch import Launch
 from fcsd.evaluate.items import dataset_items, suite_items, test_set_location
 from fcsd.evaluate.stage import test_set_fingerprints
@@ -20,9 +24,17 @@ from fcsd.files import write_json
 from fcsd.stages.context import Run
 
 
+@dataclass(frozen=True)
+class Record:
+    """What was left out of training data: examples with test items in them, and those that cannot be tokenized."""
+
+    overlapping: Decontaminator | None
+    bad: BadRows
+
+
 def training_rows(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, run: Run
-) -> tuple[Any, Decontaminator | None]:
+) -> tuple[PackedRows | RowStream, Record]:
     """Return packed rows of a `data` section of the recipe, and the record of what was left out of them.
 
     They stay in memory, for the next stage of the run that reads the same data.
@@ -33,8 +45,9 @@ def training_rows(
     parts = [plan, inputs, run.recipe.seed, tokenizer.chat_template, tokenizer.get_vocab()]
     key = json.dumps(parts, sort_keys=True)  # a vocabulary comes in another order every time it is loaded
 
-    def make() -> tuple[Any, Decontaminator | None]:
-        record = _decontaminator(data.decontaminate, tokenizer, run.data_root)
+    def make() -> tuple[PackedRows | RowStream, Record]:
+        overlapping = _decontaminator(data.decontaminate, tokenizer, run.data_root)
+        record = Record(overlapping, BadRows(data.on_bad_row))
         rows = build_dataset(
             data.train,
             tokenizer,
@@ -42,11 +55,12 @@ def training_rows(
             packing=data.packing,
             loss_on=data.loss_on,
             seed=run.recipe.seed,
-            decontaminator=record,
+            decontaminator=record.overlapping,
+            bad_rows=record.bad,
         )
         return rows, record
 
-    held: dict[str, tuple[Any, Decontaminator | None]] = run.once("rows", dict)
+    held: dict[str, tuple[PackedRows | RowStream, Record]] = run.once("rows", dict)
     if key not in held:
         held.clear()  # two data sets are not kept in memory
         held[key] = make()
@@ -64,19 +78,29 @@ def _decontaminator(
     return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))
 
 
-def left_out(record: Decontaminator | None, folder: Path, launch: Launch) -> dict[str, Any]:
-    """For a manifest: how many examples overlapped with test items; which ones goes to a file in `folder`."""
-    if record is None:
-        return {}
-    summary = record.summary()
-    if launch.first:
-        file = folder / "decontamination.json"
-        write_json(file, summary | {"left_out": record.overlaps()})
-        number = summary["num_left_out"]
-        print(
-            f"data: {number} examples that overlap with test items were left out, see {file}", file=sys.stderr
+def left_out(record: Record, folder: Path, launch: Launch) -> dict[str, Any]:
+    """For a manifest: how many examples were left out, and why; which ones goes to files in `folder`."""
+    found: dict[str, Any] = {}
+    if record.overlapping is not None:
+        found["decontamination"] = summary = record.overlapping.summary()
+        what = f"{summary['num_left_out']} examples that overlap with test items"
+        _write(
+            folder / "decontamination.json",
+            summary | {"left_out": record.overlapping.overlaps()},
+            what,
+            launch,
         )
-    return {"decontamination": summary}
+    if record.bad.num_bad:
+        found["bad_rows"] = summary = record.bad.summary()
+        what = f"{summary['num_left_out']} of {summary['num_examples']} examples that cannot be tokenized"
+        _write(folder / "bad_rows.json", summary | {"left_out": record.bad.listed()}, what, launch)
+    return found
+
+
+def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> None:
+    if launch.first:
+        write_json(file, record)
+        print(f"data: {what} were left out, see {file}", file=sys.stderr)
 
 
 def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -434,7 +434,7 @@ def test_max_examples_takes_the_first_ones(tmp_path):
 def test_a_stream_gives_packed_rows_with_every_token_of_its_source(tmp_path):
     source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS), streaming=True)
     stream = build_dataset([source], make_tokenizer(), max_length=32)
-    assert isinstance(stream, IterableDataset) and isinstance(stream, torch.utils.data.IterableDataset)
+    assert isinstance(stream, torch.utils.data.IterableDataset)
     rows = rows_of(stream)
     assert rows == rows_of(stream)
     assert sum(label != NO_LOSS for row in rows for label in row["labels"]) == sum(LENGTHS)

@@ -1,0 +1,91 @@
+"""Keep count of the examples that cannot be tokenized: the run ends with the first one, or leaves them out up to a cap.
+
+Not covered: what is bad about an example (`fcsd.data.chat`), and files that cannot be read at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fcsd.errors import UserError
+
+CAP = 0.01  # share of the examples read that may be left out
+_ALWAYS_ALLOWED = 10
+_LISTED = 10_000
+
+Policy = Literal["error", "skip"]
+
+
+class BadRows:
+    """The record of bad examples, and what becomes of a run that meets one.
+
+    `num_examples` counts those that were read, in every epoch; a bad one is on the record once.
+
+    Args:
+        policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read,
+            and ten in any case.
+        setting: what errors call the setting that chooses the policy.
+    """
+
+    def __init__(self, policy: Policy = "error", setting: str = "data.on_bad_row"):
+        self.policy, self.setting = policy, setting
+        self.num_examples = 0
+        self.num_bad = 0
+        self._listed: dict[str, str] = {}  # where -> what is wrong
+
+    def add(self, found: Sequence[tuple[str, str]], num_read: int = 0) -> None:
+        """Record bad examples, where each is and what is wrong with it, among `num_read` more that were read.
+
+        Raises:
+            UserError: there is one and it is not to be left out, or there are too many.
+        """
+        self.num_examples += num_read
+        for where, reason in found:
+            if where not in self._listed:
+                self.num_bad += 1
+                if len(self._listed) < _LISTED:
+                    self._listed[where] = reason
+        if found:
+            self._refuse(found)
+
+    def _refuse(self, found: Sequence[tuple[str, str]]) -> None:
+        where, reason = found[0]
+        if self.policy == "error":
+            others = len(found) - 1
+            more = (
+                f" ({others} more row{'' if others == 1 else 's'} cannot be tokenized either)"
+                if others
+                else ""
+            )
+            raise UserError(
+                f"{where}: {reason}{more}; correct it, or set {self.setting}: skip to leave out such rows"
+            )
+        if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):
+            raise UserError(
+                f"{self.num_bad} of {self.num_examples} examples cannot be tokenized, and {self.setting}: skip leaves"
+                f" out {CAP:.0%} at most; one of them: {where}: {reason}; correct the data, or `columns`"
+            )
+
+    def listed(self) -> list[dict[str, str]]:
+        """List the bad examples, the first ten thousand of them."""
+        return [{"where": where, "reason": reason} for where, reason in self._listed.items()]
+
+    def summary(self) -> dict[str, int]:
+        """Sum up for a manifest: examples read, and left out."""
+        return {"num_examples": self.num_examples, "num_left_out": self.num_bad}
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return what `record` needs to tell the record as it is now."""
+        return self.num_examples, self.num_bad, len(self._listed)
+
+    def record(self, mark: tuple[int, int, int]) -> dict[str, Any]:
+        """Return the record as it was at `mark`, for JSON."""
+        return {
+            "num_examples": mark[0],
+            "num_bad": mark[1],
+            "listed": dict([*self._listed.items()][: mark[2]]),
+        }
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Go back to a record."""
+        self.num_examples, self.num_bad = record["num_examples"], record["num_bad"]
+        self._listed = dict(record["listed"])

@@ -1,0 +1,169 @@
+"""Examples that cannot be tokenized: named with file and row, or left out and counted, before a model is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.cli.main import main
+from fcsd.config.data import SourceConfig
+from fcsd.data import reading, stream
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.chat import tokenize_example
+from fcsd.data.dataset import build_dataset
+from fcsd.data.given import given_rows
+from fcsd.errors import UserError
+from fcsd.files import read_json
+from tests.data.test_data import MARKED_TEMPLATE, PLAIN_TEMPLATE, REFUSING_TEMPLATE, make_tokenizer, said
+from tests.support import Bench
+
+BAD = {"text": None}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def folder(path: Path, *files: list[Any]) -> str:
+    path.mkdir()
+    for number, rows in enumerate(files):
+        (path / f"train-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def good(number: int, letter: str = "a") -> list[Any]:
+    return [{"text": letter * (row + 1)} for row in range(number)]
+
+
+def build(path: str, streaming: bool, **options: Any) -> Any:
+    source = SourceConfig(path=path, columns={"text": "text"}, streaming=streaming)
+    return build_dataset([source], make_tokenizer(), max_length=8, packing=False, **options)
+
+
+def texts(rows: Any) -> list[str]:
+    return sorted(make_tokenizer().decode(row["input_ids"]) for row in rows)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("row", [3, 140], ids=["in the sample", "behind it"])
+def test_the_error_names_the_file_and_the_row(tmp_path: Path, streaming: bool, row: int) -> None:
+    second = good(150)
+    second[row - 1] = BAD
+    path = folder(tmp_path / "data", good(5), second, good(4))
+    with pytest.raises(UserError) as caught:
+        list(build(path, streaming))
+    assert str(caught.value) == (
+        f"data set {path}, file train-1.jsonl, row {row}: column 'text': text is needed, found None; correct it, or"
+        " set data.on_bad_row: skip to leave out such rows"
+    )
+
+
+def test_a_row_of_examples_that_a_caller_gave_is_named_by_its_number() -> None:
+    with pytest.raises(
+        UserError, match=r"data set train_dataset, row 4: column 'text'.* \(1 more row cannot"
+    ):
+        given_rows([*good(3), BAD, *good(2), BAD], make_tokenizer(), name="train_dataset", max_length=8)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_rows_are_left_out_and_counted_and_the_others_stay(tmp_path: Path, streaming: bool) -> None:
+    record = BadRows("skip")
+    path = folder(tmp_path / "bad", [*good(4), BAD, *good(3, "b")], [BAD, *good(5, "c")])
+    plain = folder(tmp_path / "plain", [*good(4), *good(3, "b")], good(5, "c"))
+    rows = build(path, streaming, bad_rows=record)
+    assert texts(rows) == texts(build(plain, streaming))
+    assert record.summary() == {"num_examples": 14, "num_left_out": 2}
+    places = [each["where"].removeprefix(f"data set {path}, ") for each in record.listed()]
+    assert sorted(places) == ["file train-0.jsonl, row 5", "file train-1.jsonl, row 1"]
+    if streaming:
+        list(rows)  # read again: still once on the record
+        assert record.num_bad == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_too_many_bad_rows_are_an_error_whatever_the_recipe_says(tmp_path: Path, streaming: bool) -> None:
+    path = folder(tmp_path / "data", [*good(105), *[BAD] * 11, *good(30)])
+    with pytest.raises(
+        UserError, match=r"11 of 1\d\d examples cannot be tokenized, .*skip leaves out 1% at most"
+    ):
+        list(build(path, streaming, bad_rows=BadRows("skip"), shuffle=False))
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BUFFER", 10)
+    path = folder(tmp_path / "data", good(5), good(5))
+    (tmp_path / "data" / "train-1.jsonl").write_text('{"text": "a"}\n' * 3 + '{"text": "brok')
+    with pytest.raises(UserError, match=r"file train-1\.jsonl, row \d.*cannot be read"):
+        list(build(path, True))
+
+
+CONVERSATION = [
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE], ids=["prefix", "generation marks"])
+def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
+    assert said(encoded, tokenizer) == "hello<|eos|>4<|eos|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (CONVERSATION, "a user speaks first"),
+        ([{"role": "user", "content": ["2+2?"]}], "TypeError|concatenate|can only"),
+    ],
+)
+def test_a_conversation_that_the_template_cannot_write_is_a_bad_row(messages: Any, reason: str) -> None:
+    tokenizer = make_tokenizer(REFUSING_TEMPLATE)
+    with pytest.raises(UserError, match=f"row 1: .*its chat template refuses an example: .*({reason})"):
+        given_rows([{"messages": messages}], tokenizer, name="train_dataset", max_length=8)
+
+
+def spoil(bench: Bench, row: int) -> None:
+    lines = bench.rows.read_text().splitlines()
+    lines[row - 1] = json.dumps({"messages": [{"role": "user"}]})
+    bench.rows.write_text("\n".join(lines) + "\n")
+
+
+def test_a_bad_row_among_the_first_of_a_stream_is_found_before_a_model_is_loaded(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(bench, 7)
+    monkeypatch.setattr("fcsd.stages.distill.load_teacher", lambda *args, **kwargs: pytest.fail("loaded"))
+    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    assert main(["distill", str(bench.recipe("r", data=data))]) == 2
+    assert f"data set {bench.rows}, row 7: column 'messages'" in capsys.readouterr().err
+
+
+def test_a_run_that_met_a_bad_row_goes_on_without_it_and_says_so_in_its_report(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_SAMPLE", 2)
+    monkeypatch.setattr(reading, "BUFFER", 8)
+    for name in ("_PIECE", "_PACK"):
+        monkeypatch.setattr(stream, name, 8)
+    spoil(bench, 50)
+    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    command = ["distill", str(bench.recipe("r", data=data))]
+    assert main(command) == 2
+    assert "row 50: column 'messages'" in capsys.readouterr().err
+    folder = bench.folder / "r" / "distill"
+    assert any((folder / "checkpoints").glob("checkpoint-*"))
+    assert main([*command, "--set", "data.on_bad_row=skip"]) == 0
+    assert "1 of " in capsys.readouterr().err
+    found = read_json(folder / "manifest.json")["results"]["bad_rows"]
+    assert found["num_left_out"] == 1 and found["num_examples"] > 50
+    (listed,) = read_json(folder / "bad_rows.json")["left_out"]
+    assert listed["where"] == f"data set {bench.rows}, row 50"
+    from fcsd.report.report import _training
+
+    assert _training(folder) == "kl, 12 steps, 1 bad row left out"
