@@ -69,6 +69,7 @@ def attempt(
     """(statuses, output) of the ranks of one run; with a time, SIGKILL goes to one of them, or to all."""
 
     def run(rank: int) -> int:
+        atexit._clear()  # what the parent is to do at its end
         status = job.run(folder)
         atexit._run_exitfuncs()  # a fork ends without
         return status
