@@ -27,8 +27,9 @@ def convert_checkpoint(
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
 
-    The weight files are hard-linked, or copied where the file system cannot link; the config is rewritten,
-    `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at the end.
+    The weight files are hard-linked, with the source's permissions, or copied where the file system cannot link;
+    the config is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
+    the end.
 
     The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer and
     processor load with either; without the argument transformers asks on a terminal whether to run the code,
@@ -124,7 +125,11 @@ def link_or_copy(source: Path, destination: Path) -> None:
 @contextmanager
 def _new_folder(destination: Path) -> Iterator[Path]:
     """Give a temporary sibling of `destination` that takes its name on success and disappears on failure."""
-    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+    try:
+        is_other = destination.is_symlink() or (destination.exists() and not destination.is_dir())
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written: {error.strerror}") from None
+    if is_other:
         raise UserError(f"{destination}: exists and is not a folder; choose another destination")
     if destination.is_dir() and any(destination.iterdir()):
         raise UserError(
