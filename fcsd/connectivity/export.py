@@ -16,6 +16,7 @@ from fcsd.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, moe_mask
+from fcsd.temporary import beside
 
 
 def convert_checkpoint(
@@ -135,13 +136,10 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         raise UserError(
             f"{destination}: exists and is not empty; choose another destination or remove it first"
         )
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        yield temporary
-        os.replace(temporary, destination)
+        with beside(destination) as temporary:
+            yield temporary
+            os.replace(temporary, destination)
     except OSError as error:
         raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
