@@ -54,7 +54,7 @@ def convert_checkpoint(
     own = checkpoint.connectivity
     if connectivity is None:
         connectivity = own if checkpoint.foreign and own is not None else Connectivity()
-    field = connectivity.field(mask)
+    field = connectivity.new_field(mask, family.layout)
     try:
         rewire.check_field(family, field)
     except ValueError as error:

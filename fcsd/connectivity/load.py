@@ -105,7 +105,8 @@ def config_and_class(
     if checkpoint.connectivity is None:
         if connectivity is None:
             return config, base_model_class(family)
-        return with_farskip(config, family, connectivity.field(mask)), farskip_model_class(family)
+        field = connectivity.new_field(mask, family.layout)
+        return with_farskip(config, family, field), farskip_model_class(family)
     own = checkpoint.connectivity.field(mask)  # also refuses indices that the model does not have
     if original:
         return without_farskip(config, family), base_model_class(family)
