@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fcsd.errors import UserError
+from fcsd.temporary import beside, replace_folder
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 # safetensors and torch.save report a failed write in words only.
@@ -40,13 +40,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text under a temporary name, then rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with writing(path):
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path), beside(path) as temporary:
+        (temporary / "file").write_text(text, encoding="utf-8")
+        os.replace(temporary / "file", path)
 
 
 @contextlib.contextmanager
@@ -58,17 +54,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         UserError: the disk is full, or the place may not be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for stale in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
-                shutil.rmtree(stale, ignore_errors=True)
-            temporary.mkdir()
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside(path) as temporary:
             yield temporary
             replace_folder(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -87,15 +77,6 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(
             f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
         ) from error
-
-
-def replace_folder(source: Path, destination: Path) -> None:
-    """Rename `source` to `destination`, moving an existing `destination` out of the way first."""
-    old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
-    if destination.exists():
-        os.replace(destination, old)
-    os.replace(source, destination)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 _HELD: dict[Path, int] = {}  # folders that this process works in -> the descriptor that holds the lock

@@ -5,12 +5,13 @@ the tokenizer and of the processor) is written into their files.
 """
 
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from fcsd.connectivity.checkpoint import CONFIG, read_checkpoint_json
-from fcsd.errors import one_line
+from fcsd.errors import UserError, one_line
 from fcsd.families import PREFIX
 from fcsd.files import write_json
 
@@ -36,6 +37,8 @@ CARRIED = (
 )
 """Patterns. No pickles, and no code except what a tokenizer or processor names as its own."""
 
+_CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads out of the folder
+
 _CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
@@ -55,21 +58,28 @@ def carry_over(source: Path, folder: Path, model_type: str, repository: str | No
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)
     for name in _CODE:
-        if (folder / name).exists():
-            _keep_code(source, folder, folder / name, repository)
+        if (source / name).is_file():
+            _keep_code(source, folder, name, repository)
     _name_tokenizer(source, folder / "tokenizer_config.json", model_type)
     _name_processor(folder, model_type)
 
 
-def _keep_code(source: Path, folder: Path, file: Path, repository: str | None) -> None:
+def _keep_code(source: Path, folder: Path, file: str, repository: str | None) -> None:
     """Keep the code that a tokenizer or processor brings with it: `module.Class` in its auto_map."""
-    values = read_checkpoint_json(file)
+    values = read_checkpoint_json(source / file)
     auto_map: dict[str, Any] = values.get("auto_map") or {}
     if isinstance(auto_map, list):  # an old form, which names the tokenizer only
         auto_map = {"AutoTokenizer": auto_map}
     changed = False
-    for auto, classes in auto_map.items():
+    for auto, classes in auto_map.items() if isinstance(auto_map, dict) else [("", auto_map)]:
         names = classes if isinstance(classes, list) else [classes]
+        if not auto or not all(
+            name is None or (isinstance(name, str) and _CLASS.fullmatch(name)) for name in names
+        ):
+            raise UserError(
+                f"{source / file}: auto_map: Auto class to module.Class is needed, got {str(classes)[:80]!r};"
+                " fetch the file again"
+            )
         for place, name in enumerate(names):
             if not name or "--" in name:
                 continue
@@ -80,7 +90,7 @@ def _keep_code(source: Path, folder: Path, file: Path, repository: str | None) -
                 names[place], changed = f"{repository}--{name}", True
         auto_map[auto] = names if isinstance(classes, list) else names[0]
     if changed:
-        write_json(file, values | {"auto_map": auto_map})
+        write_json(folder / file, values | {"auto_map": auto_map})
 
 
 def _copy_module(module: Path, folder: Path) -> None:
@@ -93,7 +103,7 @@ def _copy_module(module: Path, folder: Path) -> None:
 def _name_tokenizer(source: Path, file: Path, model_type: str) -> None:
     """Write the class of the tokenizer that transformers makes of `source`. It overrules the class in the file
     for some model types, and needs none for others."""
-    if not file.exists():
+    if not file.is_file():
         return
     values = read_checkpoint_json(file)
     base_type = str(read_checkpoint_json(source / CONFIG)["model_type"])

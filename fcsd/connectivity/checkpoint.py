@@ -8,7 +8,7 @@ from typing import Any
 
 from fcsd.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.connectivity.spec import Connectivity
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of
 from fcsd.families.refused import REFUSED
 
@@ -74,13 +74,17 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
             message says of a checkpoint's folder.
     """
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be a folder: {error.strerror}") from None
+    if is_folder:
         if revision is not None:
             raise UserError(
                 f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
             )
         return folder
-    if folder.exists():
+    if exists:
         raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
     if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
         raise UserError(
@@ -158,6 +162,11 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{folder / INDEX}: weight_map is missing or empty; fetch the file again")
+        if wrong := [name for name in weight_map.values() if not _is_shard_name(name)]:
+            raise UserError(
+                f"{folder / INDEX}: weight_map names {str(wrong[0])[:80]!r}; the name of a .safetensors file in this"
+                " folder is needed, fetch the file again"
+            )
         files = sorted(set(weight_map.values()))
         if missing := [name for name in files if not (folder / name).is_file()]:
             raise UserError(
@@ -185,15 +194,28 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
 
 
+def _is_shard_name(name: Any) -> bool:
+    """Tell whether a file of this name would lie in the folder itself; "../x" or a path lead out of it."""
+    if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
+        return False
+    return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+
+
 def _header(file: Path) -> Shapes:
     """Tensor shapes of one file. safetensors itself checks that the offsets cover the file to its last byte."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt") as tensors:
+        # safetensors does not tell a file that may not be opened from a damaged one.
+        with file.open("rb"), safe_open(file, framework="pt") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        size = file.stat().st_size if file.exists() else 0
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise UserError(
+            f"{file}: cannot be read: {reason}; is it yours to read, and the disk well?"
+        ) from None
+    except (SafetensorError, ValueError) as error:
+        size = file.stat().st_size
         raise UserError(
             f"{file}: damaged or incomplete safetensors file ({size} bytes; {error}); fetch it again"
         ) from None

@@ -13,23 +13,27 @@ from fcsd.errors import UserError
 from fcsd.families import Family, family_of, moe_mask
 
 
-def convert_model(model: Any, connectivity: Connectivity) -> list[int]:
+def convert_model(model: Any, connectivity: Connectivity, *, regular_ok: bool = False) -> list[int]:
     """Rewire a CausalLM, or a multimodal wrapper's text stack, in place; an earlier conversion is undone first.
 
     The model becomes a `FarSkip<Family>ForCausalLM` (or `…ForConditionalGeneration`) with a config of its
     own, so that what it saves can never be loaded silently as the regular model. Parameters, buffers and their
     names stay. With no layer selected nothing is rewired, and outputs are bit-identical.
 
+    Args:
+        regular_ok: let layers be rewired that compute what regular ones do; a study of single layers may want it.
+
     Returns:
         The indices of the rewired layers.
 
     Raises:
-        UserError: unsupported family or class, a dense model, a selection that the model does not have, or
-            hooks that have set `forward` on a layer (device_map, accelerate).
+        UserError: unsupported family or class, a dense model, a selection that the model does not have or that
+            changes nothing (`Connectivity.new_field`), or hooks that have set `forward` on a layer (device_map,
+            accelerate).
     """
     family = _family(model)
     mask = moe_mask(model.config, family)
-    field = connectivity.field(mask)
+    field = connectivity.field(mask) if regular_ok else connectivity.new_field(mask, family.layout)
     try:
         _check_blocks(model, family, mask)
         layers = rewire.rewire(model, family, field)

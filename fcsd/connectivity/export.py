@@ -16,6 +16,7 @@ from fcsd.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, moe_mask
+from fcsd.temporary import beside
 
 
 def convert_checkpoint(
@@ -27,8 +28,9 @@ def convert_checkpoint(
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
 
-    The weight files are hard-linked, or copied where the file system cannot link; the config is rewritten,
-    `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at the end.
+    The weight files are hard-linked, with the source's permissions, or copied where the file system cannot link;
+    the config is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
+    the end.
 
     The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer and
     processor load with either; without the argument transformers asks on a terminal whether to run the code,
@@ -52,7 +54,7 @@ def convert_checkpoint(
     own = checkpoint.connectivity
     if connectivity is None:
         connectivity = own if checkpoint.foreign and own is not None else Connectivity()
-    field = connectivity.field(mask)
+    field = connectivity.new_field(mask, family.layout)
     try:
         rewire.check_field(family, field)
     except ValueError as error:
@@ -124,19 +126,20 @@ def link_or_copy(source: Path, destination: Path) -> None:
 @contextmanager
 def _new_folder(destination: Path) -> Iterator[Path]:
     """Give a temporary sibling of `destination` that takes its name on success and disappears on failure."""
-    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+    try:
+        is_other = destination.is_symlink() or (destination.exists() and not destination.is_dir())
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written: {error.strerror}") from None
+    if is_other:
         raise UserError(f"{destination}: exists and is not a folder; choose another destination")
     if destination.is_dir() and any(destination.iterdir()):
         raise UserError(
             f"{destination}: exists and is not empty; choose another destination or remove it first"
         )
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        yield temporary
-        os.replace(temporary, destination)
+        with beside(destination) as temporary:
+            yield temporary
+            os.replace(temporary, destination)
     except OSError as error:
         raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -2,6 +2,7 @@
 weights."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, Shapes, find_folder, read_checkpoint
@@ -104,7 +105,8 @@ def config_and_class(
     if checkpoint.connectivity is None:
         if connectivity is None:
             return config, base_model_class(family)
-        return with_farskip(config, family, connectivity.field(mask)), farskip_model_class(family)
+        field = connectivity.new_field(mask, family.layout)
+        return with_farskip(config, family, field), farskip_model_class(family)
     own = checkpoint.connectivity.field(mask)  # also refuses indices that the model does not have
     if original:
         return without_farskip(config, family), base_model_class(family)
@@ -132,7 +134,12 @@ def _check_architectures(checkpoint: Checkpoint) -> None:
             for model_type, classes in mapping.items():
                 for name in (classes,) if isinstance(classes, str) else classes:
                     types.setdefault(name, set()).add(model_type)
-    for name in checkpoint.config.get("architectures") or ():
+    names = checkpoint.config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: architectures must be a list of class names, got {names!r}"
+        )
+    for name in names:
         farskip = str(name).startswith("FarSkip")
         known = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
         if family.model_type not in known or farskip != (checkpoint.connectivity is not None):
@@ -171,11 +178,19 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
     too.
 
     Raises:
-        UserError: a tensor has another shape than the config says, or is missing.
+        UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
     """
+    import torch
+
     if checkpoint.config.get("quantization_config"):
         return  # the quantisation method names and shapes tensors as it likes; transformers' own report follows
-    in_files, in_memory, tied = _expected_shapes(config, cls)
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except Exception as error:  # a number that no model can have: 0 heads, say
+        where = checkpoint.folder / CONFIG
+        raise UserError(f"{where}: no {cls.__name__} can be built from it: {one_line(error)}") from None
+    in_files, in_memory, tied = _expected_shapes(model)
     for name, shape in checkpoint.shapes.items():
         expected = in_files.get(name) or in_memory.get(name)
         if expected is not None and shape != expected and shape != in_memory.get(name):
@@ -198,15 +213,21 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
             f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
             " the checkpoint is incomplete or of another model"
         )
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys={*have} - {*in_files, *in_memory, *tied})
+    model._adjust_missing_and_unexpected_keys(
+        found
+    )  # takes out what the family does not load, MTP layers say
+    if extra := sorted(found.unexpected_keys):
+        raise UserError(
+            f"{checkpoint.folder}: {len(extra)} tensors belong to no parameter, the first is '{extra[0]}';"
+            f" weights and {CONFIG} belong to different models, or the model was changed after {CONFIG} was written"
+        )
 
 
-def _expected_shapes(config: Any, cls: Any) -> tuple[Shapes, Shapes, set[str]]:
+def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
     """Return (name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
-    import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    with torch.device("meta"):
-        model = cls(config)
     states = revert_weight_conversion(model, model.state_dict()), model.state_dict()
     in_files, in_memory = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in states)
     return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})

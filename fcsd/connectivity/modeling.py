@@ -64,7 +64,7 @@ class FarSkip{config}({config}):
     def save_pretrained(self, save_directory, *args, **kwargs):
         self.auto_map = dict(AUTO_MAP)
         os.makedirs(save_directory, exist_ok=True)
-        temporary = Path(save_directory, f"modeling_farskip.py.{{os.getpid()}}.tmp")
+        temporary = Path(save_directory, f"modeling_farskip.py.{{os.getpid()}}-{{os.urandom(4).hex()}}.tmp")
         temporary.write_text(_own_source(), encoding="utf-8")
         os.replace(temporary, Path(save_directory, "modeling_farskip.py"))
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -66,6 +66,26 @@ class Connectivity:
         layers = resolve_layers(self.layers, moe_mask)
         return {"version": VERSION, "layers": layers, "attention": self.attention, "mlp": self.mlp}
 
+    def new_field(self, moe_mask: Sequence[bool], layout: str = "pre_norm") -> dict[str, Any]:
+        """Return the `farskip` field of a model that is to be converted.
+
+        layout: of the family; in a parallel one the MLP reads o_{k-1} in regular layers too.
+
+        Raises:
+            UserError: as `field`; the layers would all compute what regular ones do.
+        """
+        field = self.field(moe_mask)
+        layers = field["layers"]
+        behind = self.attention == "partial" and any(moe_mask[k] and k + 1 in layers for k in layers)
+        if layers and not behind and (self.mlp == "full" or layout == "parallel"):
+            other = "" if layout == "parallel" else " or mlp: outdated,"
+            raise UserError(
+                f"connectivity: layers {layers}, attention: {self.attention}, mlp: {self.mlp} change nothing: attention"
+                " reads another stream only in a selected layer that follows a selected MoE layer; select such"
+                f" neighbours (layers: all),{other} or use layers: none for the regular model"
+            )
+        return field
+
     @staticmethod
     def from_field(field: Mapping[str, Any], where: str = "config.json") -> "Connectivity":
         """Read a `farskip` field back; raises UserError for another version or a malformed field."""

@@ -6,6 +6,7 @@ two folders called `tiny-code`, or one whose files have changed, give the rows t
 Not covered: data sets on the Hub, whose cache is keyed by revision.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fcsd.files import file_sha256
+from fcsd.temporary import scratch_folder
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 
@@ -44,7 +46,7 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=_folder().name))
+    datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=_folder()))
     try:
         yield
     finally:
@@ -52,5 +54,7 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
 
 
 @functools.cache
-def _folder() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="fcsd-data-", ignore_cleanup_errors=True)
+def _folder() -> Path:
+    until_the_end = contextlib.ExitStack()
+    atexit.register(until_the_end.close)
+    return until_the_end.enter_context(scratch_folder("fcsd-data"))

@@ -15,7 +15,8 @@ from fcsd.distill.trainer import DistillTrainer
 from fcsd.distributed.ranks import known_to_all
 from fcsd.distributed.state import check_state, write_state
 from fcsd.errors import UserError
-from fcsd.files import read_json, replace_folder, writing
+from fcsd.files import read_json, writing
+from fcsd.temporary import replace_folder
 
 
 class ScoreFailure(Exception):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fcsd.connectivity.checkpoint import CONFIG
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.shard import whole_model
 
@@ -31,6 +32,11 @@ def write_model(
     try:
         with _in_host_memory(whole, dtype):
             whole.save_pretrained(folder)
+            mode = (
+                (folder / CONFIG).stat().st_mode
+            )  # safetensors 0.8 makes its files 0600, whatever the umask
+            for file in folder.glob("*.safetensors"):
+                file.chmod(mode & 0o777)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
     finally:

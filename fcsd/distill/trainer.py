@@ -39,10 +39,11 @@ from fcsd.distributed.state import (
     write_state,
 )
 from fcsd.errors import UserError
-from fcsd.files import read_json, replace_folder, write_json, writing
+from fcsd.files import read_json, write_json, writing
 from fcsd.losses.head import refuse_packing
 from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 from fcsd.losses.quantiles import bin_counts, quantile
+from fcsd.temporary import replace_folder
 
 _PARTIAL = "checkpoint-being-written"
 _SCHEDULE = "scheduler.pt"

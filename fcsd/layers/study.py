@@ -330,7 +330,8 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
         def measure(layers: Sequence[int]) -> Measured:
             if layers:
-                convert_model(model, Connectivity(list(layers), study.attention, study.mlp))
+                wired = Connectivity(list(layers), study.attention, study.mlp)
+                convert_model(model, wired, regular_ok=True)
             else:
                 unconvert_model(model)
             values: dict[str, Value] = {}

@@ -14,7 +14,6 @@ Not covered: pull requests, branches, data sets.
 import contextlib
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from fcsd.publish.facts import (
 )
 from fcsd.publish.folder import place
 from fcsd.publish.results import RESULTS
+from fcsd.temporary import scratch_folder
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
@@ -93,10 +93,10 @@ def push(
         with new_folder(dry_run) as new:
             _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
-    with tempfile.TemporaryDirectory(prefix="fcsd-push-") as name:
+    with scratch_folder("fcsd-push") as new:
         # Links: nothing of the weights is written a second time, on whatever disk they are.
-        _assemble(checkpoint, repo_id, Path(name), card, lambda old, to: to.symlink_to(old.resolve()))
-        return _upload(Path(name), repo_id, private)
+        _assemble(checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve()))
+        return _upload(new, repo_id, private)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -421,7 +421,7 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
             " settings, or choose another name"
         )
     if any(file.rfilename == _CARD for file in found.siblings or []):
-        with tempfile.TemporaryDirectory(prefix="fcsd-push-") as folder:
+        with scratch_folder("fcsd-push") as folder:
             old = Path(api.hf_hub_download(repo_id, _CARD, local_dir=folder)).read_bytes()
         if old != (new / _CARD).read_bytes():
             print(

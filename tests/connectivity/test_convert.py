@@ -9,7 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fcsd.connectivity import Connectivity, convert_model, farskip_layers, unconvert_model
+from fcsd.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    farskip_layers,
+    load_model,
+    unconvert_model,
+)
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_config, tiny_model
@@ -161,6 +168,33 @@ def test_lora_adapters_merge_into_a_converted_model():
     merged = lora.merge_and_unload()
     assert farskip_layers(merged) == [0, 1, 2, 3]
     assert (logits(merged) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "connectivity"),
+    [
+        ("qwen3_moe", Connectivity([0, 2], mlp="full")),  # nothing is in flight before a regular layer
+        ("deepseek_v3", Connectivity([0, 1], mlp="full")),  # layer 0 is dense
+        ("cohere2_moe", Connectivity([3])),  # its MLP reads the outdated stream anyhow
+    ],
+)
+def test_a_connectivity_that_changes_nothing_is_refused_on_every_way(family, connectivity, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "base")
+    before = logits(model)
+    ways = (
+        lambda: convert_model(model, connectivity),
+        lambda: convert_checkpoint(tmp_path / "base", tmp_path / "far", connectivity),
+        lambda: load_model(tmp_path / "base", connectivity=connectivity),
+    )
+    for way in ways:
+        with pytest.raises(
+            UserError, match=r"connectivity: layers \[.*\], .* change nothing: .* select such"
+        ):
+            way()
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    convert_model(model, connectivity, regular_ok=True)
+    assert torch.equal(logits(model), before)  # it is no more than the regular model
 
 
 def test_a_selection_that_the_model_does_not_have_changes_nothing():

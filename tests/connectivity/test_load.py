@@ -1,7 +1,10 @@
 """Loading checkpoints: what each combination gives, and every mistake as one line before weights are read."""
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +212,19 @@ def test_a_corrupt_weight_file_is_refused(base, no_weights_read):
     data[20:60] = b"\xff" * 40
     file.write_bytes(bytes(data))
     with pytest.raises(UserError, match=r"model\.safetensors: damaged or incomplete"):
+        load_model(base)
+
+
+def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(base, monkeypatch, no_weights_read):
+    opened = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read: Permission denied"):
         load_model(base)
 
 

@@ -365,6 +365,8 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     before = weights(trainer)
     trainer.save_model(str(tmp_path / "left"))
     assert same(weights(trainer), before) and model.config.farskip["layers"] == [1]
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "left").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]  # safetensors itself leaves 0600
     result = subprocess.run(
         [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "found.pt")],
         capture_output=True, text=True, check=False, cwd=tmp_path,

@@ -33,6 +33,7 @@ from fcsd.data.batches import next_token_targets
 from fcsd.distill.teachers.base import Batch, Teacher
 from fcsd.errors import UserError, one_line
 from fcsd.files import read_json, write_json, writing
+from fcsd.temporary import beside
 
 FORMAT = "fcsd-teacher-cache-1"
 REPAIR = "fcsd cache-teacher RECIPE"  # the command that fills a cache, for messages
@@ -72,13 +73,9 @@ def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[byt
     }
     metadata = {"format": FORMAT, "teacher": _hash_of(identity), "sha256": _checksum(tensors)}
     path = folder / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with writing(path):
-            save_file(tensors, temporary, metadata=metadata)
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path), beside(path) as temporary:
+        save_file(tensors, temporary / "shard", metadata=metadata)
+        os.replace(temporary / "shard", path)
     return path
 
 

@@ -35,6 +35,7 @@ from fcsd.distill.teachers.cache import (
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import write_json
+from fcsd.temporary import sweep
 
 SHARD_BYTES = 1 << 30
 _FREE_BYTES = 1 << 28  # stays free on the disk
@@ -133,8 +134,7 @@ def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
     launch.wait()
     if launch.first:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(".hidden-*.tmp"):  # of a process that was killed
-            stale.unlink(missing_ok=True)
+        sweep(folder, ".hidden-")
         if not (folder / TEACHER).is_file():
             write_json(folder / TEACHER, identity)
     launch.wait()

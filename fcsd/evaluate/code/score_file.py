@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer, Outcome, OutcomeClass, default_num_workers
 from fcsd.evaluate.results import code_sample, task_result, whole_result, write_result
 from fcsd.files import file_sha256
+from fcsd.temporary import scratch_folder
 
 _SUITE = "score "  # begins the name of the suite in a result
 _EVALPLUS = {
@@ -229,9 +229,9 @@ def evalplus_outcomes(
     environment.pop("EVALPLUS_TIMEOUT_PER_TASK", None)  # evalplus 0.3.1 compares it with a number and fails
     if data is not None:
         environment[f"{variable}_OVERRIDE_PATH"] = str(data.resolve())
-    with tempfile.TemporaryDirectory(prefix="fcsd-evalplus-") as folder:
+    with scratch_folder("fcsd-evalplus") as folder:
         # A new folder each time: EvalPlus silently reuses results that lie beside the samples.
-        file = Path(folder) / "samples.jsonl"
+        file = folder / "samples.jsonl"
         lines = [
             {"task_id": f"{prefix}{problem.task_id}", "solution": text}
             for problem in problems

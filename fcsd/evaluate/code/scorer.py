@@ -17,7 +17,6 @@ import json
 import math
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from tqdm import tqdm
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code
 from fcsd.evaluate.code.problems import Problem
+from fcsd.temporary import scratch_folder
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
 OUTCOME_CLASSES: tuple[OutcomeClass, ...] = ("passed", "wrong", "error", "timeout", "memory")
@@ -304,29 +304,32 @@ class _Server:
         self._spawn()
 
     def _spawn(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="fcsd-sandbox-")
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self.broken, self._clean = True, True  # broken: it has not begun, has ended, or answers no more
         self._layers: dict[str, Any] | None = None
-        self.broken, self._clean = False, True  # broken: it has ended, or answers no more
         numpy = importlib.util.find_spec("numpy")
-        config = {
-            "folder": self.folder,
-            "memory_bytes": self.memory_bytes,
-            "disable": self.disable,
-            "numpy": str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else None,
-        }
-        # Nothing of this process reaches the server: no environment, no descriptors, another working
-        # directory.
-        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **one_thread},
-            cwd=self.folder,
-            bufsize=0,
-        )
+        with contextlib.ExitStack() as opened:
+            self.folder = str(opened.enter_context(scratch_folder("fcsd-sandbox")))
+            self._log = opened.enter_context(tempfile.TemporaryFile())
+            config = {
+                "folder": self.folder,
+                "memory_bytes": self.memory_bytes,
+                "disable": self.disable,
+                "numpy": str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else None,
+            }
+            # Nothing of this process reaches the server: no environment, no descriptors, another working
+            # directory.
+            one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **one_thread},
+                cwd=self.folder,
+                bufsize=0,
+            )
+            self._opened = opened.pop_all()
+        self.broken = False
 
     def ready(self) -> dict[str, Any]:
         """Read the layers of a started server."""
@@ -417,5 +420,4 @@ class _Server:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._opened.close()

@@ -10,7 +10,6 @@ Not covered: tasks that lm-eval scores in another way than by likelihood of choi
 import contextlib
 import functools
 import math
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from fcsd.evaluate.question import lm_eval_sample
 from fcsd.evaluate.suites import dataset_location, first_line, hub_advice, require_chat_template
 from fcsd.files import data_dir
 from fcsd.models.preserve import quiet
+from fcsd.temporary import scratch_folder
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
@@ -50,7 +50,7 @@ def load_task(
         overrides["test_split"] = row.split
     if row.revision is not None and data_root is None:
         overrides["dataset_kwargs"] = {"revision": row.revision}
-    with quiet(), fresh_cache(location), tempfile.TemporaryDirectory() as overlay:
+    with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
         from lm_eval.tasks import TaskManager
 
         known = TaskManager(include_path=[str(folder)], include_defaults=False)
@@ -70,9 +70,9 @@ def load_task(
         # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file (research: inline
         # dicts fail).
         text = yaml.safe_dump({"group": _GROUP, "task": [{kind: row.task, **overrides}]})
-        (Path(overlay) / "row.yaml").write_text(text, encoding="utf-8")
+        (overlay / "row.yaml").write_text(text, encoding="utf-8")
         try:
-            manager = TaskManager(include_path=[str(folder), overlay], include_defaults=False)
+            manager = TaskManager(include_path=[str(folder), str(overlay)], include_defaults=False)
             tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
         except Exception as error:
             _name_the_row(row, known, location)

@@ -1,0 +1,103 @@
+"""Temporary folders with an owner: what a killed process has left, the next one that comes by removes.
+
+The name has the host and a random part, so that no two jobs ever share one. A lock on the folder says whether its owner
+lives: the system gives it back when the process ends, however it does.
+
+Not covered: what was left on another host, or on a file system that knows no locks (some network ones): it stays.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Make a temporary folder on the disk of `path`; it, or a file in it, can be renamed to `path`.
+
+    What is left of it at the end is removed.
+    """
+    with _owned(path.parent, f".{path.name}", 0o777) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def scratch_folder(name: str) -> Iterator[Path]:
+    """Make a folder in the system's temporary directory that nobody else can read; it is removed at the end."""
+    with _owned(Path(tempfile.gettempdir()), name, 0o700) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _owned(folder: Path, name: str, mode: int) -> Iterator[Path]:
+    sweep(folder, f"{name}.")
+    owner, descriptor = os.getpid(), None
+    while descriptor is None:
+        made = folder / f"{name}.{_host()}-{owner}-{secrets.token_hex(4)}.tmp"
+        made.mkdir(mode)
+        descriptor = _locked(made)
+    try:
+        yield made
+    finally:
+        os.close(descriptor)
+        if os.getpid() == owner:  # a fork that ends here leaves it to its parent
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _locked(made: Path) -> int | None:
+    """Lock what has just been made; None where another process has taken it for a dead one's before that."""
+    try:
+        descriptor = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = not made.exists()
+    except BlockingIOError:
+        taken = True
+    except OSError:  # no locks here, so that nobody sweeps either
+        taken = False
+    if not taken:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def sweep(folder: Path, start: str) -> None:
+    """Remove what processes of this host that are no more have left in `folder` under names that begin with `start`."""
+    owned = re.compile(rf"{re.escape(start)}(.*\.)?{_host()}-\d+-[0-9a-f]{{8}}\.(tmp|old)")
+    with contextlib.suppress(OSError):
+        for left in os.listdir(folder):
+            if owned.fullmatch(left):
+                with contextlib.suppress(OSError):
+                    _remove_if_dead(folder / left)
+
+
+def _remove_if_dead(left: Path) -> None:
+    descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(left, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(source: Path, destination: Path) -> None:
+    """Rename `source` to `destination`, moving an existing `destination` out of the way first."""
+    old = destination.with_name(f".{destination.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.old")
+    if destination.exists():
+        os.replace(destination, old)
+    os.replace(source, destination)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
