@@ -541,7 +541,9 @@ def test_a_process_that_sees_several_gpus_trains_on_one(
         self._n_gpu = 2
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", two_gpus)
-    monkeypatch.setattr(torch.nn, "DataParallel", lambda *args: pytest.fail("copies in one process"))
+    monkeypatch.setattr(
+        torch.nn.DataParallel, "__init__", lambda *args, **kwargs: pytest.fail("copies in one process")
+    )
     train(make(tmp_path / "faked", teacher))
     assert "trains on one of the 2 devices that it sees; `accelerate launch" in capsys.readouterr().err
     names = ("loss", "grad_norm", "kl")
