@@ -47,6 +47,10 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
     return found or None
 
 
+def _points(stderr: float | None) -> str:
+    return "–" if stderr is None else f"{100 * stderr:.2f}"
+
+
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
     """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in the notes."""
     versions = (result or {}).get("settings", {}).get("versions", {})
@@ -57,7 +61,7 @@ def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntr
             dataset_revision=row.get("revision"),
             value=round(100 * row["value"], 2),
             notes=(
-                f"{task}: {row['metric']} in per cent ± {100 * row['stderr']:.2f}, {row['num_fewshot']}-shot,"
+                f"{task}: {row['metric']} in per cent ± {_points(row['stderr'])}, {row['num_fewshot']}-shot,"
                 f" n = {row['num_items']}"
                 + (", chat template" if row.get("chat_template") else "")
                 + "".join(f", {name} {versions[name]}" for name in ("fcsd", "lm-eval") if name in versions)
