@@ -36,6 +36,7 @@ from fcsd.publish.facts import (
     inherited_from,
 )
 from fcsd.publish.folder import place
+from fcsd.publish.places import PLACE, public_text
 from fcsd.publish.results import RESULTS
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
@@ -47,7 +48,6 @@ _TOKEN = re.compile(
     rb"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
 )
 """Of Hugging Face, GitHub and Amazon: what has an unmistakable form."""
-_PLACE = re.compile(r"(?<![\w/.:~-])(?:/[\w.@+-]+){2,}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,10 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        link(file, target)
+        if file.parent == source and file.name.startswith(("report.", "comparison.")):
+            write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
+        else:
+            link(file, target)
     if not (source / _CARD).is_file():
         write_card(_facts(checkpoint, repo_id, card), new)
     else:
@@ -371,7 +374,7 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         notes.append(f"{_CARD} loads {', '.join(others)}, not {repo_id}")
     for name in sent:
         if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
-            words = set(_PLACE.findall((new / name).read_text("utf-8", "replace")))
+            words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
             if here := [word for word in sorted(words) if Path(word).exists()]:
                 notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
     for note in notes:

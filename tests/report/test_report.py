@@ -19,7 +19,7 @@ from fcsd.publish.card import model_card, write_card
 from fcsd.publish.facts import Facts
 from fcsd.publish.folder import write_publication
 from fcsd.report.report import write_report
-from fcsd.report.table import models_table, percent, result_table
+from fcsd.report.table import models_table, percent, result_table, with_error
 from fcsd.text import markdown
 from tests.support import documented_keys
 
@@ -311,9 +311,5 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    assert (percent(None), percent(float("nan")), percent(0.5, float("nan")), percent(0.5, 0.01)) == (
-        "-",
-        "-",
-        "50.0",
-        "50.0 ± 1.0",
-    )
+    assert (percent(None), percent(float("nan")), percent(0.5)) == ("-", "-", "50.0")
+    assert (with_error("50.0", None), with_error("50.0", 0.01)) == ("50.0 ± –", "50.0 ± 1.0")
