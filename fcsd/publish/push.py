@@ -38,16 +38,13 @@ from fcsd.publish.facts import (
 from fcsd.publish.folder import place
 from fcsd.publish.places import PLACE, public_text
 from fcsd.publish.results import RESULTS
+from fcsd.publish.secrets import refuse_secrets
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
 _CARD = "README.md"
 _STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
 """What an earlier push may have left in the repository and this one no longer has."""
-_TOKEN = re.compile(
-    rb"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
-)
-"""Of Hugging Face, GitHub and Amazon: what has an unmistakable form."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
         write_text(new / _CARD, text)
     for file in sorted(new.rglob("*")):
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
-            _refuse_token(file, source / file.relative_to(new))
+            refuse_secrets(file, source / file.relative_to(new))
     _say(checkpoint, new, repo_id)
 
 
@@ -213,18 +210,6 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     for pattern in (*CARRIED, *_OTHER):
         found |= {file for file in source.glob(pattern) if file.is_file()}
     return sorted(found)
-
-
-def _refuse_token(file: Path, shown: Path) -> None:
-    from huggingface_hub import get_token
-
-    content, token = file.read_bytes(), get_token()
-    found = _TOKEN.search(content)
-    if found or (token and token.encode() in content):
-        line = content.count(b"\n", 0, found.start() if found else content.index((token or "").encode())) + 1
-        raise UserError(
-            f"{shown}, line {line}: contains what looks like an access token; remove it, and revoke it"
-        )
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
