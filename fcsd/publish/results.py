@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub import EvalResult, EvalResultEntry
 
 from fcsd.publish.facts import hub_id
+from fcsd.text import metric_words
 
 RESULTS = ".eval_results"
 
@@ -39,7 +40,7 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
             dataset_revision=row.get("revision"),
             dataset_args={"num_few_shot": row["num_fewshot"]},
             metric_type=row["metric"].partition(",")[0],
-            metric_name=f"{row['metric']}, per cent",
+            metric_name=f"{metric_words(row['metric'])}, per cent",
             metric_value=round(100 * row["value"], 2),
         )
         for task, row, suite in _tasks(result)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.report.verdict import interval_text, p_text, quick_look, signed
-from fcsd.text import markdown
+from fcsd.text import markdown, metric_words
 
 
 def percent(value: float | None) -> str:
@@ -68,6 +68,23 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
     if mean := comparison["mean"]:
         rows.append(["mean", "", "", "", *_scores(mean), "", "", "", _retained(mean), mean["verdict"]])
     return markdown(header, rows)
+
+
+def narrow_table(comparison: Mapping[str, Any]) -> str:
+    """Format the comparison for a column of the Hub's width: a row a task, six columns."""
+    rows = [
+        [task, f"{metric_words(row['metric'])}, {row['num_fewshot']}-shot", *_narrow(row), row["verdict"]]
+        for task, row in comparison["tasks"].items()
+    ]
+    if mean := comparison["mean"]:
+        rows.append(["mean", "", *_narrow(mean), mean["verdict"]])
+    header = ["task", "metric", "original", "this model", "difference (95 % interval)", "verdict"]
+    return markdown(header, rows, left=2)
+
+
+def _narrow(row: Mapping[str, Any]) -> list[str]:
+    delta = f"{signed(row['delta'])} ({interval_text(row['interval'])})"
+    return [percent(row["original"]), percent(row["converted"]), delta]
 
 
 def _scores(row: Mapping[str, Any]) -> list[str]:
