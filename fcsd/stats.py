@@ -24,14 +24,11 @@ def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
 ALPHA = 0.05
 
 
-_Z = 1.959963984540054  # 97.5 % point of the normal distribution
-
-
-def standard_error(scores: Sequence[float]) -> float:
-    """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as lm-eval's; 0 for one item."""
+def standard_error(scores: Sequence[float]) -> float | None:
+    """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n), as lm-eval's; None for one item."""
     count = len(scores)
     if count < 2:
-        return 0.0
+        return None
     mean = math.fsum(scores) / count
     return math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (count - 1) / count)
 
@@ -39,23 +36,23 @@ def standard_error(scores: Sequence[float]) -> float:
 def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
     """Compute the standard error of the mean over all items of a group of tasks, from the variance within its tasks
     alone: sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N), as lm-eval's; None where a task has a single item."""
-    sizes = [len(group) for group in groups]
-    if min(sizes) < 2:
+    sizes, errors = [len(group) for group in groups], [standard_error(group) for group in groups]
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
         return None
-    within = math.fsum(
-        size * (size - 1) * standard_error(group) ** 2 for size, group in zip(sizes, groups, strict=True)
-    )
+    within = math.fsum(size * (size - 1) * error**2 for size, error in zip(sizes, known, strict=True))
     return math.sqrt(within / (sum(sizes) - len(sizes)) / sum(sizes))
 
 
-def plain_mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def plain_mean(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
     """Compute the unweighted mean of (value, standard error) and its own standard error sqrt(sum se^2) / n, tasks
-    independent."""
+    independent; None where one of them has none."""
     if not values:
         raise ValueError("mean of no values")
     count = len(values)
     mean = math.fsum(value for value, _ in values) / count
-    return mean, math.sqrt(math.fsum(error**2 for _, error in values)) / count
+    errors = [error for _, error in values if error is not None]
+    return mean, math.hypot(*errors) / count if len(errors) == count else None
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -71,30 +68,50 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def centre_and_error(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Return centre and standard error of the 95 % interval of a mean paired difference; None where one item cannot
-    tell.
+Interval = tuple[float, float]
 
-    Where all are -1, 0 or 1, half an item is added to each cell of the 2 x 2 table (Agresti and Min 2005): the plain
-    interval would have no width where no item changed, as if nothing could. Elsewhere the mean, and its standard error
-    widened from Student's t to the normal distribution.
+
+def interval(differences: Sequence[float]) -> Interval | None:
+    """Compute the 95 % interval of a mean paired difference; None where one item cannot tell.
+
+    Where all n are -1, 0 or 1, one gained and one lost item are added to the n + 2 (Bonett and Price 2012): the plain
+    interval would have no width where no item changed, as if nothing could. Elsewhere it stands around the mean.
+    Both with Student's t. It may go beyond -1 and 1, as `mean_interval` needs it; `clipped` is for people.
     """
-    count = len(differences)
-    if all(difference in (-1, 0, 1) for difference in differences):
-        gained, lost = (sum(d == sign for d in differences) + 0.5 for sign in (1, -1))
-        centre = (gained - lost) / (count + 2)
-        return centre, math.sqrt(gained + lost - (gained - lost) * centre) / (count + 2)
-    if count < 2:
-        return None
     from scipy.stats import t
 
-    wider = float(t.ppf(1 - ALPHA / 2, count - 1)) / _Z
-    return math.fsum(differences) / count, standard_error(differences) * wider
-
-
-def interval(centre: tuple[float, float] | None, *, clip: bool = False) -> list[float] | None:
-    """clip: differences are shares of right answers."""
-    if centre is None:
+    count = len(differences)
+    if all(difference in (-1, 0, 1) for difference in differences):
+        gained, lost = (sum(d == sign for d in differences) + 1 for sign in (1, -1))
+        centre = (gained - lost) / (count + 2)
+        error: float | None = math.sqrt(gained + lost - (gained - lost) * centre) / (count + 2)
+        freedom = count + 2
+    else:
+        centre, error, freedom = math.fsum(differences) / count, standard_error(differences), count - 1
+    if error is None:
         return None
-    low, high = (centre[0] + sign * _Z * centre[1] for sign in (-1, 1))
-    return [max(-1.0, low), min(1.0, high)] if clip else [low, high]
+    half = float(t.ppf(1 - ALPHA / 2, freedom)) * error
+    return centre - half, centre + half
+
+
+def mean_interval(deltas: Sequence[float], intervals: Sequence[Interval]) -> Interval:
+    """Compute the 95 % interval of the unweighted mean of independent deltas, each with an interval of its own:
+    mean -+ sqrt(sum (delta - limit)^2) / n, the variance of each taken at its own limit (MOVER, Zou and Donner 2008).
+
+    Around the deltas as they were measured: the centres of intervals of few items are drawn to 0, all to the same side,
+    which a mean of them would add up.
+    """
+    count = len(deltas)
+    mean = math.fsum(deltas) / count
+    below, above = (
+        math.hypot(*(delta - limits[end] for delta, limits in zip(deltas, intervals, strict=True)))
+        for end in (0, 1)
+    )
+    return mean - below / count, mean + above / count
+
+
+def clipped(interval: Interval | None, *, shares: bool) -> list[float] | None:
+    """Return an interval as results hold it; shares: differences are of shares of right answers, within -1 and 1."""
+    if interval is None:
+        return None
+    return [max(-1.0, interval[0]), min(1.0, interval[1])] if shares else list(interval)

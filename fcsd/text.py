@@ -26,6 +26,21 @@ def stopping_text(plan: Mapping[str, Any]) -> str:
     return f"{metric}{of} on `{row.get('dataset')}`{split}"
 
 
+_METRICS = {
+    "acc": "accuracy",
+    "acc_norm": "accuracy by length",
+    "exact_match": "exact match",
+    "em": "exact match",
+}
+
+
+def metric_words(metric: str) -> str:
+    """Format lm-eval's `metric,filter` for people: `em,strict-match` -> `exact match (strict match)`."""
+    name, _, rule = metric.partition(",")
+    words = _METRICS.get(name, name.replace("_", " "))
+    return words if rule in ("", "none") else f"{words} ({rule.replace('-', ' ')})"
+
+
 def plus_minus(value: float, error: float | None, sign: str = "") -> str:
     """Format `0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
     size = max(abs(value), error or 0.0)

@@ -33,6 +33,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 ONLY_IN = {
     "lm_eval": ["evaluate/lm_eval/*", "evaluate/results.py", "evaluate/store.py"],
     "matplotlib": ["report/plots.py"],
+    "detect_secrets": ["publish/secrets.py"],
     "peft": ["distill/teachers/lora.py"],
     "deepspeed": ["distributed/*"],
     "trl": [],

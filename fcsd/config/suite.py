@@ -29,8 +29,9 @@ from fcsd.files import data_dir
 CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
 
 
-class TaskBase(Strict):
-    """What tasks of every kind have. A key that has no meaning for a task's kind is an error, not ignored."""
+class TaskBase(Strict, strict=True):
+    """What tasks of every kind have. A key that has no meaning for a task's kind is an error, not ignored; so is a
+    value of another type (`num_fewshot: "5"`), which would not be converted back when a result is compared."""
 
     task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     kind: str
@@ -127,7 +128,7 @@ def pass_k(row: CodeTaskConfig) -> int:
     return int(row.metric.removeprefix("pass@"))
 
 
-class SuiteConfig(Strict):
+class SuiteConfig(Strict, strict=True):
     """A named list of tasks with different names."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

@@ -181,27 +181,36 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         )
     if "limit" not in (result.get("settings") or {}):
         raise UserError(f"{path}: lacks settings.limit; evaluate again")
-    samples: Samples = {}
-    for task, row in result["tasks"].items():
-        if missing := [key for key in _ROW_KEYS if key not in row]:
-            raise UserError(f"{path}: task {task} lacks {', '.join(missing)}; evaluate again")
-        file = folder / f"samples_{task}.jsonl"
-        if not file.is_file():
-            raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
+    return result, {task: read_samples(folder, task, row) for task, row in result["tasks"].items()}
+
+
+def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the samples of one task; `row` is what results.json has of it.
+
+    Raises:
+        UserError: as `read_result`.
+    """
+    if missing := [key for key in _ROW_KEYS if key not in row]:
+        raise UserError(f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)}; evaluate again")
+    file = folder / f"samples_{task}.jsonl"
+    if not file.is_file():
+        raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
+    try:
         lines = file.read_text(encoding="utf-8").splitlines()
-        samples[task] = [_sample(file, line, number) for number, line in enumerate(lines, start=1)]
-        if len(samples[task]) != row["num_items"]:
-            raise UserError(
-                f"{file}: {len(samples[task])} samples, but results.json says {row['num_items']};"
-                " evaluate again"
-            )
-        mean = math.fsum(sample["score"] for sample in samples[task]) / max(1, len(samples[task]))
-        if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
-            raise UserError(
-                f"{file}: its samples average {mean:.6g}, but results.json says {row['value']:.6g}: they are not of one"
-                " evaluation; evaluate again"
-            )
-    return result, samples
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 ({error}); evaluate again") from None
+    samples = [_sample(file, line, number) for number, line in enumerate(lines, start=1)]
+    if len(samples) != row["num_items"]:
+        raise UserError(
+            f"{file}: {len(samples)} samples, but results.json says {row['num_items']}; evaluate again"
+        )
+    mean = math.fsum(sample["score"] for sample in samples) / max(1, len(samples))
+    if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
+        raise UserError(
+            f"{file}: its samples average {mean:.6g}, but results.json says {row['value']:.6g}: they are not of one"
+            " evaluation; evaluate again"
+        )
+    return samples
 
 
 def _sample(file: Path, line: str, number: int) -> dict[str, Any]:

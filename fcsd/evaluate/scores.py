@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.errors import UserError
-from fcsd.stats import ALPHA, centre_and_error, holm, interval, plain_mean, standard_error
+from fcsd.stats import ALPHA, clipped, holm, interval, mean_interval, plain_mean, standard_error
 
 Sample = Mapping[str, Any]
 # What two rows must agree on: of the result, and of the suite where both results say it.
@@ -25,10 +25,12 @@ def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = 
 
     delta       mean of the differences d = converted - original
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
-    interval    95 % interval of the difference (`centre_and_error`); None for one item with a fractional score
+    interval    95 % interval of the difference (`stats.interval`); None for one item with a fractional score
     gained, lost  items with d > 0 and with d < 0
     p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
     retained_percent  100 * converted / original; None when the original scores 0
+
+    Standard errors are None for one item.
 
     Raises:
         UserError: the two were not asked the same items with the same prompts.
@@ -52,12 +54,16 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "converted_stderr": standard_error(after),
         "delta": math.fsum(differences) / len(pairs),
         "delta_stderr": standard_error(differences),
-        "interval": interval(centre_and_error(differences), clip=set(before) | set(after) <= {0, 1}),
+        "interval": clipped(interval(differences), shares=_shares(pairs)),
         "gained": gained,
         "lost": lost,
         "p_value": float(binomtest(gained, changed).pvalue) if changed else 1.0,
         "retained_percent": 100 * (second / first) if first else None,
     }
+
+
+def _shares(pairs: Sequence[tuple[float, float]]) -> bool:
+    return all(score in (0, 1) for pair in pairs for score in pair)
 
 
 def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> list[tuple[float, float]]:
@@ -130,16 +136,15 @@ def compare(
     """
     before, after = original["result"], converted["result"]
     tasks: dict[str, Any] = {}
-    differences: dict[str, tuple[float, float] | None] = {}
+    scores: dict[str, list[tuple[float, float]]] = {}
     for task in _common(before["tasks"], after["tasks"], only):
         row = before["tasks"][task]
         _require_same(task, before, after)
         one, other = original["samples"][task], converted["samples"][task]
         try:
-            pairs = _join(one, other, task)
+            pairs = scores[task] = _join(one, other, task)
         except UserError as error:
             raise UserError(f"{error}{_recorded(task, before, after)}") from None
-        differences[task] = centre_and_error([b - a for a, b in pairs])
         tasks[task] = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")} | _paired(
             pairs
         )
@@ -159,7 +164,7 @@ def compare(
         "complete": not limits,
         "limit": min(limits, default=None),
         "tasks": tasks,
-        "mean": _mean({task: row for task, row in tasks.items() if row["headline"]}, differences),
+        "mean": _mean({task: row for task, row in tasks.items() if row["headline"]}, scores),
     }
 
 
@@ -220,7 +225,7 @@ def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def _mean(
-    tasks: Mapping[str, Any], differences: Mapping[str, tuple[float, float] | None]
+    tasks: Mapping[str, Any], scores: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, Any] | None:
     if not tasks:
         return None
@@ -229,8 +234,10 @@ def _mean(
         mean[key], mean[f"{key}_stderr"] = plain_mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
         )
-    known = [found for task in tasks if (found := differences[task]) is not None]
-    mean["interval"] = interval(plain_mean(known)) if len(known) == len(tasks) else None
+    limits = [found for task in tasks if (found := interval([b - a for a, b in scores[task]])) is not None]
+    deltas = [row["delta"] for row in tasks.values()]
+    found = mean_interval(deltas, limits) if len(limits) == len(deltas) else None
+    mean["interval"] = clipped(found, shares=all(_shares(scores[task]) for task in tasks))
     low, high = mean["interval"] or (0.0, 0.0)
     mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
     if len(tasks) == 1:  # its exact test decides, here as there

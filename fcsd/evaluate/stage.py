@@ -3,7 +3,9 @@
 Not covered: which models a recipe has; that is `fcsd.stages.run`.
 """
 
+import contextlib
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
+from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSize, check_batch_size
 from fcsd.evaluate.lm_eval.write import write_lm_eval
-from fcsd.evaluate.results import Samples, write_result
+from fcsd.evaluate.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
 from fcsd.evaluate.suites import dataset_location
@@ -64,12 +67,13 @@ def evaluate_stage(
         }
     )
     stage = Stage(folder, "evaluate", settings, inputs)
-    if launch.begin(stage) == "finished":
+    loading = model.config.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
+    cache = Path(evaluation.cache) if evaluation.cache is not None else None
+    store = _store(stage, suite, cache, evaluation.limit, loading)
+    if _begin(stage, suite, store, launch) == "finished":
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
-    loading = model.config.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
-    cache = Path(evaluation.cache) if evaluation.cache is not None else None
     with prepare_evaluation(
         tokenizer,
         suite,
@@ -77,7 +81,7 @@ def evaluate_stage(
         batch_size=evaluation.batch_size,
         limit=evaluation.limit,
         allow_weak_sandbox=evaluation.allow_weak_sandbox,
-        store=_store(stage, suite, cache, evaluation.limit, loading),
+        store=store,
         ranks=launch.ranks,
     ) as evaluate:
         rows, known = None, None
@@ -130,7 +134,8 @@ def evaluate_checkpoint(
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
     inputs = ranks.from_first(lambda: {**_identity(model), **test_set_fingerprints(tasks.tasks, data_root)})
     stage = Stage(output, "evaluate", settings, inputs)
-    if launch.begin(stage) != "finished":
+    store = _store(stage, tasks, cache, limit, {})
+    if _begin(stage, tasks, store, launch) != "finished":
         with prepare_evaluation(
             load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code),
             tasks,
@@ -138,7 +143,7 @@ def evaluate_checkpoint(
             batch_size=batch_size,
             limit=limit,
             allow_weak_sandbox=allow_weak_sandbox,
-            store=_store(stage, tasks, cache, limit, {}),
+            store=store,
             ranks=ranks,
         ) as evaluate:  # a mistake in tasks or data shows before the weights are read
             loaded = load_for_evaluation(model, launch, device_map=device_map)
@@ -167,6 +172,30 @@ def _store(
     }
     data = {row.task: stage.inputs[f"task {row.task}"] for row in suite.tasks}
     return TaskStore(cache or stage.folder / FINISHED_TASKS, identity, data)
+
+
+def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore, launch: Launch) -> str:
+    """Begin the stage; a finished one whose result is damaged is taken back, and its whole tasks are kept."""
+    if launch.first and stage.state() == "finished":
+        try:
+            read_result(stage.folder)
+        except UserError as error:
+            print(f"evaluate: {error}: this is done now", file=sys.stderr)
+            _keep_whole_tasks(stage, suite, store)
+            (stage.folder / "manifest.json").unlink()
+    return launch.begin(stage)
+
+
+def _keep_whole_tasks(stage: Stage, suite: SuiteConfig, store: TaskStore) -> None:
+    made = read_json(stage.folder / "manifest.json").get("versions", {})
+    with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
+        result = read_json(stage.folder / "results.json")
+        for row in suite.tasks if made == versions() else ():
+            found = result["tasks"][row.task]
+            facts = {name: found[name] for name in ("num_items_total", "higher_is_better")}
+            facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}
+            with contextlib.suppress(UserError):
+                store.put(row, read_samples(stage.folder, row.task, found), facts)
 
 
 def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch) -> None:

@@ -17,7 +17,7 @@ from fcsd.config.suite import TaskConfig
 from fcsd.errors import UserError
 from fcsd.files import file_sha256, write_text, writing
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # The files of transformers and its tokenizers; others (README, logs, a stage's manifest) change no answer.
 _CONFIGURATION = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken",
@@ -69,7 +69,8 @@ class TaskStore:
         """Return (samples, facts) of a finished task; None when it is not there or damaged."""
         try:
             found = json.loads(self._path(row).read_text(encoding="utf-8"))
-            if found["key"] == json.loads(json.dumps(self._key(row))):
+            content = {name: found[name] for name in ("key", "facts", "samples")}
+            if found["sha256"] == _sha256(content) and found["key"] == json.loads(json.dumps(self._key(row))):
                 return list(found["samples"]), dict(found["facts"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -83,4 +84,9 @@ class TaskStore:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         content = {"key": self._key(row), "facts": facts, "samples": samples}
+        content = {"sha256": _sha256(content), **content}
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -32,6 +32,20 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     return str(folder.resolve())
 
 
+def damaged_file(location: str) -> str:
+    """Name the parquet file in a folder that cannot be read to its end, and why; "" where there is none."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    for file in sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ():
+        try:
+            for _ in ParquetFile(file).iter_batches():
+                pass
+        except (OSError, pyarrow.ArrowException) as error:
+            return f"{file}: is damaged ({first_line(error)}); fetch it again"
+    return ""
+
+
 def hub_advice(data_root: Path | None) -> str:
     """Say what to do where a data set cannot be read from the Hub."""
     if data_root is not None:

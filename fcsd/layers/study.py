@@ -343,7 +343,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             if evaluate is not None:
                 result, samples = evaluate(model, study.model.path)
                 for task, row in result["tasks"].items():
-                    values[task] = Value(row["value"], row["stderr"], row["num_items"])
+                    values[task] = Value(row["value"], row["stderr"] or 0.0, row["num_items"])
                     items[task] = [sample["score"] for sample in samples[task]]
             return Measured(values, items)
 
@@ -367,7 +367,7 @@ def difference(one: Measured, other: Measured, metric: str) -> Value:
         found = ratio([a[0] - b[0] for a, b in pairs], [a[1] for a, _ in pairs])
         return Value(found["kl"] or 0.0, found["stderr"] or 0.0, int(found["num_tokens"] or 0))
     deltas = [a - b for a, b in pairs]
-    return Value(math.fsum(deltas) / len(deltas), standard_error(deltas), len(deltas))
+    return Value(math.fsum(deltas) / len(deltas), standard_error(deltas) or 0.0, len(deltas))
 
 
 def read_study(folder: Path) -> dict[str, Any]:

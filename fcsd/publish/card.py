@@ -13,16 +13,16 @@ from fcsd.files import write_text
 from fcsd.publish.facts import Facts, hub_id
 from fcsd.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.comparison import settings_line
-from fcsd.report.table import paired_table, score_table
-from fcsd.report.verdict import LEGEND, quick_look, verdict
+from fcsd.report.table import narrow_table, score_table
+from fcsd.report.verdict import quick_look, verdict
 from fcsd.text import items_text, plus_minus, scored_row, stopping_text
 
 _TEXT = """\
 # {title}
 {untrained}
 {base} with **FarSkip connectivity**: {layers}. Their attention and MoE blocks read activations that are already
-there, so that the communication of expert parallelism can run beside the computation (Dukler et al.,
-*FarSkip-Collective: Unhobbling Blocking Communication in Mixture of Experts Models*). Parameters, their shapes and
+there, so that the communication of expert parallelism can run beside the computation
+([Dukler et al. 2025](https://arxiv.org/abs/2511.11505)). Parameters, their shapes and
 their names are those of the original.
 
     o_k = o_(k-1) + attn_k(a) + shared_k(m) + routed_k(m)
@@ -66,7 +66,26 @@ repository; vLLM and SGLang have not been tried.
 ## Licence
 
 {licence}
+
+## Citation
+
+```bibtex
+@article{{dukler2025farskip,
+  title   = {{FarSkip-Collective: Unhobbling Blocking Communication in Mixture of Experts Models}},
+  author  = {{Dukler, Yonatan and Li, Guihong and Shah, Deval and Appia, Vikram and Barsoum, Emad}},
+  journal = {{arXiv preprint arXiv:2511.11505}},
+  year    = {{2025}},
+  url     = {{https://arxiv.org/abs/2511.11505}}
+}}
+```
 """
+
+
+_LEGEND = (
+    "Per cent, and points. The difference is paired: same items and prompts for both. Verdict: exact McNemar's test,"
+    " p below 0.05 after Holm's correction for the number of tasks; of the mean, whether its interval excludes 0."
+    " Within noise does not say that nothing was lost: the interval says how much may have been."
+)
 
 
 _CHAT = """
@@ -169,8 +188,8 @@ def _results(facts: Facts) -> str:
     if facts.comparison is not None:
         parts += [
             verdict(facts.name.split("/")[-1], facts.comparison),
-            paired_table(facts.comparison),
-            LEGEND,
+            narrow_table(facts.comparison),
+            _LEGEND,
         ]
     else:
         parts += [
@@ -285,4 +304,5 @@ def _public(location: str) -> str:
 
 def _datasets(training: Mapping[str, Any] | None) -> list[str]:
     sources = training["settings"].get("data", {}).get("train", []) if training is not None else []
-    return [source["path"] for source in sources if hub_id(source["path"])]
+    # One may give several splits.
+    return list(dict.fromkeys(source["path"] for source in sources if hub_id(source["path"])))

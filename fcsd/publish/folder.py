@@ -8,6 +8,7 @@ from fcsd.connectivity.export import link_or_copy
 from fcsd.files import new_folder, read_json, write_text
 from fcsd.publish.card import write_card
 from fcsd.publish.facts import facts_of_run
+from fcsd.publish.places import public_text, without_places
 from fcsd.report.comparison import ITEMS_LINK
 
 
@@ -23,11 +24,13 @@ def write_publication(
         for file in sorted(model.iterdir()):
             place(file, new / file.name)
         for file in sorted(report_folder.iterdir()):
-            if file.suffix in (".png", ".json"):
+            if file.suffix == ".json":
+                write_text(new / file.name, public_text(file.name, file.read_text(encoding="utf-8")))
+            elif file.suffix == ".png":
                 shutil.copyfile(file, new / file.name)
         # The page of all answers holds the benchmarks' questions, which are not to spread: it stays here.
         text = (report_folder / "report.md").read_text(encoding="utf-8")
-        write_text(new / "report.md", text.replace(ITEMS_LINK, ""))
+        write_text(new / "report.md", without_places(text.replace(ITEMS_LINK, "")))
         for file in sorted(original.glob("LICENSE*")) if original is not None else ():
             if file.is_file() and not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)

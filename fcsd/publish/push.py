@@ -35,7 +35,9 @@ from fcsd.publish.facts import (
     inherited_from,
 )
 from fcsd.publish.folder import place
+from fcsd.publish.places import PLACE, public_text
 from fcsd.publish.results import RESULTS
+from fcsd.publish.secrets import refuse_secrets
 from fcsd.temporary import scratch_folder
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
@@ -43,11 +45,6 @@ _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
 _CARD = "README.md"
 _STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
 """What an earlier push may have left in the repository and this one no longer has."""
-_TOKEN = re.compile(
-    rb"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
-)
-"""Of Hugging Face, GitHub and Amazon: what has an unmistakable form."""
-_PLACE = re.compile(r"(?<![\w/.:~-])(?:/[\w.@+-]+){2,}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,10 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        link(file, target)
+        if file.parent == source and file.name.startswith(("report.", "comparison.")):
+            write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
+        else:
+            link(file, target)
     if not (source / _CARD).is_file():
         write_card(_facts(checkpoint, repo_id, card), new)
     else:
@@ -190,7 +190,7 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
         write_text(new / _CARD, text)
     for file in sorted(new.rglob("*")):
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
-            _refuse_token(file, source / file.relative_to(new))
+            refuse_secrets(file, source / file.relative_to(new))
     _say(checkpoint, new, repo_id)
 
 
@@ -210,18 +210,6 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     for pattern in (*CARRIED, *_OTHER):
         found |= {file for file in source.glob(pattern) if file.is_file()}
     return sorted(found)
-
-
-def _refuse_token(file: Path, shown: Path) -> None:
-    from huggingface_hub import get_token
-
-    content, token = file.read_bytes(), get_token()
-    found = _TOKEN.search(content)
-    if found or (token and token.encode() in content):
-        line = content.count(b"\n", 0, found.start() if found else content.index((token or "").encode())) + 1
-        raise UserError(
-            f"{shown}, line {line}: contains what looks like an access token; remove it, and revoke it"
-        )
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
@@ -371,7 +359,7 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         notes.append(f"{_CARD} loads {', '.join(others)}, not {repo_id}")
     for name in sent:
         if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
-            words = set(_PLACE.findall((new / name).read_text("utf-8", "replace")))
+            words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
             if here := [word for word in sorted(words) if Path(word).exists()]:
                 notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
     for note in notes:

@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub import EvalResult, EvalResultEntry
 
 from fcsd.publish.facts import hub_id
+from fcsd.text import metric_words
 
 RESULTS = ".eval_results"
 
@@ -39,12 +40,16 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
             dataset_revision=row.get("revision"),
             dataset_args={"num_few_shot": row["num_fewshot"]},
             metric_type=row["metric"].partition(",")[0],
-            metric_name=f"{row['metric']}, per cent",
+            metric_name=f"{metric_words(row['metric'])}, per cent",
             metric_value=round(100 * row["value"], 2),
         )
         for task, row, suite in _tasks(result)
     ]
     return found or None
+
+
+def _points(stderr: float | None) -> str:
+    return "–" if stderr is None else f"{100 * stderr:.2f}"
 
 
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
@@ -57,7 +62,7 @@ def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntr
             dataset_revision=row.get("revision"),
             value=round(100 * row["value"], 2),
             notes=(
-                f"{task}: {row['metric']} in per cent ± {100 * row['stderr']:.2f}, {row['num_fewshot']}-shot,"
+                f"{task}: {row['metric']} in per cent ± {_points(row['stderr'])}, {row['num_fewshot']}-shot,"
                 f" n = {row['num_items']}"
                 + (", chat template" if row.get("chat_template") else "")
                 + "".join(f", {name} {versions[name]}" for name in ("fcsd", "lm-eval") if name in versions)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.files import write_text
-from fcsd.report.table import percent
+from fcsd.report.table import percent, with_error
 from fcsd.report.verdict import p_text, quick_look, signed
 
 
@@ -91,7 +91,7 @@ def _facts(row: Mapping[str, Any]) -> str:
     return (
         f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot, {row['num_items']} items:"
         f" {percent(row['original'])} → {percent(row['converted'])},"
-        f" delta {signed(row['delta'])} ± {100 * row['delta_stderr']:.1f}, gained {row['gained']}, lost {row['lost']},"
+        f" delta {with_error(signed(row['delta']), row['delta_stderr'])}, gained {row['gained']}, lost {row['lost']},"
         f" p {p_text(row['p_value'])}: {row['verdict']}"
     )
 

@@ -127,7 +127,9 @@ def _figures(report: dict[str, Any], training: dict[str, Path], look: str, folde
     if models := report["models"]:
         tasks = list(next(iter(models.values()))["result"]["tasks"])
         scores = {
-            name: {task: (row["value"], row["stderr"]) for task, row in each["result"]["tasks"].items()}
+            name: {
+                task: (row["value"], row["stderr"] or 0.0) for task, row in each["result"]["tasks"].items()
+            }
             for name, each in models.items()
         }
         plot_models(tasks, scores, folder / "models.png", note=look)

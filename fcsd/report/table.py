@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.report.verdict import interval_text, p_text, quick_look, signed
-from fcsd.text import markdown
+from fcsd.text import markdown, metric_words
 
 
-def percent(value: float | None, stderr: float | None = None) -> str:
-    """Format `97.5` or `97.5 ± 1.1`, in per cent."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    text = f"{100 * value:.1f}"
-    return text if stderr is None or not math.isfinite(stderr) else f"{text} ± {100 * stderr:.1f}"
+def percent(value: float | None) -> str:
+    """Format `97.5`, in per cent."""
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
+
+
+def with_error(value: str, stderr: float | None) -> str:
+    """Format `97.5 ± 1.1`, in per cent; `97.5 ± –` for one item."""
+    return f"{value} ± {'–' if stderr is None else f'{100 * stderr:.1f}'}"
 
 
 def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
@@ -31,7 +33,7 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     for name, model in models.items():
         result = model["result"]
         kl = (result.get("kl_to_original") or {}).get("kl")
-        scores = [percent(result["tasks"][task]["value"], result["tasks"][task]["stderr"]) for task in tasks]
+        scores = [with_error(percent(row["value"]), row["stderr"]) for row in result["tasks"].values()]
         ends = [percent(result["mean"]), "-" if kl is None else f"{kl:.4f}"]
         rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
@@ -68,11 +70,28 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def narrow_table(comparison: Mapping[str, Any]) -> str:
+    """Format the comparison for a column of the Hub's width: a row a task, six columns."""
+    rows = [
+        [task, f"{metric_words(row['metric'])}, {row['num_fewshot']}-shot", *_narrow(row), row["verdict"]]
+        for task, row in comparison["tasks"].items()
+    ]
+    if mean := comparison["mean"]:
+        rows.append(["mean", "", *_narrow(mean), mean["verdict"]])
+    header = ["task", "metric", "original", "this model", "difference (95 % interval)", "verdict"]
+    return markdown(header, rows, left=2)
+
+
+def _narrow(row: Mapping[str, Any]) -> list[str]:
+    delta = f"{signed(row['delta'])} ({interval_text(row['interval'])})"
+    return [percent(row["original"]), percent(row["converted"]), delta]
+
+
 def _scores(row: Mapping[str, Any]) -> list[str]:
     return [
-        percent(row["original"], row["original_stderr"]),
-        percent(row["converted"], row["converted_stderr"]),
-        f"{signed(row['delta'])} ± {100 * row['delta_stderr']:.1f}",
+        with_error(percent(row["original"]), row["original_stderr"]),
+        with_error(percent(row["converted"]), row["converted_stderr"]),
+        with_error(signed(row["delta"]), row["delta_stderr"]),
         interval_text(row["interval"]),
     ]
 
@@ -87,7 +106,7 @@ def result_table(folder: Path) -> str:
 
     result, _ = read_result(folder)
     table = score_table(result)
-    mean = f"mean {percent(result['mean'], result['mean_stderr'])}"
+    mean = f"mean {with_error(percent(result['mean']), result['mean_stderr'])}"
     head, _, note = table.partition("\n\n")
     return f"{head}\n{mean}" + (f"\n{note}" if note else "")
 
@@ -98,10 +117,10 @@ def score_table(result: Mapping[str, Any]) -> str:
     for task, row in result["tasks"].items():
         of = row.get("num_items_total", row["num_items"])
         items = str(row["num_items"]) if of == row["num_items"] else f"{row['num_items']} of {of}"
-        score = percent(row["value"], row["stderr"])
+        score = with_error(percent(row["value"]), row["stderr"])
         rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
         if "base" in row:
-            base = percent(row["base"]["value"], row["base"]["stderr"])
+            base = with_error(percent(row["base"]["value"]), row["base"]["stderr"])
             rows.append([f"{task} (base tests)", row["metric"], str(row["num_fewshot"]), items, base])
         for k, value in row.get("pass_at_k", {}).items():
             if row["metric"] != f"pass@{k}":

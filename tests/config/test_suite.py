@@ -64,6 +64,18 @@ def test_an_unknown_suite_lists_what_exists() -> None:
         ("{task: a, dataset: x/y, kind: likelihood}", "tasks.0.metric: is required for kind 'likelihood'"),
         ("piqa", "tasks.0: a mapping of keys to values is needed, got 'piqa'"),
         ("{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: -1}", "num_fewshot"),
+        (
+            "{task: a, dataset: x/y, kind: likelihood, metric: 'acc,none', num_fewshot: '5'}",
+            "num_fewshot: Input should",
+        ),
+        (
+            "{task: a, kind: code, dataset: x/y, headline: 'yes'}",
+            "headline: Input should be a valid boolean, got 'yes'",
+        ),
+        (
+            "{task: a, kind: code, dataset: x/y, max_new_tokens: 5.0}",
+            "max_new_tokens: Input should be a valid integer",
+        ),
     ],
 )
 def test_a_mistake_in_a_row_is_named_with_its_place(tmp_path: Path, row: str, message: str) -> None:

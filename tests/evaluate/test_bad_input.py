@@ -1,12 +1,15 @@
 """What a user gets wrong, through the command: one line that names the task and says what to do, and status 2."""
 
 import gzip
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -115,6 +118,22 @@ def test_data_that_a_task_cannot_read_is_named_with_file_row_and_column(
         path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
     expected = message.format(file=path, folder=path.parents[1])
     assert error_of(words(model, root, task), capsys).startswith(expected)
+
+
+@pytest.mark.parametrize(("task", "file"), [(PIQA, PIQA_FILE), (CODE, CODE_FILE)])
+def test_a_damaged_parquet_file_is_named_with_its_task(
+    task: dict[str, Any], file: str, model: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = (root / file).with_suffix(".parquet")
+    rows = [json.loads(line) for line in (root / file).read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    (root / file).unlink()
+    card = path.parents[1] / "README.md"
+    card.write_text(card.read_text().replace(Path(file).name, path.name))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + bytes(60) + whole[100:])  # its footer is whole
+    line = error_of(words(model, root, task), capsys)
+    assert line.startswith(f"task {task['task']}: {path}: is damaged (") and line.endswith("; fetch it again")
 
 
 def test_a_column_of_one_subject_of_mmlu_is_found(
@@ -228,6 +247,8 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     assert kept.name.startswith("piqa-") and not (root.parent / "out/results.json").exists()
     content = read_json(kept)
     content["samples"][0]["score"] = 0.25
+    del content["sha256"]
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     kept.write_text(json.dumps(content))
     cache = {"cache": root.parent / "out" / FINISHED_TASKS, "output": root.parent / "other"}
     assert main(words(model, root, PIQA, GSM8K | {"max_new_tokens": 2}, **cache)) == 0

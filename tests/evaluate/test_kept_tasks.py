@@ -195,8 +195,28 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> N
     assert store.get(row.model_copy(update={"num_fewshot": 1})) is None
     assert store.get(row.model_copy(update={"headline": False})) is not None
     (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text()[:-9])
+    whole = file.read_text()
+    file.write_text(whole.replace('"score": 1.0', '"score": 0.0'))
+    assert store.get(row) is None, "a flipped byte is no answer"
+    file.write_text(whole[:-9])
     assert store.get(row) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "byte"])
+def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
+    place: Path, tmp_path: Path, asked: list[str], damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = judge(place, tmp_path / "out")
+    file = tmp_path / "out" / "samples_sciq.jsonl"
+    text = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(text[: len(text) // 2] + (b"\xff" + text[len(text) // 2 + 1 :]) * (damage == "byte"))
+    asked.clear()
+    assert judge(place, tmp_path / "out") == whole
+    assert asked == ["sciq"] and file.read_bytes() == text
+    assert "samples_sciq.jsonl" in capsys.readouterr().err
 
 
 def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> None:

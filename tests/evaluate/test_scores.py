@@ -9,7 +9,7 @@ from scipy import stats
 
 from fcsd.errors import UserError
 from fcsd.evaluate.scores import compare, paired
-from fcsd.stats import centre_and_error, holm, plain_mean, pooled_standard_error, standard_error
+from fcsd.stats import holm, interval, plain_mean, pooled_standard_error, standard_error
 
 
 def samples(scores: list[float], prompt: str = "p") -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def result(scores: dict[str, list[float]], **row: Any) -> dict[str, Any]:
 def test_standard_errors_are_those_of_the_statistics_module() -> None:
     scores = [random.Random(0).random() for _ in range(50)]
     assert standard_error(scores) == pytest.approx(statistics.stdev(scores) / math.sqrt(50))
-    assert standard_error([1.0]) == 0.0
+    assert standard_error([1.0]) is None
 
 
 def test_the_standard_error_of_a_group_is_lm_evals() -> None:
@@ -38,7 +38,7 @@ def test_the_standard_error_of_a_group_is_lm_evals() -> None:
 
     rng = random.Random(1)
     groups = [[float(rng.random() < share) for _ in range(n)] for share, n in ((0.2, 7), (0.9, 40), (0.5, 2))]
-    expected = pooled_sample_stderr([standard_error(group) for group in groups], [7, 40, 2])
+    expected = pooled_sample_stderr([standard_error(group) or 0.0 for group in groups], [7, 40, 2])
     assert pooled_standard_error(groups) == pytest.approx(float(expected))
     assert pooled_standard_error([[1.0, 0.0], [1.0]]) is None, "one item has no variance within"
 
@@ -50,6 +50,7 @@ def test_holm_multiplies_the_smallest_p_by_their_number_and_never_falls() -> Non
 
 def test_plain_mean_propagates_errors_by_hand() -> None:
     assert plain_mean([(0.2, 0.03), (0.4, 0.04)]) == pytest.approx((0.3, 0.025))
+    assert plain_mean([(0.2, 0.03), (0.4, None)])[1] is None, "one item says nothing about its error"
 
 
 def test_a_paired_comparison_by_hand() -> None:
@@ -61,10 +62,9 @@ def test_a_paired_comparison_by_hand() -> None:
     assert row["delta_stderr"] == pytest.approx(statistics.stdev(differences) / math.sqrt(10))
     # exact McNemar: 2 * P(at most 1 of 4 fair coins)
     assert row["p_value"] == pytest.approx(2 * (1 + 4) / 16)
-    # Agresti and Min: half an item more in each of the four cells, so 1.5 gained and 3.5 lost of 12
-    variance = (1.5 + 3.5 - 2.0**2 / 12) / 12**2
-    half = statistics.NormalDist().inv_cdf(0.975) * math.sqrt(variance)
-    assert row["interval"] == pytest.approx([-2 / 12 - half, -2 / 12 + half])
+    # Bonett and Price: one item more gained and one lost, so 2 and 4 of 12; 2.179 is Student's t of 12 at 97.5 %
+    half = 2.1788 * math.sqrt(2 + 4 - 2.0**2 / 12) / 12
+    assert row["interval"] == pytest.approx([-2 / 12 - half, -2 / 12 + half], rel=1e-4)
     assert row["retained_percent"] == pytest.approx(75.0)
 
 
@@ -81,7 +81,7 @@ def test_the_paired_error_ignores_what_is_hard_for_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gained", "lost"), [(0.002, 0.03), (0.01, 0.05), (0.1, 0.02), (0.02, 0.15), (0.1, 0.15)]
+    ("gained", "lost"), [(0.002, 0.03), (0.01, 0.05), (0.1, 0.02), (0.0, 0.09), (0.1, 0.15), (0.0, 0.95)]
 )
 def test_the_interval_holds_the_true_difference_as_often_as_it_says(gained: float, lost: float) -> None:
     """All outcomes of 30 items, each with its probability; the plain interval holds it less often."""
@@ -93,13 +93,15 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says(gained: floa
             if share < 1e-12:
                 continue
             differences = [1.0] * up + [-1.0] * down + [0.0] * (count - up - down)
-            found = centre_and_error(differences)
+            found = interval(differences)
             assert found is not None
-            covered += share * (abs(found[0] - (gained - lost)) <= 1.96 * found[1])
+            covered += share * (found[0] <= gained - lost <= found[1])
             mean = sum(differences) / count
-            plain += share * (abs(mean - (gained - lost)) <= 1.96 * standard_error(differences))
+            plain += share * (abs(mean - (gained - lost)) <= 1.96 * (standard_error(differences) or 0.0))
     assert covered > 0.93 and covered > plain
-    assert plain < 0.8 or lost > 0.05 or gained > 0.05, "what the plain one is worth where little changes"
+    assert plain < 0.8 or 0.05 < lost < 0.9 or gained > 0.05, (
+        "what the plain one is worth where little changes"
+    )
 
 
 def test_interval_and_errors_agree_with_a_bootstrap_over_items() -> None:
@@ -138,13 +140,19 @@ def test_fractional_scores_get_students_interval_and_a_sign_test() -> None:
 
 def test_one_item_and_no_change_do_not_pass_for_certainty() -> None:
     one = paired(samples([1.0]), samples([1.0]))
-    assert (one["delta"], one["delta_stderr"], one["p_value"]) == (0.0, 0.0, 1.0)
+    assert (one["delta"], one["delta_stderr"], one["p_value"]) == (0.0, None, 1.0)
     assert one["interval"][0] < -0.6 and one["interval"][1] > 0.6
     assert paired(samples([0.5]), samples([0.3]))["interval"] is None
     same = paired(samples([1.0, 0.0] * 50), samples([1.0, 0.0] * 50))
-    assert same["interval"] == pytest.approx([-0.0192, 0.0192], abs=1e-4)  # about 2 of 100 items
+    assert same["interval"] == pytest.approx([-0.0275, 0.0275], abs=1e-4)  # about 3 of 100 items
     made = compare(result({"x": [0.5]}), result({"x": [0.3]}))
     assert made["mean"]["interval"] is None and made["mean"]["verdict"] == "within noise"
+    assert made["mean"]["delta_stderr"] is None
+
+
+def test_three_tasks_all_lost_have_a_mean_whose_interval_reaches_all() -> None:
+    made = compare(*(result({task: [share] * 20 for task in "xyz"}) for share in (1.0, 0.0)))["mean"]
+    assert made["delta"] == made["interval"][0] == -1.0 and -0.9 < made["interval"][1] < -0.8
 
 
 def test_the_order_of_the_samples_does_not_matter() -> None:
@@ -204,8 +212,8 @@ def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() ->
 
 
 def test_the_mean_of_one_task_has_the_verdict_of_the_task() -> None:
-    made = compare(result({"x": [1.0] * 20}), result({"x": [0.0] * 5 + [1.0] * 15}))
-    assert made["tasks"]["x"]["p_value"] == 0.0625 and made["mean"]["interval"][1] < 0
+    made = compare(result({"x": [1.0] * 11 + [0.0] * 3}), result({"x": [0.0] * 11 + [1.0] * 3}))
+    assert made["tasks"]["x"]["p_value"] == pytest.approx(2 * 470 / 2**14) and made["mean"]["interval"][1] < 0
     assert made["mean"]["verdict"] == made["tasks"]["x"]["verdict"] == "within noise"
 
 

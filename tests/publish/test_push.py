@@ -123,6 +123,9 @@ def test_the_token_is_written_nowhere(
         ("README.md", "export X=hf_" + "aB3" * 12),
         ("chat_template.jinja", "{# ghp_" + "aB3" * 12 + " #}"),
         ("LICENSE", "AKIA" + "IOSFODNN7EXAMPLE"),
+        ("README.md", "-----BEGIN RSA " + "PRIVATE KEY-----"),
+        ("chat_template.jinja", "{# xoxb-" + "12345-67890-abcdefgh #}"),
+        ("NOTICE", "git clone https://me:" + "pass-word@example.org/x"),
     ],
 )
 def test_a_file_with_a_token_in_it_is_refused(
@@ -130,7 +133,7 @@ def test_a_file_with_a_token_in_it_is_refused(
 ) -> None:
     (checkpoint / name).write_text(f"first\n{text}\n")
     line = error_of(capsys, checkpoint, "me/x")
-    assert f"{checkpoint / name}, line 2: contains what looks like an access token" in line
+    assert f"{checkpoint / name}, line 2: contains what looks like a secret (" in line
     assert text.split()[-1] not in line and text not in line
     assert not hub.requests
 
@@ -515,7 +518,7 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
         "settings": {
             "model": {"path": "some/base"}, "objective": {"name": "kl"},
             "train": {"batch_size_tokens": 128, "learning_rate": 1e-3},
-            "data": {"train": [{"path": "/home/somebody/rows.jsonl"}, {"path": "owner/rows"}]},
+            "data": {"train": [{"path": "/home/somebody/rows.jsonl"}, {"path": "owner/rows"}, {"path": "owner/rows", "split": "x"}]},
         },
     }  # fmt: skip
     write_json(run / "distill" / "manifest.json", manifest)

@@ -60,8 +60,8 @@ def test_compare_prints_every_task_and_the_mean_or_json(
     text = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
     assert [row[0] for row in rows] == ["task", "-" * 8, "code", "choice", "mmlu", "mean"]
-    assert rows[4][4:10] == ["66.7 ± 21.1", "50.0 ± 22.4", "-16.7 ± 30.7", "-60.7 to +35.7", "1", "2"]
-    assert "Within noise: code, choice, mmlu; their intervals do not exclude losses of up to 60.7" in text
+    assert rows[4][4:10] == ["66.7 ± 21.1", "50.0 ± 22.4", "-16.7 ± 30.7", "-76.1 to +51.1", "1", "2"]
+    assert "Within noise: code, choice, mmlu; their intervals do not exclude losses of up to 81.6" in text
 
 
 def test_members_of_a_group_are_compared_each(folders: tuple[Path, Path]) -> None:
@@ -360,11 +360,16 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     assert (
         "): a loss beyond noise. Lost beyond noise: hard -20.0 (p <0.001). Within noise: even, extra;" in text
     )
-    # `extra`: 0 of 10 changed, so half an item each way of 12: 1.96 / 12
-    assert text.endswith("losses of up to 16.3 points (extra).")
+    # `extra`: 0 of 10 changed, so an item each way of 12: 2.18 * sqrt(2) / 12
+    assert text.endswith("losses of up to 25.7 points (extra).")
     assert "Gained" not in text
     same = compare(a, a)
     assert verdict("x", same) == "**x**: none of 210 items has another score than the original's."
+    little = [{task: [share] * 5 + [1.0] * 45 for task in "xyz"} for share in (1.0, 0.0)]
+    text = verdict("x", compare(*map(evaluated, little)))
+    assert "a loss beyond noise. Lost beyond noise: no task by itself, but together they show it." in text
+    one = paired_table(compare(evaluated({"x": [1.0]}), evaluated({"x": [0.0]})))
+    assert "| 100.0 ± – | 0.0 ± – | -100.0 ± – |" in one, "one item has no standard error"
     table = paired_table(same)
     assert "| extra (not in the mean) |" in table and "| mean " in table
 

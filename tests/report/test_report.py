@@ -19,7 +19,7 @@ from fcsd.publish.card import model_card, write_card
 from fcsd.publish.facts import Facts
 from fcsd.publish.folder import write_publication
 from fcsd.report.report import write_report
-from fcsd.report.table import models_table, percent, result_table
+from fcsd.report.table import models_table, percent, result_table, with_error
 from fcsd.text import markdown
 from tests.support import documented_keys
 
@@ -206,8 +206,14 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(recipe: Re
         "a/code": 75.0,
         "a/choice": 50.0,
     }
+    assert "https://arxiv.org/abs/2511.11505" in card and "@article{dukler2025farskip,\n" in card
+    table = [line for line in card.splitlines() if line.startswith("| ")]
+    assert len(table) == 4 and max(map(len, table)) < 120 and "| accuracy, 0-shot" in card, (
+        "the Hub's column is narrow"
+    )
     assert "2 of 4 decoder layers" in card and 'from_pretrained("me/x", trust_remote_code=True)' in card
-    assert "/somewhere" not in card
+    published = [file.read_text() for file in (run / "publish").iterdir() if file.suffix in (".md", ".json")]
+    assert len(published) >= 4 and not any("/somewhere" in text for text in published)
     assert "items.html" not in (run / "publish" / "report.md").read_text()
     assert not (run / "publish" / "items.html").exists(), "the questions of benchmarks are not published"
     assert (run / "publish" / "config.json").is_file() and (run / "publish" / "report.md").is_file()
@@ -232,7 +238,7 @@ def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None
     name, rows = model_index_to_eval_results(metadata_load(tmp_path / "README.md")["model-index"])
     (row,) = [row for row in rows if row.dataset_type == "openai/gsm8k"]
     assert (name, row.metric_type, row.metric_value) == ("x", "exact_match", 50.0)
-    assert row.metric_name == "exact_match,flexible-extract, per cent"
+    assert row.metric_name == "exact match (flexible extract), per cent"
     assert (row.dataset_config, row.dataset_split, row.dataset_args) == ("main", "test", {"num_few_shot": 5})
     entries = {
         file.stem: parse_eval_result_entries(yaml.safe_load(file.read_text()))
@@ -311,9 +317,5 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    assert (percent(None), percent(float("nan")), percent(0.5, float("nan")), percent(0.5, 0.01)) == (
-        "-",
-        "-",
-        "50.0",
-        "50.0 ± 1.0",
-    )
+    assert (percent(None), percent(float("nan")), percent(0.5)) == ("-", "-", "50.0")
+    assert (with_error("50.0", None), with_error("50.0", 0.01)) == ("50.0 ± –", "50.0 ± 1.0")

@@ -22,7 +22,7 @@ from fcsd.config.suite import CodeTaskConfig
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError
 from fcsd.evaluate.code.evalplus import grading, num_base_inputs
-from fcsd.evaluate.suites import dataset_location, first_line, hub_advice
+from fcsd.evaluate.suites import damaged_file, dataset_location, first_line, hub_advice
 from fcsd.models.preserve import quiet
 
 _MBPP = ("task_id", "prompt", "code", "test_imports", "test_list", "test")
@@ -133,9 +133,10 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
         with quiet(), fresh_cache(local):
             return datasets.load_dataset(**options, split=split)
     except Exception as error:
-        raise UserError(
-            f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
-        ) from error
+        what = (
+            damaged_file(path) or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
+        )
+        raise UserError(what) from error
 
 
 def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:

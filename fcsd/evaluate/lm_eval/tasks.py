@@ -23,7 +23,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.columns import COLUMNS, check_files, check_rows
 from fcsd.evaluate.progress import Work
 from fcsd.evaluate.question import lm_eval_sample
-from fcsd.evaluate.suites import dataset_location, first_line, hub_advice, require_chat_template
+from fcsd.evaluate.suites import damaged_file, dataset_location, first_line, hub_advice, require_chat_template
 from fcsd.files import data_dir
 from fcsd.models.preserve import quiet
 from fcsd.temporary import scratch_folder
@@ -75,6 +75,8 @@ def load_task(
             manager = TaskManager(include_path=[str(folder), str(overlay)], include_defaults=False)
             tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
         except Exception as error:
+            if damaged := damaged_file(location):
+                raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, known, location)
             reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
             what = f"cannot be loaded with the data set {location}: {reason}"

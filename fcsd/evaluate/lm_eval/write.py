@@ -86,7 +86,7 @@ def _add_scores(
         "alias": name,
         "sample_len": len(scores),
         f"{metric},{rule}": math.fsum(scores) / len(scores),
-        f"{metric}_stderr,{rule}": standard_error(scores) if len(scores) > 1 else "N/A",
+        f"{metric}_stderr,{rule}": "N/A" if (error := standard_error(scores)) is None else error,
     }
     whole["n-shot"][name] = row["num_fewshot"]
     whole["versions"][name] = "fcsd"
