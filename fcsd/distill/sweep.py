@@ -70,8 +70,6 @@ def run_sweep(
     Returns:
         `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
-    if sweep.last_steps > sweep.steps:
-        raise UserError(f"sweep.last_steps ({sweep.last_steps}) is more than sweep.steps ({sweep.steps})")
 
     def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:
         candidate = Candidate(stage, batch_size_tokens, learning_rate)

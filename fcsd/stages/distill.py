@@ -1,6 +1,5 @@
 """Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 from fcsd.models.load import dtype_of, load_checkpoint, to_dtype
 from fcsd.report.plots import plot_sweep
+from fcsd.stages.checks import check_training
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 from fcsd.stages.scoring import early_stopping, score_settings, scored_data
@@ -40,8 +40,8 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
         return stage
+    check_training(run, recipe.sweep.batch_size_tokens)
     rows, record = training_rows(recipe.data, run.tokenizer, run)
-    _check_launch(run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
@@ -76,8 +76,8 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage
+    check_training(run)
     rows, record = training_rows(plan.data, run.tokenizer, run)
-    _check_launch(run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows)
     with early_stopping(run, run.tokenizer) as (stopper, score):
@@ -127,8 +127,7 @@ def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
     raw = recipe.dump()
     batch = result["batch_size_tokens"]
     raw["train"] |= {"batch_size_tokens": batch, "learning_rate": result["learning_rate"]}
-    if recipe.sweep is not None and recipe.sweep.train_tokens is not None:
-        raw["train"]["max_steps"] = math.ceil(recipe.sweep.train_tokens / batch)
+    raw["train"]["max_steps"] = recipe.steps_with(batch)
     return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
 
 
@@ -185,13 +184,6 @@ def _training_run(
         safety=recipe.safety,
         adapters=adapters,
     )
-
-
-def _check_launch(run: Run) -> None:
-    if run.recipe.lora is not None and run.launch.engine.shards:
-        raise UserError(
-            "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
-        )
 
 
 def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:
