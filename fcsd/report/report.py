@@ -13,6 +13,7 @@ from fcsd.config.layout import RunLayout
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.distill.sweep import choice_text, edges
 from fcsd.errors import UserError
 from fcsd.evaluate.results import read_result
 from fcsd.files import new_folder, read_json, write_json, write_text
@@ -166,8 +167,8 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         sweep = report["sweep"]
         parts += [
             "## Sweep",
-            f"Chosen: {sweep['batch_size_tokens']} tokens, learning rate {sweep['learning_rate']:g}"
-            " (see `sweep/sweep.md`).",
+            f"{choice_text(sweep).capitalize()} (see `sweep/sweep.md`).",
+            *(warning.capitalize() for warning in edges(sweep)),
         ]
     if figures:
         parts += ["## Figures", *figure_parts(figures)]

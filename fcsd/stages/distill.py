@@ -1,5 +1,6 @@
 """Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from fcsd.config.strict import validate
 from fcsd.config.training import MAY_CHANGE, TrainConfig
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import remove_checkpoints, train
-from fcsd.distill.sweep import Candidate, run_sweep
+from fcsd.distill.sweep import Candidate, choice_text, edges, run_sweep
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
 from fcsd.distributed.engine import distributed_config
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 from fcsd.models.load import dtype_of, load_checkpoint, to_dtype
@@ -39,6 +41,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
     stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
+        _tell_choice(read_json(folder / "manifest.json")["results"], launch)
         return stage
     check_training(run, recipe.sweep.batch_size_tokens)
     rows, record = training_rows(recipe.data, run.tokenizer, run)
@@ -47,7 +50,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
         description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
         plan = _training_run(run, place, description, teacher, rows)
-        train(replace(plan, train=settings, save_model=False))
+        train(replace(plan, train=settings, save_model=False, left=None))
 
     result = run_sweep(
         recipe.sweep,
@@ -60,7 +63,14 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     if launch.first:
         plot_sweep(result, folder)
     launch.finish(stage, result | left_out(record, folder, launch))
+    _tell_choice(result, launch)
     return stage
+
+
+def _tell_choice(result: dict[str, Any], launch: Launch) -> None:
+    if launch.first:
+        for line in (choice_text(result), *edges(result)):
+            print(f"sweep: {line}", file=sys.stderr)
 
 
 def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
@@ -183,6 +193,7 @@ def _training_run(
         save_dtype=save_dtype,
         safety=recipe.safety,
         adapters=adapters,
+        left=run.progress.left if run.progress is not None else None,
     )
 
 

@@ -54,6 +54,7 @@ def pretrain(run: Run) -> Stage:
         seed=recipe.seed,
         save_dtype=dtype_of(plan.train.dtype),
         safety=recipe.safety,
+        left=run.progress.left if run.progress is not None else None,
     )
     results = train(training) | left_out(record, folder, launch)
     launch.finish(stage, results, folder / "model")

@@ -14,6 +14,16 @@ from fcsd.stages.context import Run
 from fcsd.stages.convert import convert
 from fcsd.stages.distill import distill, sweep
 from fcsd.stages.pretrain import pretrain
+from fcsd.stages.progress import (
+    CONVERSION,
+    LAYERS,
+    PRETRAINING,
+    PUBLICATION,
+    SWEEP,
+    distillation,
+    evaluation,
+    run_progress,
+)
 from fcsd.stages.publish import publish
 
 
@@ -33,18 +43,25 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
             " on copies: it does what is left"
         )
     check_run(run)
+    if launch.first:
+        run = replace(run, progress=run_progress(run))
     if recipe.pretrain is not None:
+        run.begin(PRETRAINING)
         # Expert parallelism reads its model from a checkpoint, and here is none yet.
         pretrain(replace(run, launch=launch.with_copies()))
+    run.begin(CONVERSION)
     convert(run)
     if recipe.sweep is not None:
+        run.begin(SWEEP)
         sweep(run, fill_cache=True)
-    distill(run, fill_cache=True)
-    for name in recipe.variants:
+    for name in (None, *recipe.variants):
+        run.begin(distillation(name))
         distill(run, name, fill_cache=True)
     evaluate_models(run)
     if recipe.evaluation.layer_study:
+        run.begin(LAYERS)
         layers(run)
+    run.begin(PUBLICATION)
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
 
 
@@ -52,6 +69,7 @@ def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that is there, on the same items."""
     original = run.original
     for name, path in run.models().items():
+        run.begin(evaluation(name))
         evaluate_stage(
             name,
             original if name == "original" else ModelFolder(original.config, path),
