@@ -129,7 +129,7 @@ def edges(result: Mapping[str, Any]) -> list[str]:
         shown = value if isinstance(value, int) else f"{value:g}"
         found.append(
             f"warning: the best {what}, {shown}, is the {word} of those tried; a {more} one may be better: add one to"
-            f" sweep.{key} (with another output_dir) before the long training"
+            f" sweep.{key} (with another output_dir) before the long training."
         )
     return found
 

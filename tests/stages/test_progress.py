@@ -26,8 +26,8 @@ def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(bench: B
         progress.left(0.5) == "at least 25 min"
     )  # 600 s of this one, and three quarters of 1200 s of the other
     assert after(600, "distillation sft") == "== 3/8: distillation sft; 21 min so far, at least 15 min left"
-    assert after(900, "evaluation of original") == "== 4/8: evaluation of original; 36 min so far"
-    assert after(120, "evaluation of converted").endswith("38 min so far, about 6 min left")
+    assert after(900, "evaluation of original") == "== 4/8: evaluation of original"
+    assert after(120, "evaluation of converted").endswith("converted; 38 min so far, about 6 min left")
 
 
 def test_what_is_finished_or_behind_a_checkpoint_is_no_work_any_more(bench: Bench) -> None:
