@@ -92,3 +92,8 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
     # Columns on the left are ruled `|----|`, the others `|---:|`, which aligns them to the right.
     rule = "|".join("-" * (width + 1) + ("-" if index < left else ":") for index, width in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+
+
+def fold(summary: str, text: str) -> str:
+    """Hide a part of a Markdown page behind a line that opens it."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fcsd import __version__
 from fcsd.cli import checkpoints, evaluation, publishing, recipes
@@ -18,7 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143."""
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")
-    arguments = build_parser(command).parse_args(words)
+    parser = build_parser(command)
+    if words[:1] == [command] and command not in parser.commands:
+        from fcsd.config.strict import did_you_mean
+
+        parser.error(f"no command '{command}'{did_you_mean(command, list(parser.commands))}")
+    arguments = parser.parse_args(words)
     if arguments.command is None:
         build_parser().print_help()
         return 2
@@ -75,9 +80,15 @@ def _number_of_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def build_parser(asked_for: str | None = None) -> argparse.ArgumentParser:
+class MainParser(argparse.ArgumentParser):
+    """The parser of `fcsd` itself; commands: their parsers by name."""
+
+    commands: Mapping[str, argparse.ArgumentParser] = {}
+
+
+def build_parser(asked_for: str | None = None) -> MainParser:
     """Build the parser of all commands; with the whole options of one, if it is known which is asked for."""
-    parser = argparse.ArgumentParser(
+    parser = MainParser(
         prog="fcsd",
         description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
         " evaluate it against the original and leave it ready to publish.",
@@ -102,4 +113,5 @@ def build_parser(asked_for: str | None = None) -> argparse.ArgumentParser:
 
     for group in (checkpoints, recipes, evaluation, publishing):
         group.add_commands(command)
+    parser.commands = commands.choices
     return parser

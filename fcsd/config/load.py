@@ -1,5 +1,6 @@
 """Load a recipe from its file, with all checks that need no model."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from fcsd.config.graded import refuse_graded
 from fcsd.config.overrides import set_dotted
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean, parse_yaml, read_yaml, validate
+from fcsd.config.suite import is_suite_file
 from fcsd.errors import UserError
 from fcsd.files import data_dir
 
@@ -33,7 +35,24 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not separator or not key:
             raise UserError(f"--set {override}: must look like train.learning_rate=4e-5")
         set_dotted(raw, key, parse_yaml(text, f"--set {override}"), f"--set {override}")
-    return check_recipe(raw, str(path))
+    return check_recipe(_beside(raw, path.parent), str(path))
+
+
+def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Replace the path of a suite that is not below the working directory but beside the recipe."""
+    raw = copy.deepcopy(raw)
+    pretrain = raw.get("pretrain")
+    data = [part.get("data") for part in (raw, pretrain) if isinstance(part, dict)]
+    sections = [
+        raw.get("evaluation"),
+        *(part.get("decontaminate") for part in data if isinstance(part, dict)),
+    ]
+    for section in sections:
+        if not isinstance(section, dict) or not isinstance(name := section.get("suite"), str):
+            continue
+        if is_suite_file(name) and not Path(name).exists() and (folder / name).is_file():
+            section["suite"] = str(folder / name)
+    return raw
 
 
 def check_recipe(raw: Any, where: str) -> Recipe:

@@ -5,6 +5,7 @@ A recipe is complete: no flag beside it, no inheritance, every default in the sc
 folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
 """
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,7 +160,27 @@ class Recipe(Strict):
         stopping = self.early_stopping
         if stopping is not None and stopping.metric == "heldout_kl" and self.data.heldout is None:
             raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
+        if self.evaluation.layer_study and self.data.heldout is None:
+            raise ValueError("evaluation.layer_study needs data.heldout, the text on which KL is measured")
         return self
+
+    @model_validator(mode="after")
+    def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
+        if (plan := self.sweep) is None:
+            return self
+        for batch in plan.batch_size_tokens:
+            if (steps := self.steps_with(batch)) < self.train.warmup_steps:
+                raise ValueError(
+                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps,"
+                    f" fewer than train.warmup_steps ({self.train.warmup_steps}); change one of them"
+                )
+        return self
+
+    def steps_with(self, batch_size_tokens: int) -> int:
+        """Return the steps of the main distillation with this batch size: those of `sweep.train_tokens`, if given."""
+        if self.sweep is None or self.sweep.train_tokens is None:
+            return self.train.max_steps
+        return math.ceil(self.sweep.train_tokens / batch_size_tokens)
 
     @property
     def folder(self) -> Path:

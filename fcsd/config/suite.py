@@ -152,6 +152,11 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
 
 
+def is_suite_file(text: str) -> bool:
+    """Tell the path of a suite file from the name of a shipped suite."""
+    return "/" in text or text.endswith((".yaml", ".yml"))
+
+
 def load_suite(name_or_path: str | Path) -> SuiteConfig:
     """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
 
@@ -160,7 +165,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
             belong to the task's kind.
     """
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or "/" in text or text.endswith((".yaml", ".yml")):
+    if isinstance(name_or_path, Path) or is_suite_file(text):
         path = Path(text)
     else:
         names = suite_names()

@@ -1,6 +1,6 @@
 """Schema of the objective, the optimiser, the safety net and the sweep."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -179,7 +179,23 @@ class SweepConfig(Strict):
         default_factory=lambda: [2e-5, 4e-5, 8e-5], min_length=1
     )
     steps: int = Field(2000, gt=0)  # of every run
-    warmup_steps: int = Field(1000, ge=0)
-    last_steps: int = Field(100, gt=0)  # the choice is by the mean training loss over this many last steps
+    warmup_steps: int = Field(1000, ge=0)  # left out: at most half of steps
+    # The choice is by the mean training loss over this many last steps; left out: at most all of them.
+    last_steps: int = Field(100, gt=0)
     # Of the distillation that follows: its train.max_steps becomes this over the chosen batch size. null: as it is
     train_tokens: int | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_fit_short_runs(cls, value: Any) -> Any:
+        steps = value.get("steps") if isinstance(value, dict) else None
+        if not isinstance(steps, int) or steps < 1:
+            return value
+        return {"warmup_steps": min(1000, steps // 2), "last_steps": min(100, steps), **value}
+
+    @model_validator(mode="after")
+    def _parts_are_no_longer_than_a_run(self) -> "SweepConfig":
+        for key in ("warmup_steps", "last_steps"):
+            if getattr(self, key) > self.steps:
+                raise ValueError(f"{key} ({getattr(self, key)}) is more than steps ({self.steps})")
+        return self

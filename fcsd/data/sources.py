@@ -31,6 +31,22 @@ Source = SourceConfig | GivenSource
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
+def check_place(source: SourceConfig) -> None:
+    """Refuse, before anything is read, a file or folder that is not there, and a split that a file does not have."""
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        return
+    if path.suffix in _FILE_FORMATS:
+        if not path.is_file():
+            raise UserError(f"data set {source.path}: no such file")
+        if not source.split.startswith("train"):
+            raise UserError(
+                f"data set {source.path}: no split {source.split!r}; a file has the split 'train' only"
+            )
+    elif path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
+        raise UserError(f"data set {source.path}: no such folder, and not the name of a data set on the Hub")
+
+
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
     """Load the examples of `source`, untouched but for `max_examples`.
 
@@ -50,23 +66,13 @@ def open_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
     if isinstance(source, GivenSource):
         return source.examples
     path = Path(source.path).expanduser()
+    check_place(source)
     options: dict[str, Any] = {"split": source.split, "streaming": source.streaming}
     if path.suffix in _FILE_FORMATS and not path.is_dir():
-        if not path.is_file():
-            raise UserError(f"data set {source.path}: no such file")
-        if not source.split.startswith("train"):
-            raise UserError(
-                f"data set {source.path}: no split {source.split!r}; a file has the split 'train' only"
-            )
         arguments = (_FILE_FORMATS[path.suffix],)
         options["data_files"] = {"train": str(path)}
     else:
         local = path.is_dir()
-        looks_local = path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1
-        if looks_local and not local:
-            raise UserError(
-                f"data set {source.path}: no such folder, and not the name of a data set on the Hub"
-            )
         arguments = (str(path) if local else source.path,)
         options |= {"name": source.name, "revision": None if local else source.revision}
     try:

@@ -30,7 +30,7 @@ class TrainingRun:
 
     max_length: tokens in a row of `rows`; score: of a model, for early stopping; save_dtype: of the weights
     that are left (the checkpoint's own, whatever dtype they were trained in); adapters: the `PeftModel` around a LoRA
-    student.
+    student; left: with the share of the steps that are done, the time that the whole run of stages still takes, or "".
     """
 
     launch: Launch
@@ -50,6 +50,7 @@ class TrainingRun:
     score: Scorer | None = None
     save_model: bool = True
     adapters: Any = None
+    left: Callable[[float], str] | None = None
 
 
 def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> int:

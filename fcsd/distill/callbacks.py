@@ -1,5 +1,6 @@
 """The progress bar of a training, in the place of the Trainer's own output."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -9,17 +10,22 @@ _SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):
-    """One line with step, time left, loss and tokens per second; nothing on ranks other than the first."""
+    """One line with step, time left, loss and tokens per second; nothing on ranks other than the first.
 
-    def __init__(self, description: str):
-        self.description = description
+    left: as in `TrainingRun`.
+    """
+
+    def __init__(self, description: str, left: Callable[[float], str] | None = None):
+        self.description, self.left = description, left
         self.bar: Any = None
+        self._first_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Open the bar at the step at which training begins."""
         if state.is_world_process_zero:
             from tqdm import tqdm
 
+            self._first_step = state.global_step
             self.bar = tqdm(
                 total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
             )
@@ -33,7 +39,11 @@ class ProgressBar(TrainerCallback):
         """Show the newest figures."""
         if self.bar is not None and "tokens_per_second" in logs:
             shown = {name: f"{logs[name]:.4f}" for name in _SHOWN if name in logs}
-            self.bar.set_postfix({**shown, "tok/s": f"{logs['tokens_per_second']:.0f}"}, refresh=False)
+            shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
+            done = (state.global_step - self._first_step) / max(1, state.max_steps - self._first_step)
+            if self.left is not None and (left := self.left(done)):
+                shown["all stages"] = f"{left} left"
+            self.bar.set_postfix(shown, refresh=False)
 
     def close(self) -> None:
         """End the line, also after an error: what is printed next begins a new one."""

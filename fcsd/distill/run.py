@@ -86,7 +86,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     if engine.name == "zero3":
         finish_zero_settings(arguments, run.train)
     stops = None
-    signals, bar = Signals(), ProgressBar(run.description)
+    signals, bar = Signals(), ProgressBar(run.description, run.left)
     try:
         trainer = DistillTrainer(
             student,

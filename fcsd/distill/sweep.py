@@ -5,7 +5,7 @@ training loss over the last steps. A finished candidate is never trained again.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -70,8 +70,6 @@ def run_sweep(
     Returns:
         `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
-    if sweep.last_steps > sweep.steps:
-        raise UserError(f"sweep.last_steps ({sweep.last_steps}) is more than sweep.steps ({sweep.steps})")
 
     def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:
         candidate = Candidate(stage, batch_size_tokens, learning_rate)
@@ -113,6 +111,29 @@ def run_sweep(
     return result
 
 
+def choice_text(result: Mapping[str, Any]) -> str:
+    """Name what a sweep chose: `chosen: 131072 tokens, learning rate 4e-05`."""
+    return f"chosen: {result['batch_size_tokens']} tokens, learning rate {result['learning_rate']:g}"
+
+
+def edges(result: Mapping[str, Any]) -> list[str]:
+    """Return a warning for each of the two values that is the best at an end of what was tried: the best of all may lie
+    beyond. One that diverged is beyond."""
+    found = []
+    for key, what in (("batch_size_tokens", "batch size"), ("learning_rate", "learning rate")):
+        tried = {row[key] for row in result["candidates"] if row["stage"] == key}
+        value = result[key]
+        if len(tried) < 2 or value not in (min(tried), max(tried)):
+            continue
+        word, more = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
+        shown = value if isinstance(value, int) else f"{value:g}"
+        found.append(
+            f"warning: the best {what}, {shown}, is the {word} of those tried; a {more} one may be better: add one to"
+            f" sweep.{key} (with another output_dir) before the long training."
+        )
+    return found
+
+
 def sweep_table(result: dict[str, Any]) -> str:
     """Format a Markdown table of all candidates, the choice marked."""
     lines = [
@@ -130,4 +151,4 @@ def sweep_table(result: dict[str, Any]) -> str:
         lines.append(
             f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g} | {loss} | {mark} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(f"\n{warning}" for warning in edges(result))]) + "\n"

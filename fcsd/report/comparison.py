@@ -7,8 +7,10 @@ Results may be of different times, and of `fcsd evaluate` or plain lm-eval; item
 the same.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fcsd.artifact import versions
@@ -21,8 +23,10 @@ from fcsd.report.items import write_items
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
 from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
+from fcsd.text import fold
 
 SCHEMA_VERSION = 1
+LONG_TABLE = 12  # lines; a longer one is folded
 ITEMS_LINK = " [Every answer side by side](items.html)."
 Evaluated = Mapping[str, Mapping[str, Any]]
 Comparisons = dict[str, dict[str, Any]]
@@ -84,8 +88,24 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
     return "\n\n".join([*parts, *([f"Settings that differ: {differ}."] if differ else [])])
 
 
-def write_details(evaluated: Evaluated, comparisons: Comparisons, folder: Path) -> dict[str, str]:
-    """Write figures of the differences, `items.html` and `lm_eval/` into `folder`; returns figure -> caption."""
+def chance_levels(evaluated: Evaluated) -> dict[str, float]:
+    """Return task -> the score of guessing, of tasks that choose among given answers."""
+    first = next(iter(evaluated.values()))
+    found = {}
+    for task, row in first["result"]["tasks"].items():
+        counts = [len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]]
+        if row["metric"].startswith("acc") and counts and min(counts) > 1:
+            found[task] = fmean(1 / count for count in counts)
+    return found
+
+
+def write_details(
+    evaluated: Evaluated, comparisons: Comparisons, folder: Path, colours: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Write figures of the differences, `items.html` and `lm_eval/` into `folder`; returns figure -> caption.
+
+    colours: model -> its colour in all figures.
+    """
     from fcsd.report.plots import plot_deltas, plot_members
 
     for name, each in evaluated.items():
@@ -94,13 +114,15 @@ def write_details(evaluated: Evaluated, comparisons: Comparisons, folder: Path) 
         return {}
     write_items(evaluated, comparisons, folder / "items.html")
     look = quick_look(*(each["limit"] for each in comparisons.values()))
-    plot_deltas(comparisons, folder / "deltas.png", note=look)
+    chance = chance_levels(evaluated)
+    plot_deltas(comparisons, folder / "deltas.png", note=look, colours=colours, chance=chance)
     mark = f" {look}" if look else ""
-    figures = {"deltas.png": f"Difference to the original, with 95 % intervals (paired).{mark}"}
+    dotted = " Dotted: where guessing would lie." if chance else ""
+    figures = {"deltas.png": f"Difference to the original, with 95 % intervals (paired).{dotted}{mark}"}
     for task, row in next(iter(comparisons.values()))["tasks"].items():
         if "members" in row:
             rows = {name: comparison["tasks"][task] for name, comparison in comparisons.items()}
-            plot_members(task, rows, folder / f"{task}_members.png", note=look)
+            plot_members(task, rows, folder / f"{task}_members.png", note=look, colours=colours)
             counts = [f"{name}: {members_line(each)}" for name, each in rows.items()]
             figures[f"{task}_members.png"] = (
                 f"{task}: difference to the original by member (number of items). {' '.join(counts)}{mark}"
@@ -117,11 +139,14 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
     foreign = folder.exists() and not (folder / "comparison.json").is_file()
     if foreign and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is no comparison; choose another folder")
+    from fcsd.report.plots import model_colours
+
     comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:
-        figures = write_details(evaluated, comparisons, new)
+        colours = model_colours(list(evaluated), next(iter(evaluated)))
+        figures = write_details(evaluated, comparisons, new, colours)
         training = {name: each["training"] for name, each in evaluated.items() if each["training"]}
-        figures |= training_figures(training, new) if training else {}
+        figures |= training_figures(training, new, colours) if training else {}
         whole = {
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
@@ -154,13 +179,20 @@ def tables(comparisons: Comparisons) -> list[str]:
     """Write a table for every model, and how they are to be read; parts of a Markdown page."""
     parts = []
     for name, comparison in comparisons.items():
-        parts += [*([f"### {name}"] if len(comparisons) > 1 else []), paired_table(comparison)]
+        table = paired_table(comparison)
+        if table.count("\n") > LONG_TABLE:
+            table = fold(f"{name}, task by task ({len(comparison['tasks'])} tasks)", table)
+        parts += [*([f"### {name}"] if len(comparisons) > 1 else []), table]
     return [*parts, f"{LEGEND}{ITEMS_LINK}"]
 
 
 def figure_parts(figures: Mapping[str, str]) -> list[str]:
     """Write figures (file -> caption) with their captions; parts of a Markdown page."""
-    return [f"![{caption.partition('. ')[0]}]({file})\n\n{caption}" for file, caption in figures.items()]
+    # The alternative text is the first sentence, which "Fig. 3" does not end.
+    return [
+        f"![{re.split(r'(?<!Fig)[.](?: |$)', caption)[0]}]({file})\n\n{caption}"
+        for file, caption in figures.items()
+    ]
 
 
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:

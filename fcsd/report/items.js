@@ -1,6 +1,8 @@
 "use strict";
 // Everything that a model or a data set wrote is put into the page with textContent, never as markup.
 const PAGE = 50;
+const MOST = 1e6; // cells of a table of common words
+const HEADS = ["task", "original", "model", "delta", "gained", "lost", "verdict"];
 const CHOICES = ["task", "model", "kind", "text"];
 const FIRST = { kind: "changed", text: "" };
 const index = JSON.parse(document.getElementById("index").textContent);
@@ -61,7 +63,63 @@ function chosen(item, values, metric) {
   return scores.indexOf(Math.max(...scores));
 }
 
-function answer(item, model, metric) {
+// Words and blanks of a text, so that all of them together are the text again.
+function pieces(text) {
+  return text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
+}
+
+// Which pieces of each of two texts are not in their longest common row; null where they are too many to tell.
+function differences(one, other) {
+  let start = 0;
+  while (start < Math.min(one.length, other.length) && one[start] === other[start]) start += 1;
+  let end = 0;
+  const rest = Math.min(one.length, other.length) - start;
+  while (end < rest && one[one.length - 1 - end] === other[other.length - 1 - end]) end += 1;
+  const [a, b] = [one.slice(start, one.length - end), other.slice(start, other.length - end)];
+  if (a.length * b.length > MOST) return null;
+  const width = b.length + 1;
+  const common = new Uint16Array((a.length + 1) * width);
+  for (let i = a.length - 1; i >= 0; i -= 1) {
+    for (let j = b.length - 1; j >= 0; j -= 1) {
+      common[i * width + j] = a[i] === b[j]
+        ? common[(i + 1) * width + j + 1] + 1
+        : Math.max(common[(i + 1) * width + j], common[i * width + j + 1]);
+    }
+  }
+  const found = [new Set(), new Set()];
+  for (let i = 0, j = 0; i < a.length || j < b.length; ) {
+    if (i < a.length && j < b.length && a[i] === b[j]) [i, j] = [i + 1, j + 1];
+    else if (j === b.length || (i < a.length && common[(i + 1) * width + j] >= common[i * width + j + 1])) {
+      found[0].add(start + i++);
+    } else found[1].add(start + j++);
+  }
+  return found;
+}
+
+// The text of one of two answers (side 0 or 1), the words marked that only it has; as it is where nothing is in common.
+function marked(texts, side) {
+  const box = element("pre");
+  const both = texts.includes(undefined) || texts[0] === texts[1] ? null : texts.map(pieces);
+  const found = both && differences(...both)?.[side];
+  if (!found || found.size === both[side].length) {
+    box.textContent = texts[side];
+    return box;
+  }
+  let [run, inside] = ["", false];
+  const flush = () => run && box.append(inside ? element("mark", "", run) : document.createTextNode(run));
+  both[side].forEach((piece, place) => {
+    if (found.has(place) !== inside) {
+      flush();
+      [run, inside] = ["", !inside];
+    }
+    run += piece;
+  });
+  flush();
+  return box;
+}
+
+function answer(item, models, side, metric) {
+  const model = models[side];
   const given = item.answers[model];
   const box = element("section", "answer " + (given.score > 0 ? "right" : "wrong"));
   box.append(element("h3", "", index.models[model] + " · " + given.score + (given.note ? " · " + given.note : "")));
@@ -77,7 +135,7 @@ function answer(item, model, metric) {
     });
     box.append(table);
   }
-  for (const text of given.texts) box.append(element("pre", "", text));
+  given.texts.forEach((_, place) => box.append(marked(models.map((each) => item.answers[each].texts[place]), side)));
   return box;
 }
 
@@ -91,9 +149,31 @@ function article(item, model, metric) {
     box.append(more);
   }
   const both = element("div", "answers");
-  both.append(answer(item, 0, metric), answer(item, model, metric));
+  both.append(answer(item, [0, model], 0, metric), answer(item, [0, model], 1, metric));
   box.append(both);
   return box;
+}
+
+// A line a task; a click shows its items.
+function overview(model, current) {
+  const table = element("table");
+  const head = element("tr");
+  head.append(...HEADS.map((text) => element("th", "", text)));
+  table.append(head);
+  index.tasks.forEach((task, place) => {
+    const row = element("tr", place === current ? "shown" : "");
+    const [name, button] = [element("td"), element("button", "", task.name)];
+    button.addEventListener("click", () => {
+      by("task").value = task.name;
+      page = 0;
+      remember();
+      show();
+    });
+    name.append(button);
+    row.append(name, ...task.overview[model].map((text) => element("td", "", text)));
+    table.append(row);
+  });
+  by("overview").replaceChildren(table);
 }
 
 async function show() {
@@ -110,6 +190,7 @@ async function show() {
   by("count").textContent = found.length + " of " + items.length + " items, page " + (page + 1) + " of " + pages;
   by("back").disabled = page === 0;
   by("next").disabled = page === pages - 1;
+  overview(model, place);
   by("facts").textContent = index.tasks[place].facts[model];
   const metric = index.tasks[place].metric;
   by("items").replaceChildren(
@@ -151,6 +232,7 @@ function start() {
   by("note").textContent = index.note;
   fill("task", index.tasks.map((task) => task.name));
   fill("model", index.models.slice(1));
+  FIRST.model = index.first;
   for (const id of CHOICES) {
     by(id).addEventListener("input", () => {
       page = 0;

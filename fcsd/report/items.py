@@ -6,6 +6,8 @@ The file needs no network and no other file: data is in it, gzipped a task at a 
 unpacked. Text of models and data sets reaches the page through `textContent` only, and the page's policy allows no
 script but its own.
 
+It opens on the distilled model, with a line a task, and marks the words in which two written answers differ.
+
 Not covered: prompts longer than 2,000 characters are shown from their end; results without prompts show none.
 """
 
@@ -20,6 +22,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fcsd.config.layout import MAIN
 from fcsd.files import write_text
 from fcsd.report.table import percent, with_error
 from fcsd.report.verdict import p_text, quick_look, signed
@@ -38,12 +41,14 @@ def write_items(
     tasks = list(comparisons[names[1]]["tasks"])
     index = {
         "models": names,
+        "first": MAIN if MAIN in names[1:] else names[1],
         "note": quick_look(*(each["limit"] for each in comparisons.values())),
         "tasks": [
             {
                 "name": task,
                 "metric": evaluated[names[0]]["result"]["tasks"][task]["metric"],
                 "facts": ["", *(_facts(comparisons[name]["tasks"][task]) for name in names[1:])],
+                "overview": [[], *(_overview(comparisons[name]["tasks"][task]) for name in names[1:])],
             }
             for task in tasks
         ],
@@ -94,6 +99,12 @@ def _facts(row: Mapping[str, Any]) -> str:
         f" delta {with_error(signed(row['delta']), row['delta_stderr'])}, gained {row['gained']}, lost {row['lost']},"
         f" p {p_text(row['p_value'])}: {row['verdict']}"
     )
+
+
+def _overview(row: Mapping[str, Any]) -> list[str]:
+    """Write the cells of a task's line: both scores, delta, items gained and lost, verdict."""
+    scores = [percent(row["original"]), percent(row["converted"]), signed(row["delta"])]
+    return [*scores, str(row["gained"]), str(row["lost"]), row["verdict"]]
 
 
 def _items(models: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

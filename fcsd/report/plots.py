@@ -1,4 +1,7 @@
-"""Figures of a run: loss and KL, pass@1 while training, models side by side, the layer study, the sweep."""
+"""Figures of a run: loss and KL, scores while training, models side by side, the layer study, the sweep.
+
+A model has one colour in all figures of a report (`model_colours`); what is no model is black and grey.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,59 +13,96 @@ matplotlib.use("Agg")  # files only; no display is needed
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 _SIZE = (6.4, 3.8)
+_GREY = "0.6"
+Colours = Mapping[str, str]
 
 
-def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
-    """Draw the training loss by step for every run; each divergence and cross-entropy in panels of their own."""
+def model_colours(names: Sequence[str], original: str = "original") -> dict[str, str]:
+    """Give every model of a report its colour, by its place among them; the original is dark grey."""
+    others = [name for name in names if name != original]
+    return {original: "0.25"} | {name: f"C{index % 10}" for index, name in enumerate(others)}
+
+
+def plot_losses(
+    histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours | None = None
+) -> None:
+    """Draw the training loss by tokens for every run; each divergence and cross-entropy in panels of their own.
+
+    histories: name -> points with `tokens` beside what was logged.
+    """
+    colours = colours or model_colours(list(histories))
     titles = {
-        "kl": "KL to the teacher (nats per token)",
-        "reverse_kl": "reverse KL (nats per token)",
-        "jsd": "JSD (nats per token)",
-        "ce": "cross-entropy (nats per token)",
-    }
+        "kl": "KL to the teacher", "reverse_kl": "reverse KL to the teacher", "jsd": "JSD to the teacher",
+        "ce": "cross-entropy",
+    }  # fmt: skip
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for key, title in titles.items():
         for name, points in histories.items():
             # On a logarithmic axis there is no place for 0.
-            if series := [(point["step"], point[key]) for point in points if point.get(key, 0) > 0]:
+            if series := [(point["tokens"], point[key]) for point in points if point.get(key, 0) > 0]:
                 panels.setdefault(title, {})[name] = series
     count = max(1, len(panels))
     figure, axes = plt.subplots(1, count, figsize=(_SIZE[0] * count, _SIZE[1]), squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=False):
         for name, series in lines.items():
-            axis.plot(*zip(*series, strict=True), label=name)
-        axis.set(xlabel="step", ylabel=title, yscale="log")
+            axis.plot(*zip(*series, strict=True), color=colours[name], label=name)
+        axis.set(ylabel="nats per token", yscale="log")
+        _title(axis, f"Training loss: {title}")
+        _token_axis(axis)
         axis.legend()
     _save(figure, path)
 
 
-def plot_scores(curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path) -> None:
-    """Draw the early-stopping score by step, with a band of one standard error to each side.
+def plot_scores(
+    curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path, colours: Colours | None = None
+) -> None:
+    """Draw the early-stopping score by tokens, with a band of one standard error to each side; shares in per cent.
 
-    curves: name -> points of `fcsd.distill.early_stopping.EarlyStopper.record`.
+    curves: name -> points of `fcsd.distill.early_stopping.EarlyStopper.record`, with `tokens`.
     """
+    colours = colours or model_colours(list(curves))
     figure, axis = plt.subplots(figsize=_SIZE)
-    lowest = 0.0
+    by_kl = metric == "heldout_kl"
+    shares = not by_kl and all(abs(point["score"]) <= 1 for points in curves.values() for point in points)
+    scale, lowest = 100.0 if shares else 1.0, 0.0
     for name, points in curves.items():
-        steps, scores = [point["step"] for point in points], [point["score"] for point in points]
-        errors = [point["stderr"] or 0.0 for point in points]
-        (line,) = axis.plot(steps, scores, marker="o", markersize=3, label=name)
+        tokens, scores = [point["tokens"] for point in points], [scale * point["score"] for point in points]
+        errors = [scale * (point["stderr"] or 0.0) for point in points]
+        axis.plot(tokens, scores, marker="o", markersize=3, color=colours[name], label=name)
         low = [score - error for score, error in zip(scores, errors, strict=True)]
-        if metric == "heldout_kl":  # on a logarithmic axis
+        if by_kl:  # on a logarithmic axis
             low = [max(value, score / 10) for value, score in zip(low, scores, strict=True)]
         high = [score + error for score, error in zip(scores, errors, strict=True)]
-        axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.fill_between(tokens, low, high, color=colours[name], alpha=0.2, linewidth=0)
         lowest = min(lowest, *low)
-    if metric == "heldout_kl":
-        axis.set(xlabel="step", ylabel="KL to the original, held out (nats per token)", yscale="log")
+    if by_kl:
+        axis.set(ylabel="nats per token", yscale="log")
+        _title(axis, "KL to the original on held-out text, while training")
     else:
-        axis.set(xlabel="step", ylabel=f"{metric.partition(',')[0]} (early-stopping task)")
-        axis.set_ylim(bottom=lowest - 0.02)
+        name = metric.partition(",")[0]
+        axis.set(ylabel=f"{name}{' (per cent)' if shares else ''}")
+        _title(axis, f"Early stopping: {name} while training")
+        axis.set_ylim(bottom=lowest - 0.02 * scale)
+    _token_axis(axis)
     axis.legend()
     _save(figure, path)
+
+
+def _token_axis(axis: Any) -> None:
+    axis.set_xlabel("tokens trained on")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, place: _count(value)))
+    axis.grid(alpha=0.3)
+
+
+def _count(number: float) -> str:
+    """Format `512`, `1.5 M`, `10 B`."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= size:
+            return f"{number / size:.4g}{unit}"
+    return f"{number:g}"
 
 
 def plot_models(
@@ -70,30 +110,59 @@ def plot_models(
     models: Mapping[str, Mapping[str, tuple[float, float]]],
     path: Path,
     note: str = "",
+    colours: Colours | None = None,
+    chance: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw bars of (score, standard error) per task and model, with bars of one standard error."""
-    figure, axis = plt.subplots(figsize=(max(_SIZE[0], 0.28 * len(tasks) * (len(models) + 1) + 1), _SIZE[1]))
-    width = 0.8 / max(1, len(models))
+    """Draw scores in per cent, a row a task and a colour a model, with bars of one standard error.
+
+    models: name -> task -> score and standard error, as shares. chance: task -> the score of guessing.
+    """
+    colours = colours or model_colours(list(models))
+    figure, axis = plt.subplots(figsize=(_SIZE[0], _rows_height(len(tasks), len(models))))
     for index, (name, scores) in enumerate(models.items()):
-        places = [place - 0.4 + width * (index + 0.5) for place in range(len(tasks))]
-        values = [scores[task][0] for task in tasks]
-        errors = [scores[task][1] for task in tasks]
-        axis.bar(places, values, width, yerr=errors, capsize=2, label=name)
-    crowded = max(map(len, tasks)) * len(tasks) > 12 * figure.get_figwidth()
-    turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
-    axis.set_xticks(range(len(tasks)), tasks, **turned)
-    axis.set(ylabel="score", ylim=(0, 1.05))
-    _legend_beside(axis, note)
+        places = [tick + 0.7 * ((index + 0.5) / len(models) - 0.5) for tick in range(len(tasks))]
+        values, errors = ([100 * scores[task][part] for task in tasks] for part in (0, 1))
+        style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2}
+        axis.errorbar(values, places, xerr=errors, color=colours[name], label=name, **style)
+    for tick, task in enumerate(tasks):
+        _chance(axis, tick, (chance or {}).get(task))
+    axis.set_yticks(range(len(tasks)), tasks)
+    axis.set(xlabel="score (per cent), one standard error", xlim=(-2, 102), ylim=(len(tasks) - 0.5, -0.5))
+    axis.grid(alpha=0.3, axis="x")
+    _title(axis, "Scores of every model", note)
+    _legend_beside(axis)
     _save(figure, path, around=True)
 
 
-def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
+def _rows_height(num_rows: int, num_models: int) -> float:
+    return max(2.2, num_rows * (0.12 + 0.18 * num_models) + 1.2)
+
+
+def _chance(axis: Any, tick: int, share: float | None) -> None:
+    """Mark where guessing would lie in a row; the axis does not grow for it."""
+    if share is None:
+        return
+    labelled = any(text == "chance" for text in axis.get_legend_handles_labels()[1])
+    axis.plot(
+        [100 * share] * 2, [tick - 0.4, tick + 0.4], color=_GREY, linestyle=":", scalex=False, scaley=False,
+        label="_" if labelled else "chance",
+    )  # fmt: skip
+
+
+def plot_deltas(
+    comparisons: Mapping[str, Mapping[str, Any]],
+    path: Path,
+    note: str = "",
+    colours: Colours | None = None,
+    chance: Mapping[str, float] | None = None,
+) -> None:
     """Draw the difference to the original in points with its 95 % interval, a row a task and the mean, a colour a
     model; filled where the verdict is not noise. A second panel where one model lies so far off that the others cannot
     be told apart.
 
-    note: the mark of a quick look.
+    note: the mark of a quick look. chance: task -> the score of guessing, marked where it lies among the points.
     """
+    colours = colours or model_colours(list(comparisons))
     first = next(iter(comparisons.values()))
     has_mean = first["mean"] is not None and len(first["tasks"]) > 1
     tasks = [*first["tasks"], *(["mean"] if has_mean else [])]
@@ -105,24 +174,27 @@ def plot_deltas(comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: 
         name: max(100 * abs(bound) for row in each for bound in _bounds(row)) for name, each in rows.items()
     }
     near = {name: far for name, far in reach.items() if far < max(reach.values()) / 4}
-    label = "difference to the original (points), 95 % interval"
-    height = max(2.2, len(tasks) * (0.12 + 0.18 * len(comparisons)) + 1.2)
+    height = _rows_height(len(tasks), len(comparisons))
     figure, axes = plt.subplots(
         1, 1 + bool(near), figsize=(_SIZE[0] * (1 + bool(near)), height), sharey=True, squeeze=False,
         gridspec_kw={"wspace": 0.05},
     )  # fmt: skip
     for axis in axes[0]:
-        _intervals(axis, rows, 0.7, markersize=5, capsize=2)
+        _intervals(axis, rows, 0.7, colours, markersize=5, capsize=2)
         if has_mean:
             axis.axhline(len(tasks) - 1.5, color="gray", linewidth=0.5)
-        _difference_axis(axis, f"{label}; filled: beyond noise", note)
+        for tick, task in enumerate(first["tasks"]):
+            if task in (chance or {}):
+                _chance(axis, tick, (chance or {})[task] - first["tasks"][task]["original"])
+        _difference_axis(axis, "points, with the 95 % interval; filled: beyond noise")
+        _title(axis, "Difference to the original", note)
     axes[0][0].set_yticks(range(len(tasks)), tasks)
     axes[0][0].set_ylim(len(tasks) - 0.5, -0.5)
     if near:
         bounds = [0.0, *(100 * bound for name in near for row in rows[name] for bound in _bounds(row))]
         margin = 0.05 * (max(bounds) - min(bounds))
         axes[0][1].set_xlim(min(bounds) - margin, max(bounds) + margin)
-        axes[0][1].set_xlabel("the same, enlarged")
+        axes[0][1].set_title("the same, enlarged", fontsize="medium")
         axes[0][0].get_legend().remove()
     _save(figure, path, around=True)
 
@@ -132,7 +204,13 @@ def _bounds(row: Mapping[str, Any]) -> tuple[float, float]:
     return min(low, row["delta"]), max(high, row["delta"])
 
 
-def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: Path, note: str = "") -> None:
+def plot_members(
+    name: str,
+    comparisons: Mapping[str, Mapping[str, Any]],
+    path: Path,
+    note: str = "",
+    colours: Colours | None = None,
+) -> None:
     """Draw the difference to the original of every member of a group (the subjects of MMLU), sorted by the first
     model's; filled where the interval does not hold 0.
 
@@ -143,21 +221,26 @@ def plot_members(name: str, comparisons: Mapping[str, Mapping[str, Any]], path: 
     step = 0.17 * max(1.0, 0.6 * len(comparisons))
     figure, axis = plt.subplots(figsize=(_SIZE[0], step * len(members) + 1.2))
     rows = {model: [row["members"][member] for member in members] for model, row in comparisons.items()}
-    _intervals(axis, rows, 0.6, markersize=3, linewidth=0.7)
+    _intervals(axis, rows, 0.6, colours or model_colours(list(comparisons)), markersize=3, linewidth=0.7)
     labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
     axis.set_yticks(range(len(members)), labels, fontsize=6)
-    _difference_axis(axis, f"{name}: difference to the original (points), 95 % interval", note)
+    _difference_axis(axis, "points, with the 95 % interval")
+    _title(axis, f"{name}: difference to the original", note)
     axis.set_ylim(len(members) - 0.5, -0.5)
     _save(figure, path, around=True)
 
 
 def _intervals(
-    axis: Any, models: Mapping[str, Sequence[Mapping[str, Any]]], space: float, **style: Any
+    axis: Any,
+    models: Mapping[str, Sequence[Mapping[str, Any]]],
+    space: float,
+    colours: Colours,
+    **style: Any,
 ) -> None:
     """Draw the differences to the original, in points, with their 95 % intervals: a tick a row, the models side by side
     in `space` around it."""
     for index, (name, rows) in enumerate(models.items()):
-        colour = f"C{index % 10}"
+        colour = colours[name]
         for tick, row in enumerate(rows):
             delta, (low, high) = row["delta"], _bounds(row)
             # Of members there is no verdict, only the interval.
@@ -169,16 +252,27 @@ def _intervals(
             )  # fmt: skip
 
 
-def _difference_axis(axis: Any, label: str, note: str) -> None:
+def _difference_axis(axis: Any, label: str) -> None:
     axis.axvline(0, color="black", linewidth=1, zorder=0)
     axis.set(xlabel=label)
     axis.grid(alpha=0.3, axis="x")
-    _legend_beside(axis, note)
+    _legend_beside(axis)
 
 
-def _legend_beside(axis: Any, note: str) -> None:
+def _title(axis: Any, title: str, note: str = "") -> None:
+    """Write a title, and in red below it the mark of a quick look."""
+    axis.set_title(title, fontsize="medium", pad=20 if note else None)
     if note:
-        axis.set_title(note, fontsize="small", color="tab:red")
+        place = {
+            "xy": (0.5, 1.0),
+            "xycoords": "axes fraction",
+            "xytext": (0, 6),
+            "textcoords": "offset points",
+        }
+        axis.annotate(note, ha="center", fontsize="small", color="tab:red", **place)
+
+
+def _legend_beside(axis: Any) -> None:
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
 
 
@@ -208,14 +302,14 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
 
 def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], num_layers: int) -> None:
     for side, label, colour, marker in (
-        ("last", "last N layers", "tab:blue", "o"),
-        ("first", "first N layers", "tab:red", "s"),
+        ("last", "last N layers", "black", "o"),
+        ("first", "first N layers", _GREY, "s"),
     ):
         if by_side[side]:
             # 0 layers: the original's score; its KL is 0, for which a logarithmic axis has no place.
             points = (by_side["none"] if metric["better"] == "higher" else []) + by_side[side]
             style = {"marker": marker, "markersize": 4, "capsize": 2, "label": label, "color": colour}
-            axis.errorbar([p["num_layers"] for p in points], *_values(points, metric["name"]), **style)
+            axis.errorbar([p["num_layers"] for p in points], *_values(points, metric), **style)
     axis.set(xlabel=f"N, rewired layers of {num_layers}", xlim=(-0.02 * num_layers, None))
     _finish_layers(axis, metric, "rewired from either end, untrained", grid="both")
 
@@ -223,55 +317,82 @@ def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any],
 def _plot_single(
     axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], moe_layers: Sequence[int]
 ) -> None:
-    for is_moe, colour, label in ((True, "tab:green", "MoE layer"), (False, "tab:gray", "dense layer")):
-        points = [p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe]
-        if points:
+    for is_moe, colour, label in ((True, "black", "MoE layer"), (False, _GREY, "dense layer")):
+        if points := [p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe]:
+            # Points: bars have no foot on a logarithmic axis, and those of scores would all look alike.
+            style = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2}
             places = [p["layers"][0] for p in points]
-            values, errors = _values(points, metric["name"])
-            if metric["better"] == "lower":
-                axis.bar(places, values, yerr=errors, color=colour, label=label, capsize=2)
-            else:  # a score's bars would all look alike: what is read is the distance to the original
-                style = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2}
-                axis.errorbar(places, values, errors, color=colour, label=label, **style)
+            axis.errorbar(places, *_values(points, metric), color=colour, label=label, **style)
     for point in by_side["none"] if metric["better"] == "higher" else []:
-        value = point["values"][metric["name"]]["value"]
+        (value,), _ = _values([point], metric)
         axis.axhline(value, color="black", linewidth=1, linestyle="--", label="original")
     axis.set(xlabel="index of the one rewired layer")
     axis.set_axisbelow(True)
     _finish_layers(axis, metric, "one layer at a time, untrained", grid="y")
 
 
-def _values(points: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Return values and standard errors of a metric."""
-    found = [point["values"][name] for point in points]
-    return [value["value"] for value in found], [value["stderr"] for value in found]
+def _values(
+    points: Sequence[Mapping[str, Any]], metric: Mapping[str, str]
+) -> tuple[list[float], list[float]]:
+    """Return values and standard errors of a metric; scores, which are shares, in per cent."""
+    found, scale = (
+        [point["values"][metric["name"]] for point in points],
+        100 if metric["better"] == "higher" else 1,
+    )
+    return [scale * value["value"] for value in found], [scale * value["stderr"] for value in found]
 
 
 def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Literal["both", "y"]) -> None:
-    axis.set_title(title, fontsize="medium")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     name = "KL to the original" if metric["name"] == "kl" else metric["name"]
-    axis.set(ylabel=f"{name} ({metric['unit']})")
+    _title(axis, f"{name}: {title}")
     if metric["better"] == "lower":  # a KL spans orders of magnitude, and is 0 without rewired layers
-        axis.set_yscale("log")
-    else:  # scores are shares
-        axis.set_ylim(-0.02, 1.02)
+        axis.set(ylabel=metric["unit"], yscale="log")
+    else:
+        axis.set(ylabel=f"{metric['unit']} (per cent)", ylim=(-2, 102))
     axis.grid(alpha=0.3, axis=grid)
     axis.legend()
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw `sweep.png`: loss of every candidate of both stages; diverged ones are left out."""
+    """Draw `sweep.png`: loss of every candidate of both stages, a tick a tried value; diverged ones at the upper
+    edge."""
     figure, axes = plt.subplots(1, 2, figsize=(2 * _SIZE[0] * 0.75, _SIZE[1]))
-    for axis, key in zip(axes, ("batch_size_tokens", "learning_rate"), strict=True):
-        rows = sorted(
-            (row for row in result["candidates"] if row["stage"] == key and row["loss"] is not None),
-            key=lambda row: row[key],
+    rate, batch = "learning_rate", "batch_size_tokens"
+    fixed = {key: {row[key] for row in result["candidates"] if row["stage"] != key} for key in (rate, batch)}
+    for axis, key, name, where in (
+        (axes[0], batch, "Batch size", f"learning rate {next(iter(fixed[rate]), 0):g}"),
+        (axes[1], rate, "Learning rate", f"{result[batch]:,} tokens a batch"),
+    ):
+        rows = sorted((row for row in result["candidates"] if row["stage"] == key), key=lambda row: row[key])
+        done = [row for row in rows if row["loss"] is not None]
+        chosen, failed = (
+            [row for row in done if row[key] == result[key]],
+            [row for row in rows if row not in done],
         )
-        chosen = [row for row in rows if row[key] == result[key]]
-        for points, style in ((rows, {}), (chosen, {"linestyle": "", "color": "tab:red", "label": "chosen"})):
-            axis.plot([row[key] for row in points], [row["loss"] for row in points], marker="o", **style)
-        axis.set(xscale="log", xlabel=key, ylabel=f"mean loss of the last {result['last_steps']} steps")
+        for points, style in (
+            (done, {"marker": "o", "markerfacecolor": "white"}),
+            (chosen, {"marker": "*", "linestyle": "", "markersize": 14, "label": "chosen"}),
+        ):
+            axis.plot([row[key] for row in points], [row["loss"] for row in points], color="black", **style)
+        if failed:
+            axis.plot(
+                [row[key] for row in failed], [0.97] * len(failed), "x", color="black", label="diverged",
+                transform=axis.get_xaxis_transform(),
+            )  # fmt: skip
+        axis.set(
+            xscale="log",
+            xlabel=f"{name.lower()}{' (tokens)' if key == batch else ''}",
+            ylabel=f"mean loss of the last {result['last_steps']} steps",
+        )
+        axis.xaxis.set_major_locator(FixedLocator([row[key] for row in rows]))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        shown = ("{:,.0f}" if key == batch else "{:g}").format
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, place, shown=shown: shown(value)))
+        axis.tick_params(axis="x", rotation=30 if len(rows) > 5 else 0)
+        axis.grid(alpha=0.3)
+        _title(axis, f"{name}, at {where}")
         axis.legend()
     _save(figure, folder / "sweep.png")
 

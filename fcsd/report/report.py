@@ -13,18 +13,29 @@ from fcsd.config.layout import RunLayout
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.distill.sweep import choice_text, edges
 from fcsd.errors import UserError
 from fcsd.evaluate.results import read_result
 from fcsd.files import new_folder, read_json, write_json, write_text
 from fcsd.layers.study import read_study
-from fcsd.report.comparison import compare_all, figure_parts, settings_text, tables, verdicts, write_details
-from fcsd.report.plots import plot_layers, plot_models, plot_sweep
+from fcsd.report.comparison import (
+    LONG_TABLE,
+    chance_levels,
+    compare_all,
+    figure_parts,
+    settings_text,
+    tables,
+    verdicts,
+    write_details,
+)
+from fcsd.report.plots import model_colours, plot_layers, plot_models, plot_sweep
 from fcsd.report.table import models_table
 from fcsd.report.training import stopping_table, training_figures
 from fcsd.report.verdict import quick_look, verdict
-from fcsd.text import stopping_text
+from fcsd.text import fold, stopping_text
 
 SCHEMA_VERSION = 1
+_FEW_TASKS = 5
 
 
 def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
@@ -65,7 +76,9 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "versions": versions(),
     }
     with new_folder(folder) as new:
-        figures = _figures(report, training, look, new) | write_details(evaluated, comparisons, new)
+        colours = model_colours(list(names))
+        figures = write_details(evaluated, comparisons, new, colours)
+        figures |= training_figures(training, new, colours) | _figures(report, evaluated, look, colours, new)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
     said = [verdict(name, comparison).replace("**", "") for name, comparison in comparisons.items()]
@@ -121,20 +134,28 @@ def _training(path: Path | None) -> str:
     return f"{objective}, {steps}{best}{happened}"
 
 
-def _figures(report: dict[str, Any], training: dict[str, Path], look: str, folder: Path) -> dict[str, str]:
-    """Draw what there is; file name -> caption."""
+def _figures(
+    report: dict[str, Any],
+    evaluated: Mapping[str, Mapping[str, Any]],
+    look: str,
+    colours: Mapping[str, str],
+    folder: Path,
+) -> dict[str, str]:
+    """Draw models side by side, layer study and sweep, where there are such; file name -> caption."""
     figures: dict[str, str] = {}
-    if models := report["models"]:
-        tasks = list(next(iter(models.values()))["result"]["tasks"])
+    models = report["models"]
+    tasks = list(next(iter(models.values()))["result"]["tasks"]) if models else []
+    if len(tasks) > _FEW_TASKS:  # of a few tasks the table says it all
         scores = {
             name: {
                 task: (row["value"], row["stderr"] or 0.0) for task, row in each["result"]["tasks"].items()
             }
             for name, each in models.items()
         }
-        plot_models(tasks, scores, folder / "models.png", note=look)
-        figures["models.png"] = "Scores of every model; bars are one standard error."
-    figures |= training_figures(training, folder)
+        chance = chance_levels(evaluated)
+        plot_models(tasks, scores, folder / "models.png", note=look, colours=colours, chance=chance)
+        dotted = "; dotted: where guessing would lie" if chance else ""
+        figures["models.png"] = f"Scores of every model; bars are one standard error{dotted}."
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
         figures["layers.png"] = (
@@ -155,7 +176,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in nats per token on held-out text."
         " `original` is the teacher, `converted` the same weights rewired and untrained.",
-        table,
+        fold("Every task of every model", table) if table.count("\n") > LONG_TABLE else table,
     ]
     if stopping is not None:
         parts.append(
@@ -170,12 +191,13 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         sweep = report["sweep"]
         parts += [
             "## Sweep",
-            f"Chosen: {sweep['batch_size_tokens']} tokens, learning rate {sweep['learning_rate']:g}"
-            " (see `sweep/sweep.md`).",
+            f"{choice_text(sweep).capitalize()} (see `sweep/sweep.md`).",
+            *(warning.capitalize() for warning in edges(sweep)),
         ]
     if figures:
         parts += ["## Figures", *figure_parts(figures)]
-    parts += ["## Settings", _settings(report), "## Recipe", f"```yaml\n{to_yaml(recipe.dump())}```"]
+    whole = fold("The whole recipe, with every default", f"```yaml\n{to_yaml(recipe.dump())}```")
+    parts += ["## Settings", _settings(report), "## Recipe", whole]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -4,44 +4,56 @@ Reads only what finished trainings left: `history.jsonl`, `scores.json`, `manife
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fcsd.files import read_json
-from fcsd.text import duration
+from fcsd.report.table import percent
+from fcsd.text import RELATIVE, duration, items_text, plus_minus, scored_row, stopping_text
 
 
-def training_figures(training: Mapping[str, Path], folder: Path) -> dict[str, str]:
+def training_figures(
+    training: Mapping[str, Path], folder: Path, colours: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Draw the losses, and the scores of early stopping, of finished trainings (name -> their folder); figure ->
-    caption."""
+    caption.
+
+    colours: model -> its colour in all figures.
+    """
     from fcsd.distill.history import read_history
     from fcsd.report.plots import plot_losses, plot_scores
 
     figures: dict[str, str] = {}
-    if histories := {name: read_history(path) for name, path in training.items()}:
-        plot_losses(histories, folder / "loss.png")
-        figures["loss.png"] = "Training loss."
+    if histories := {name: _by_tokens(read_history(path), path) for name, path in training.items()}:
+        plot_losses(histories, folder / "loss.png", colours)
+        figures["loss.png"] = "Training loss, by the tokens trained on."
     for (metric, what), curves in _stopping_curves(training).items():
         file = _figure_name(metric, figures)
-        plot_scores(curves, metric, folder / file)
+        plot_scores(curves, metric, folder / file, colours)
         figures[file] = f"{what} during training; the band is one standard error."
     return figures
+
+
+def _by_tokens(points: Sequence[Mapping[str, Any]], training: Path) -> list[dict[str, Any]]:
+    """Return points with the tokens of all batches up to their step, so that runs of different batches compare."""
+    batch = read_json(training / "manifest.json")["settings"]["train"]["batch_size_tokens"]
+    return [{**point, "tokens": point["step"] * batch} for point in points]
 
 
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
     """Format for every training with early stopping (name -> its manifest): best score, items, and what the scores took
     of the time; "" for none."""
-    from fcsd.text import items_text, plus_minus, scored_row
-
     rows = []
     for name, manifest in training.items():
         results, plan = manifest["results"], manifest["settings"].get("early_stopping")
         found = results.get("early_stopping")
         if found is not None and plan is not None:
             best = results["best_score"]
-            score = "-" if best is None else plus_minus(best, found["best_stderr"])
             metric = scored_row(plan)["metric"]
+            score = "-" if best is None else plus_minus(best, found["best_stderr"])
+            if best is not None and metric not in RELATIVE and abs(best) <= 1:
+                score = f"{percent(best, found['best_stderr'])} %"
             rows.append(
                 f"| {name} | {score} | {results['best_step']} |"
                 f" {items_text(metric, found['num_items'], found['num_items_total'])} | {found['num_scores']} |"
@@ -58,14 +70,15 @@ def _stopping_curves(
 ) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
     """Return (metric, what it is of) -> the points of every training that was stopped by it."""
     from fcsd.distill.history import read_scores
-    from fcsd.text import scored_row, stopping_text
 
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():
         found = read_scores(path)
         plan = read_json(path / "manifest.json")["settings"].get("early_stopping")
         if found is not None and plan is not None:
-            curves.setdefault((scored_row(plan)["metric"], stopping_text(plan)), {})[name] = found["points"]
+            curves.setdefault((scored_row(plan)["metric"], stopping_text(plan)), {})[name] = _by_tokens(
+                found["points"], path
+            )
     return curves
 
 

@@ -18,6 +18,7 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.recipe import Recipe
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
+from fcsd.evaluate.progress import Progress
 from fcsd.models.load import ModelFolder, find_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Run:
 
     recipe: Recipe
     launch: Launch
+    progress: Progress | None = None  # of `fcsd run`, on the first rank
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
@@ -40,6 +42,11 @@ class Run:
             self._known[key] = look_up()
         found: Found = self._known[key]
         return found
+
+    def begin(self, stage: str) -> None:
+        """Print the heading of a stage that `progress` knows."""
+        if self.progress is not None and stage in self.progress.tasks:
+            self.progress.start(stage)
 
     def variant(self, name: str | None) -> Run:
         """Return the run of one of the recipe's variants; None: this run.

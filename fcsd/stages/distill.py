@@ -1,6 +1,6 @@
 """Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
 
-import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from fcsd.config.strict import validate
 from fcsd.config.training import MAY_CHANGE, TrainConfig
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import remove_checkpoints, train
-from fcsd.distill.sweep import Candidate, run_sweep
+from fcsd.distill.sweep import Candidate, choice_text, edges, run_sweep
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
 from fcsd.distributed.engine import distributed_config
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 from fcsd.models.load import dtype_of, load_checkpoint, to_dtype
 from fcsd.report.plots import plot_sweep
+from fcsd.stages.checks import check_training
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 from fcsd.stages.scoring import early_stopping, score_settings, scored_data
@@ -39,15 +41,16 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
     stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
+        _tell_choice(read_json(folder / "manifest.json")["results"], launch)
         return stage
+    check_training(run, recipe.sweep.batch_size_tokens)
     rows, record = training_rows(recipe.data, run.tokenizer, run)
-    _check_launch(run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
         description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
         plan = _training_run(run, place, description, teacher, rows)
-        train(replace(plan, train=settings, save_model=False))
+        train(replace(plan, train=settings, save_model=False, left=None))
 
     result = run_sweep(
         recipe.sweep,
@@ -60,7 +63,14 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     if launch.first:
         plot_sweep(result, folder)
     launch.finish(stage, result | left_out(record, folder, launch))
+    _tell_choice(result, launch)
     return stage
+
+
+def _tell_choice(result: dict[str, Any], launch: Launch) -> None:
+    if launch.first:
+        for line in (choice_text(result), *edges(result)):
+            print(f"sweep: {line}", file=sys.stderr)
 
 
 def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
@@ -76,8 +86,8 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage
+    check_training(run)
     rows, record = training_rows(plan.data, run.tokenizer, run)
-    _check_launch(run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows)
     with early_stopping(run, run.tokenizer) as (stopper, score):
@@ -127,8 +137,7 @@ def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
     raw = recipe.dump()
     batch = result["batch_size_tokens"]
     raw["train"] |= {"batch_size_tokens": batch, "learning_rate": result["learning_rate"]}
-    if recipe.sweep is not None and recipe.sweep.train_tokens is not None:
-        raw["train"]["max_steps"] = math.ceil(recipe.sweep.train_tokens / batch)
+    raw["train"]["max_steps"] = recipe.steps_with(batch)
     return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
 
 
@@ -184,14 +193,8 @@ def _training_run(
         save_dtype=save_dtype,
         safety=recipe.safety,
         adapters=adapters,
+        left=run.progress.left if run.progress is not None else None,
     )
-
-
-def _check_launch(run: Run) -> None:
-    if run.recipe.lora is not None and run.launch.engine.shards:
-        raise UserError(
-            "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
-        )
 
 
 def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:

@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fcsd.artifact import Stage
 from fcsd.config.training import MAY_CHANGE, CrossEntropyObjectiveConfig
@@ -12,8 +12,8 @@ from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import remove_checkpoints, train
 from fcsd.errors import UserError
-from fcsd.families import family_of
 from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
+from fcsd.stages.checks import check_settings, model_config
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 
@@ -32,6 +32,7 @@ def pretrain(run: Run) -> Stage:
     if launch.begin(stage) == "finished":
         remove_checkpoints(folder, launch)
         return stage
+    check_settings(plan.train, plan.data, launch, "pretrain.")
     tokenizer = load_tokenizer(plan.tokenizer)
     rows, record = training_rows(plan.data, tokenizer, run)
     set_seed(recipe.seed)
@@ -53,6 +54,7 @@ def pretrain(run: Run) -> Stage:
         seed=recipe.seed,
         save_dtype=dtype_of(plan.train.dtype),
         safety=recipe.safety,
+        left=run.progress.left if run.progress is not None else None,
     )
     results = train(training) | left_out(record, folder, launch)
     launch.finish(stage, results, folder / "model")
@@ -66,22 +68,13 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
     Raises:
         UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
     """
-    values = dict(config)
-    model_type = values.pop("model_type")
-    experts = values.pop("experts_implementation", None)
+    built, experts = model_config(config), config.get("experts_implementation")
     try:
-        family_of(
-            {"model_type": model_type}
-        )  # transformers would answer with a list of hundreds of model types
-        built = AutoConfig.for_model(model_type, **values)
-        family_of(built)
         model = AutoModelForCausalLM.from_config(
             built, **({"experts_implementation": experts} if experts else {})
         )
-    except UserError as error:
-        raise UserError(f"pretrain.config: {error}") from None
-    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
-        raise UserError(f"pretrain.config: {model_type}: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        raise UserError(f"pretrain.config: {built.model_type}: {' '.join(str(error).split())}") from error
     if connectivity.layers != "none":
         convert_model(model, connectivity)
     return model

@@ -9,10 +9,21 @@ from fcsd.evaluate.stage import evaluate_stage
 from fcsd.layers.study import Study, study_layers
 from fcsd.models.load import ModelFolder
 from fcsd.report.plots import plot_layers
+from fcsd.stages.checks import check_run
 from fcsd.stages.context import Run
 from fcsd.stages.convert import convert
 from fcsd.stages.distill import distill, sweep
 from fcsd.stages.pretrain import pretrain
+from fcsd.stages.progress import (
+    CONVERSION,
+    LAYERS,
+    PRETRAINING,
+    PUBLICATION,
+    SWEEP,
+    distillation,
+    evaluation,
+    run_progress,
+)
 from fcsd.stages.publish import publish
 
 
@@ -20,7 +31,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     """Run all stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
 
     Raises:
-        UserError: a layer study, or an automatic batch size, in a launch that shards the weights.
+        UserError: a layer study, or an automatic batch size, in a launch that shards the weights; as
+            `fcsd.stages.checks.check_run`.
     """
     recipe, launch = run.recipe, run.launch
     check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
@@ -30,18 +42,26 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
             " add --set evaluation.layer_study=false, and afterwards run the same recipe without it in one process or"
             " on copies: it does what is left"
         )
+    check_run(run)
+    if launch.first:
+        run = replace(run, progress=run_progress(run))
     if recipe.pretrain is not None:
+        run.begin(PRETRAINING)
         # Expert parallelism reads its model from a checkpoint, and here is none yet.
         pretrain(replace(run, launch=launch.with_copies()))
+    run.begin(CONVERSION)
     convert(run)
     if recipe.sweep is not None:
+        run.begin(SWEEP)
         sweep(run, fill_cache=True)
-    distill(run, fill_cache=True)
-    for name in recipe.variants:
+    for name in (None, *recipe.variants):
+        run.begin(distillation(name))
         distill(run, name, fill_cache=True)
     evaluate_models(run)
     if recipe.evaluation.layer_study:
+        run.begin(LAYERS)
         layers(run)
+    run.begin(PUBLICATION)
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
 
 
@@ -49,6 +69,7 @@ def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that is there, on the same items."""
     original = run.original
     for name, path in run.models().items():
+        run.begin(evaluation(name))
         evaluate_stage(
             name,
             original if name == "original" else ModelFolder(original.config, path),
@@ -64,8 +85,7 @@ def layers(run: Run) -> Stage:
     """Run the layer study on the recipe's held-out text: untrained KL against the rewired layers (paper Fig. 3)."""
     recipe, original = run.recipe, run.original
     data, sides = recipe.data, recipe.connectivity
-    if data.heldout is None:
-        raise UserError("evaluation.layer_study: needs data.heldout, the text on which KL is measured")
+    assert data.heldout is not None  # the recipe has checked it
     study = Study(
         model=original.config,
         attention=sides.attention,

@@ -10,12 +10,15 @@ Replaced are the model, the data and the numbers of steps, tokens and items. A b
 it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
 more). Everything else stays as the recipe has it.
 
-Not covered: data sets of suites whose rows `rows.py` does not have; an evaluation on them ends with an error.
+Test sets whose rows `rows.py` does not have are linked from the recipe's own data root.
+
+Not covered: invented rows for such test sets.
 """
 
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -288,11 +291,16 @@ def _write_data(recipe: Recipe, place: Path) -> None:
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
-    for path in sorted(_test_sets(recipe)):
+    known, own = _test_sets(recipe)
+    (place / "hub").mkdir(exist_ok=True)
+    for path, folder in own.items():
+        (place / "hub" / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / "hub" / path).symlink_to(folder)
+    for path in sorted(known):
         files = repositories.setdefault(place / "hub" / path, {})
-        known = BENCHMARKS[path]
-        rows = [known.row(index) for index in range(_NUM_ITEMS)]
-        files |= {each: rows for each in itertools.product(known.configs, known.splits) if each not in files}
+        made = BENCHMARKS[path]
+        rows = [made.row(index) for index in range(_NUM_ITEMS)]
+        files |= {each: rows for each in itertools.product(made.configs, made.splits) if each not in files}
     for folder, files in repositories.items():
         _write_repository(folder, files)
 
@@ -314,21 +322,38 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
             yield f"{section}-heldout", data.heldout, _NUM_ITEMS
 
 
-def _test_sets(recipe: Recipe) -> set[str]:
-    """Collect the test sets whose rows are known here."""
+def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
+    """Collect the test sets whose rows are known here, and where those lie that only the user has; tell of those that
+    are in neither place, which a run refuses when it begins."""
     stopping = recipe.early_stopping
-    found = {stopping.task.dataset} if isinstance(stopping, TaskStoppingConfig) else set()
+    found = {stopping.task.dataset: "early_stopping"} if isinstance(stopping, TaskStoppingConfig) else {}
     suites = {recipe.evaluation.suite}
     sections = [one.data for one in _with_variants(recipe)]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.data)
     for data in sections:
         if data.decontaminate is not None:
-            found |= {test_set.path for test_set in data.decontaminate.against}
+            found |= {test_set.path: "data.decontaminate.against" for test_set in data.decontaminate.against}
             suites.add(data.decontaminate.suite or recipe.evaluation.suite)
-    for suite in suites:
-        found |= {row.dataset for row in load_suite(suite).tasks}
-    return found & BENCHMARKS.keys()
+    for name in sorted(suites):
+        suite = load_suite(name)
+        found |= {row.dataset: f"task {row.task} of suite {suite.name}" for row in suite.tasks}
+    root = recipe.evaluation.data_root
+    own = {}
+    for path, by in found.items():
+        if path in BENCHMARKS or Path(path).is_absolute() or ".." in Path(path).parts:
+            continue
+        places = [*([Path(root) / path] if root is not None else []), Path(path)]
+        if there := [place for place in places if place.exists()]:
+            own[path] = there[0].resolve()
+        else:
+            print(
+                f"--rehearse: {by}: no rows of the data set {path} are known to fcsd, and evaluation.data_root"
+                f" ({root or 'not set'}) does not have it; nothing can be evaluated on it before that names a folder"
+                " that does (`fcsd evaluate --fetch ROOT --suite SUITE` fills one)",
+                file=sys.stderr,
+            )
+    return found.keys() & BENCHMARKS.keys(), own
 
 
 def _with_variants(recipe: Recipe) -> list[Recipe]:

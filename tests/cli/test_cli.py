@@ -288,7 +288,7 @@ def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> Non
         recipe,
         "--set",
         "sweep={steps: 2, last_steps: 3, warmup_steps: 0}",
-        message=r"last_steps \(3\) is more than",
+        message=r"sweep: last_steps \(3\) is more than steps \(2\)",
     )
 
 
@@ -372,3 +372,15 @@ def test_the_entry_point_is_installed_with_the_package() -> None:
         [sys.executable, "-m", "fcsd", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "First steps:" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("trian", "pretrain"), ("distil", "distill"), ("evalute", "evaluate")]
+)
+def test_a_command_that_is_misspelt_is_guessed(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word, "recipe.yaml"])
+    assert ended.value.code == 2
+    assert f"no command '{word}'; did you mean '{said}'?" in capsys.readouterr().err

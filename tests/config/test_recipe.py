@@ -295,6 +295,19 @@ WRONG = [
         {"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}},
         r"model_type is required",
     ),
+    (
+        {"sweep": {"steps": 40, "warmup_steps": 41}},
+        r"x\.yaml: sweep: warmup_steps \(41\) is more than steps \(40\)",
+    ),
+    ({"sweep": {"steps": 40, "last_steps": 41}}, r"sweep: last_steps \(41\) is more than steps \(40\)"),
+    (
+        {
+            "sweep": {"batch_size_tokens": [1024, 65536], "train_tokens": 6_553_600},
+            "train": {"warmup_steps": 101},
+        },
+        r"sweep\.train_tokens \(6553600\) in batches of 65536 tokens is 100 steps, fewer than train\.warmup_steps",
+    ),
+    ({"evaluation": {"layer_study": True}}, r"evaluation\.layer_study needs data\.heldout"),
 ]
 
 
@@ -305,6 +318,29 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, 
     with pytest.raises(UserError, match=message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(40, (20, 40)), (1, (0, 1)), (2000, (1000, 100)), (9000, (1000, 100))]
+)
+def test_the_defaults_of_a_sweep_fit_runs_of_any_length(
+    tmp_path: Path, steps: int, expected: tuple[int, int]
+) -> None:
+    sweep = load_recipe(write(tmp_path, MINIMAL | {"sweep": {"steps": steps}})).sweep
+    assert sweep is not None and (sweep.warmup_steps, sweep.last_steps) == expected
+
+
+def test_a_suite_is_found_beside_the_recipe_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "study"
+    home.mkdir()
+    (home / "own.yaml").write_text((data_dir("eval") / "suites" / "tiny.yaml").read_text())
+    path = write(home, MINIMAL | {"evaluation": {"suite": "own.yaml"}})
+    assert load_recipe(path).evaluation.suite == str(home / "own.yaml")
+    (tmp_path / "own.yaml").write_text((home / "own.yaml").read_text())
+    assert load_recipe(path).evaluation.suite == "own.yaml"  # where the command runs comes first
 
 
 def number_keys(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -10,7 +10,7 @@ from fcsd.cli.main import main
 from fcsd.config.load import load_recipe
 from fcsd.config.recipe import Recipe
 from fcsd.config.training import TrainConfig
-from fcsd.distill.sweep import Candidate, run_sweep
+from fcsd.distill.sweep import Candidate, edges, run_sweep
 from fcsd.distill.trainer import DistillTrainer
 from fcsd.errors import UserError
 from fcsd.files import read_json
@@ -122,9 +122,24 @@ def test_no_finite_candidate_is_an_error(tmp_path: Path) -> None:
         swept(recipe(), tmp_path, Runner(dict.fromkeys(LOSSES)))
 
 
-def test_more_last_steps_than_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"sweep\.last_steps \(4\) is more than sweep\.steps \(3\)"):
-        swept(recipe(last_steps=4), tmp_path, Runner())
+def test_a_best_value_at_an_end_of_its_grid_is_warned_of(tmp_path: Path) -> None:
+    result = swept(
+        recipe(), tmp_path, Runner()
+    )  # the largest batch size, the learning rate in the middle or beside
+    (warning,) = [line for line in edges(result) if "batch size" in line]
+    assert warning.startswith(
+        "warning: the best batch size, 128, is the largest of those tried; a larger one may be"
+    )
+    assert warning in (tmp_path / "sweep.md").read_text()
+    tried = [
+        {"stage": "learning_rate", "batch_size_tokens": 128, "learning_rate": rate, "loss": loss}
+        for rate, loss in ((1e-3, 2.0), (2e-3, 1.0), (4e-3, None))
+    ]
+    choice = {"batch_size_tokens": 128, "learning_rate": 2e-3}
+    assert edges(choice | {"candidates": tried}) == []  # the next larger one diverged
+    (low,) = edges(choice | {"candidates": tried[1:]})
+    assert "the best learning rate, 0.002, is the smallest of those tried; a smaller one" in low
+    assert edges(choice | {"candidates": tried[1:2]}) == []  # nothing was tried
 
 
 def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path: Path) -> None:
@@ -133,10 +148,6 @@ def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path:
     ready = load_recipe(tmp_path / "recipe.yaml")
     assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)  # 10,000 / 128, rounded up
     assert with_choice(recipe(), result).train.max_steps == 10  # without the key as the recipe has it
-    with pytest.raises(
-        UserError, match=r"with the choice of its sweep: train: warmup_steps \(2\) is more than max_steps"
-    ):
-        with_choice(recipe(train_tokens=100), result)
 
 
 def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(

@@ -309,7 +309,8 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
     training = tmp_path / "run" / "distill"
     (training / "model").mkdir(parents=True)
     stopping = {"task": {"metric": "pass@1", "kind": "code", "dataset": "a/b", "split": "test"}}
-    manifest = {"settings": {"early_stopping": stopping}, "outputs": {"model": "weights"}}
+    settings = {"early_stopping": stopping, "train": {"batch_size_tokens": 64}}
+    manifest = {"settings": settings, "outputs": {"model": "weights"}}
     write_json(training / "manifest.json", manifest)
     write_text(
         training / "history.jsonl",

@@ -122,18 +122,21 @@ class Element {
   append(...more) { this.children.push(...more); }
   replaceChildren(...more) { this.children = more; }
   addEventListener(kind, call) { this.listeners[kind] = call; }
-  get textContent() { return this.own + this.children.map((c) => c.textContent).join("\n"); }
+  get textContent() { return this.own + this.children.map((c) => c.textContent).join(this.name === "pre" ? "" : "\n"); }
   set textContent(value) { this.own = String(value); this.children = []; }
   set innerHTML(value) { throw new Error("markup"); }
 }
 const places = {};
-for (const id of ["note", "facts", "filter", "task", "model", "kind", "text", "count", "back", "next", "items"]) {
+for (const id of [
+  "note", "facts", "filter", "task", "model", "kind", "text", "count", "back", "next", "items", "overview",
+]) {
   places[id] = new Element(id);
   places[id].value = "";
 }
 const document = {
   getElementById: (id) => places[id] || Object.assign(new Element(id), { own: text(id) }),
   createElement: (name) => new Element(name),
+  createTextNode: (text) => Object.assign(new Element("#text"), { own: text }),
 };
 const pause = () => new Promise((done) => setTimeout(done, 5));
 const wait = async () => { while (!places.count.own.includes("items")) await pause(); };
@@ -242,7 +245,9 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
     assert browser.value("document.getElementById('text').value") == "SAYS 3"
     browser.value("location.hash = 'task=choice&kind=all'")
     browser.wait(f"{SHOWN}.length === 4")
-    assert browser.value("document.querySelectorAll('table tr').length") == 16, "4 items, 2 models, 2 choices"
+    assert browser.value("document.querySelectorAll('main table tr').length") == 16, (
+        "4 items, 2 models, 2 choices"
+    )
     assert "not finite" in browser.value(TEXT)
     browser.value("location.hash = 'task=nonsense&kind=any&page=99'")
     browser.wait(f"{SHOWN}.join() === 'lost,gained'")
@@ -356,3 +361,64 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(browser: Chro
     browser.call("Emulation.setEmulatedMedia", media="print", features=[])
     assert browser.value("getComputedStyle(document.getElementById('filter')).display") == "none"
     browser.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+def test_in_a_browser_the_page_opens_on_the_distilled_model_with_a_line_a_task(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    three = {
+        name: evaluated("fcsd" if name == "fcsd" else "original")
+        for name in ("original", "converted", "fcsd")
+    }
+    write_items(three, {name: compare(three["original"], three[name]) for name in ("converted", "fcsd")},
+                tmp_path / "items.html")  # fmt: skip
+    browser.open((tmp_path / "items.html").as_uri())
+    browser.wait(f"{SHOWN}.length === 2")
+    assert browser.value("document.getElementById('model').value") == "fcsd"
+    lines = browser.value(
+        "[...document.querySelectorAll('#overview tr')].map((e) => [...e.cells].map((c) => c.innerText))"
+    )
+    assert lines[0][0] == "task" and [line[0] for line in lines[1:]] == ["code", "choice"]
+    assert lines[1][4:6] == ["1", "1"], "gained and lost"
+    browser.value("document.querySelectorAll('#overview button')[1].click()")
+    browser.wait(
+        "document.getElementById('task').value === 'choice' && location.hash.includes('task=choice')"
+    )
+
+
+def test_in_a_browser_the_words_in_which_two_answers_differ_are_marked(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    answers = {
+        "swap": ("return x % 2 == 0", "return x % 8 == 0", ["2"], ["8"]),
+        "more": ("sort it", "sort it, then   turn it", [], [", then   turn it"]),
+        "same": ("a b", "a b", [], []),
+        "all": ("one", "two", [], []),  # nothing in common: nothing to mark
+        "twice": ("a b a", "b a b", ["a "], [" b"]),
+        "long": ("x " * 3000, "y " * 3000, [], []),  # too long to compare
+    }
+    both = {}
+    for place, name in enumerate(("original", "fcsd")):
+        whole, _ = result(name)
+        samples = [
+            {
+                "doc_id": key,
+                "doc_hash": key,
+                "prompt_hash": key,
+                "score": float(place),
+                "completion": texts[place],
+            }
+            for key, texts in answers.items()
+        ]
+        row = whole["tasks"]["code"] | {"num_items": len(answers)}
+        both[name] = {"result": whole | {"tasks": {"code": row}}, "samples": {"code": samples}}
+    write_items(both, {"fcsd": compare(both["original"], both["fcsd"])}, tmp_path / "items.html")
+    browser.open((tmp_path / "items.html").as_uri())
+    browser.wait(f"{SHOWN}.length === {len(answers)}")
+    found = browser.value(
+        "Object.fromEntries([...document.querySelectorAll('article')].map((e) => [e.querySelector('h2').textContent,"
+        " [...e.querySelectorAll('pre')].map((p) => [p.textContent, [...p.querySelectorAll('mark')].map((m) =>"
+        " m.textContent)])]))"
+    )
+    for key, (one, other, only_one, only_other) in answers.items():
+        assert found[key] == [[one, only_one], [other, only_other]], key

@@ -56,9 +56,10 @@ def test_what_is_noise_is_hollow_and_the_bars_are_the_intervals(tmp_path: Path, 
     assert [bounds for *_, bounds in points(axis)] == [
         pytest.approx([-12, -8]), pytest.approx([-0.2, 0.4]), pytest.approx([-6, -4]),
     ]  # fmt: skip
-    assert axis.get_title() == "a quick look" and [t.get_text() for t in axis.get_legend().get_texts()] == [
-        "fcsd"
+    assert axis.get_title() == "Difference to the original" and [text.get_text() for text in axis.texts] == [
+        "a quick look"
     ]
+    assert [t.get_text() for t in axis.get_legend().get_texts()] == ["fcsd"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -79,3 +80,83 @@ def test_the_members_of_a_group_are_sorted_and_carry_their_number_of_items(
     labels = [t.get_text() for t in axis.get_yticklabels()]
     assert len(labels) == 57 and labels[0] == "28 (9)" and labels[-1] == "-28 (9)"
     assert sum(face == "#ffffff" for _, face, _ in points(axis)) == 5, "those whose interval holds 0"
+
+
+def series(axis: Any) -> dict[str, tuple[list[float], list[float], str]]:
+    """Label -> places, values and colour of the lines of a panel."""
+    return {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()), to_hex(line.get_color()))
+        for line in axis.lines
+    }
+
+
+def test_a_model_has_one_colour_in_all_figures(tmp_path: Path, drawn: list[Any]) -> None:
+    colours = plots.model_colours(["original", "converted", "fcsd", "sft"])
+    assert len(set(colours.values())) == 4
+    points_ = [{"step": 1, "tokens": 512, "kl": 1.0, "score": 0.5, "stderr": 0.1}]
+    plots.plot_losses({"fcsd": points_}, tmp_path / "a.png", colours)
+    plots.plot_scores({"sft": points_, "fcsd": points_}, "pass@1", tmp_path / "b.png", colours)
+    plots.plot_deltas({"fcsd": comparison(0.1)}, tmp_path / "c.png", colours=colours)
+    expected = to_hex(colours["fcsd"])
+    assert series(drawn[0].axes[0])["fcsd"][2] == series(drawn[1].axes[0])["fcsd"][2] == expected
+    assert points(drawn[2].axes[0])[0][1] == expected
+
+
+def test_trainings_are_drawn_by_tokens_and_shares_in_per_cent(tmp_path: Path, drawn: list[Any]) -> None:
+    curve = [
+        {"tokens": 1000, "score": 0.25, "stderr": 0.05, "kl": 2.0},
+        {"tokens": 1_500_000, "score": 0.5, "stderr": None},
+    ]
+    plots.plot_scores({"fcsd": curve}, "pass@1", tmp_path / "a.png")
+    plots.plot_scores(
+        {"fcsd": [point | {"score": 100 * point["score"]} for point in curve]},
+        "perplexity",
+        tmp_path / "b.png",
+    )
+    axis, other = drawn[0].axes[0], drawn[1].axes[0]
+    assert series(axis)["fcsd"][:2] == ([1000, 1_500_000], [25.0, 50.0])
+    assert axis.get_xlabel() == "tokens trained on" and axis.get_ylabel() == "pass@1 (per cent)"
+    assert axis.xaxis.get_major_formatter()(1_500_000, 0) == "1.5 M"
+    assert series(other)["fcsd"][1] == [25.0, 50.0] and other.get_ylabel() == "perplexity"
+
+
+def test_the_sweep_has_a_tick_for_every_value_that_was_tried(tmp_path: Path, drawn: list[Any]) -> None:
+    tried = [("batch_size_tokens", 65536, 2e-5, 0.3), ("batch_size_tokens", 131072, 2e-5, 0.2),
+             ("learning_rate", 131072, 2e-5, 0.2), ("learning_rate", 131072, 4e-5, None)]  # fmt: skip
+    rows = [
+        dict(zip(("stage", "batch_size_tokens", "learning_rate", "loss"), row, strict=True)) for row in tried
+    ]
+    plots.plot_sweep(
+        {"batch_size_tokens": 131072, "learning_rate": 2e-5, "last_steps": 9, "candidates": rows}, tmp_path
+    )
+    batch, rate = drawn[0].axes
+    labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in (batch, rate)]
+    assert labels == [["65,536", "131,072"], ["2e-05", "4e-05"]]
+    assert list(batch.get_xticks(minor=True)) == []
+    assert series(rate)["diverged"][0] == [4e-5] and series(batch)["chosen"][0] == [131072]
+    assert batch.get_title() == "Batch size, at learning rate 2e-05"
+
+
+def test_what_guessing_gives_is_marked_in_the_rows_of_its_tasks(tmp_path: Path, drawn: list[Any]) -> None:
+    scores = {"original": {"a": (0.5, 0.01), "b": (0.9, 0.01)}}
+    plots.plot_models(["a", "b"], scores, tmp_path / "x.png", chance={"b": 0.25})
+    (axis,) = drawn[0].axes
+    places, rows, _ = series(axis)["chance"]
+    assert places == [25, 25] and rows == [0.6, 1.4] and axis.get_title() == "Scores of every model"
+    whole = comparison(0.8)
+    whole["tasks"]["b"]["original"] = 0.9
+    plots.plot_deltas({"fcsd": whole}, tmp_path / "y.png", chance={"b": 0.25})
+    assert series(drawn[1].axes[0])["chance"][0] == [pytest.approx(-65)] * 2
+
+
+def test_on_logarithmic_axes_there_are_points_and_no_bars(tmp_path: Path, drawn: list[Any]) -> None:
+    values = {"kl": {"value": 0.01, "stderr": 0.001}}
+    single = [{"side": "single", "num_layers": 1, "layers": [i], "values": values} for i in (0, 1)]
+    study = {
+        "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "num_hidden_layers": 2,
+        "moe_layers": [1], "points": single,
+    }  # fmt: skip
+    plots.plot_layers(study, tmp_path / "x.png")
+    (axis,) = drawn[0].axes
+    assert axis.get_yscale() == "log" and len(axis.patches) == 0 and len(axis.containers) == 2
+    assert axis.get_title() == "KL to the original: one layer at a time, untrained"

@@ -18,6 +18,8 @@ from fcsd.files import write_json, write_text
 from fcsd.publish.card import model_card, write_card
 from fcsd.publish.facts import Facts
 from fcsd.publish.folder import write_publication
+from fcsd.report import comparison as comparison_module
+from fcsd.report import report as report_module
 from fcsd.report.report import write_report
 from fcsd.report.table import models_table, percent, result_table, with_error
 from fcsd.text import markdown
@@ -137,11 +139,11 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
     assert "(items.html)" in text and (run / "report" / "items.html").is_file()
     assert len(list((run / "report" / "lm_eval").glob("*/results_*.json"))) == 3
     assert "choice of checkpoint: pass@1 on `evalplus/mbppplus`, split `test`, every 1000 steps" in text
-    assert "| fcsd | 0.5000 ± 0.0800 | 10 | 40 of 378 items | 2 | 2 min, 2.5 % |" in text
+    assert "| fcsd | 50.0 ± 8.0 % | 10 | 40 of 378 items | 2 | 2 min, 2.5 % |" in text
     assert (
         "pass@1 on `evalplus/mbppplus`, split `test` during training; the band is one standard error" in text
     )
-    for figure in ("models.png", "loss.png", "pass_at_1.png", "deltas.png"):
+    for figure in ("loss.png", "pass_at_1.png", "deltas.png"):
         assert f"({figure})" in text
         assert (run / "report" / figure).read_bytes().startswith(b"\x89PNG")
 
@@ -319,3 +321,46 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     assert (percent(None), percent(float("nan")), percent(0.5)) == ("-", "-", "50.0")
     assert (with_error("50.0", None), with_error("50.0", 0.01)) == ("50.0 ± –", "50.0 ± 1.0")
+
+
+def test_models_side_by_side_are_drawn_only_where_a_table_is_too_much(
+    recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    assert not (run / "report" / "models.png").exists()
+    monkeypatch.setattr(report_module, "_FEW_TASKS", 1)
+    write_report(recipe, list(SCORES), run / "report")
+    assert (run / "report" / "models.png").is_file()
+
+
+def test_recipe_and_long_tables_are_folded(
+    recipe: Recipe, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    page = (run / "report" / "report.md").read_text()
+    assert re.search(
+        r"<details><summary>The whole recipe[^\n]*</summary>\n\n```yaml\n(.|\n)*```\n\n</details>\n$", page
+    )
+    assert page.count("<details>") == 1
+    for module in (report_module, comparison_module):
+        monkeypatch.setattr(module, "LONG_TABLE", 2)
+    write_report(recipe, list(SCORES), run / "report")
+    page = (run / "report" / "report.md").read_text()
+    for summary in ("Every task of every model", "converted, task by task (2 tasks)"):
+        assert f"<details><summary>{summary}</summary>\n\n|" in page
+
+
+def test_the_alternative_text_of_a_figure_is_its_first_sentence() -> None:
+    captions = {"layers.png": "KL (paper Fig. 3), and alone. More of it.", "x.png": "One of 2.5."}
+    one, two = comparison_module.figure_parts(captions)
+    assert one.startswith("![KL (paper Fig. 3), and alone](layers.png)\n\n")
+    assert two.startswith("![One of 2.5](x.png)")
+
+
+def test_guessing_gives_one_over_the_number_of_choices() -> None:
+    whole, samples = result("original")
+    for sample, count in zip(samples["choice"], (2, 2, 4, 4), strict=True):
+        sample["loglikelihoods"] = [-1.0] * count
+    assert comparison_module.chance_levels({"original": {"result": whole, "samples": samples}}) == {
+        "choice": 0.375
+    }

@@ -295,7 +295,9 @@ def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     before = (finished / "run" / "evaluate" / "sft" / "results.json").read_text()
     shutil.rmtree(finished / "run" / "evaluate" / "sft")
     assert main(["run", str(recipe)]) == 0
-    assert capsys.readouterr().err.count("finished before") == 11
+    said = capsys.readouterr().err
+    assert said.count("finished before") == 11
+    assert "\n== 12/13: evaluation of sft" in said and "sweep: chosen: " in said
     tasks = [
         json.loads(text)["tasks"]
         for text in (before, (finished / "run" / "evaluate" / "sft" / "results.json").read_text())

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig
 
 from fcsd.cli.main import main
@@ -17,6 +18,7 @@ from fcsd.data.dataset import build_dataset
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import evaluate_stage
+from fcsd.evaluate.suites import dataset_location
 from fcsd.files import data_dir, read_json
 from fcsd.models.load import find_model
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -287,3 +289,27 @@ def test_a_rehearsal_is_made_once_and_never_over_something_else(own_model: str, 
         rehearse(recipe, Path(own_model))
     with pytest.raises(UserError, match=r"--rehearse: no/such: no such folder.*to find the model's family"):
         rehearse(small_recipe("no/such"), tmp_path / "other")
+
+
+def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_training(
+    own_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"kind": "code", "task": "mine", "dataset": "me/mine"}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
+    evaluation = {"suite": str(tmp_path / "own.yaml")}
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(MINIMAL | {"model": {"path": own_model}, "evaluation": evaluation})
+    )
+    assert main(["run", str(tmp_path / "recipe.yaml"), "--rehearse", str(tmp_path / "r")]) == 2
+    said = capsys.readouterr().err
+    assert "--rehearse: task mine of suite own: no rows of the data set me/mine are known" in said
+    assert "task mine: " in said.splitlines()[-1] and not (tmp_path / "r" / "run").exists()
+
+    (tmp_path / "root" / "me" / "mine").mkdir(parents=True)
+    (tmp_path / "root" / "me" / "mine" / "test.jsonl").write_text("{}")
+    evaluation["data_root"] = str(tmp_path / "root")
+    small = rehearse(small_recipe(own_model, evaluation=evaluation), tmp_path / "again")
+    place = dataset_location(
+        load_suite(small.evaluation.suite).tasks[0], Path(str(small.evaluation.data_root))
+    )
+    assert (Path(place) / "test.jsonl").read_text() == "{}"

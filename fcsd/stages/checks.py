@@ -1,0 +1,141 @@
+"""Refuse, before the first model is loaded, what recipe, launch and machine rule out and would end a run hours later.
+
+Not covered: what only the data say (columns, templates, lengths); a stage checks those when it begins.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from fcsd.config.data import DataConfig
+from fcsd.config.layout import MAIN
+from fcsd.config.model import ConnectivityConfig
+from fcsd.config.stopping import TaskStoppingConfig
+from fcsd.config.suite import load_suite
+from fcsd.config.training import TrainConfig
+from fcsd.connectivity.checkpoint import read_checkpoint
+from fcsd.connectivity.load import load_config
+from fcsd.connectivity.spec import resolve_layers
+from fcsd.data.sources import check_place
+from fcsd.distill.arguments import accumulation_steps, check_reporters, refuse_what_cannot_be_sharded
+from fcsd.distributed.engine import check_precision
+from fcsd.distributed.launch import Launch
+from fcsd.errors import UserError
+from fcsd.evaluate.code.scorer import CodeScorer
+from fcsd.evaluate.suites import dataset_location
+from fcsd.families import family_of, moe_mask
+from fcsd.stages.context import Run
+
+
+def check_run(run: Run) -> None:
+    """Check everything that `fcsd run` will do and has not done yet. All ranks call this.
+
+    Raises:
+        UserError: a batch that cannot be cut, a tracker that is not installed, data that are not there, layers that the
+            model does not have, a sandbox that is too weak, settings that the launch does not support.
+    """
+    recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
+    if plan is not None and _unfinished(layout.pretrain):
+        check_settings(plan.train, plan.data, run.launch.with_copies(), "pretrain.")
+        config = model_config(plan.config)
+        mask = moe_mask(config, family_of(config))
+    else:
+        checkpoint = read_checkpoint(run.original.folder)
+        assert checkpoint.family is not None
+        mask = moe_mask(load_config(checkpoint), checkpoint.family)
+    if recipe.sweep is not None and _unfinished(layout.sweep):
+        check_training(run, recipe.sweep.batch_size_tokens)
+    for name in (None, *recipe.variants):
+        one, where = run.variant(name), f"variants.{name}: " if name is not None else ""
+        if _unfinished(layout.stage(name or MAIN)):
+            changed = name is not None and "train.batch_size_tokens" in recipe.variants[name]
+            by_sweep = recipe.sweep is not None and not changed
+            try:
+                check_training(one, recipe.sweep.batch_size_tokens if recipe.sweep and by_sweep else None)
+                _check_layers(one.recipe.connectivity, mask)
+            except UserError as error:
+                raise UserError(f"{where}{error}") from None
+    if any(
+        _unfinished(layout.evaluation(name)) for name in ("original", "converted", MAIN, *recipe.variants)
+    ):
+        _check_evaluation(run)
+
+
+def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
+    """Check the distillation of a recipe, with batches of these numbers of tokens; None: its own."""
+    recipe, launch = run.recipe, run.launch
+    if recipe.lora is not None and launch.engine.shards:
+        raise UserError(
+            "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
+        )
+    if launch.engine.shards:
+        by_heldout_kl = recipe.early_stopping is not None and recipe.early_stopping.metric == "heldout_kl"
+        refuse_what_cannot_be_sharded(
+            recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
+        )
+    for tokens in batches or [recipe.train.batch_size_tokens]:
+        train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
+        check_settings(train, recipe.data, launch)
+    if isinstance(recipe.early_stopping, TaskStoppingConfig):
+        dataset_location(recipe.early_stopping.task, run.data_root)
+
+
+def check_settings(train: TrainConfig, data: DataConfig, launch: Launch, where: str = "") -> None:
+    """Check a `train` section and the `data` section beside it; `where` is what their keys begin with."""
+    try:
+        check_precision(train, launch.engine)
+        check_reporters(train)
+        accumulation_steps(train, data.max_length, launch.ranks.size)
+        for source in [*data.train, *([data.heldout] if data.heldout is not None else [])]:
+            check_place(source)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+
+
+def model_config(config: dict[str, Any]) -> PreTrainedConfig:
+    """Return transformers' configuration of the model to pre-train.
+
+    Raises:
+        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
+    """
+    values = {
+        key: value for key, value in config.items() if key not in ("model_type", "experts_implementation")
+    }
+    model_type = config["model_type"]
+    try:
+        # transformers would answer with a list of hundreds of model types
+        family_of({"model_type": model_type})
+        built = AutoConfig.for_model(model_type, **values)
+        family_of(built)
+    except UserError as error:
+        raise UserError(f"pretrain.config: {error}") from None
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"pretrain.config: {model_type}: {' '.join(str(error).split())}") from error
+    return built
+
+
+def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
+    try:
+        resolve_layers(connectivity.spec().layers, mask)
+    except UserError as error:
+        raise UserError(f"connectivity.{error}") from None
+
+
+def _check_evaluation(run: Run) -> None:
+    evaluation = run.recipe.evaluation
+    suite = load_suite(evaluation.suite)
+    for row in suite.tasks:
+        dataset_location(row, run.data_root)
+    if any(row.kind == "code" for row in suite.tasks):
+        run.launch.ranks.from_first(lambda: _start_sandbox(evaluation.allow_weak_sandbox))
+
+
+def _start_sandbox(allow_weak_sandbox: bool) -> None:
+    with CodeScorer(num_workers=1, allow_weak_sandbox=allow_weak_sandbox):
+        pass
+
+
+def _unfinished(folder: Path) -> bool:
+    return not (folder / "manifest.json").is_file()

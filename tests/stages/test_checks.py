@@ -1,0 +1,66 @@
+"""What recipe and machine rule out is said before any model is loaded, not after hours of training."""
+
+from typing import Any
+
+import pytest
+
+from fcsd.cli.main import main
+from fcsd.errors import UserError
+from fcsd.stages import checks
+from fcsd.stages.checks import check_run
+from tests.support import Bench, run_of
+
+SWEEP = {"batch_size_tokens": [128, 96], "learning_rate": [1e-3], "steps": 2}
+DATA = {"train": [{"path": "gone/rows.jsonl"}], "max_length": 32}
+WRONG = {
+    "tracker": (
+        {"variants": {"v": {"train.report_to": ["wandb"]}}},
+        r"variants\.v: train\.report_to: wandb is not",
+    ),
+    "batch": ({"sweep": SWEEP}, r"train\.batch_size_tokens: 96 is not a multiple of 64"),
+    "layers": (
+        {"variants": {"v": {"connectivity.layers": [0, 9]}}},
+        r"variants\.v: connectivity\.layers: index 9 is out of range: the model has 2 decoder layers",
+    ),
+    "data": ({"variants": {"v": {"data": DATA}}}, r"variants\.v: data set gone/rows\.jsonl: no such file"),
+    "test set": (
+        {"evaluation": {"suite": "tiny", "data_root": "."}},
+        r"task tiny_code: .*: no such folder; the data root must hold",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_a_run_that_cannot_end_well_does_not_begin(
+    bench: Bench, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = checks.check_reporters.__globals__["importlib"].util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find(name))
+    with pytest.raises(UserError, match=message):
+        check_run(run_of(bench.recipe("r", **changes)))
+    assert not (bench.folder / "r").exists()
+
+
+def test_a_sandbox_that_this_machine_does_not_have_is_missed_before_the_trainings(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise UserError("the sandbox would be weak")
+
+    monkeypatch.setattr(checks, "CodeScorer", refuse)
+    with pytest.raises(UserError, match="the sandbox would be weak"):
+        check_run(run_of(bench.recipe("r")))
+
+
+def test_what_is_finished_is_not_checked_again(bench: Bench) -> None:
+    run = run_of(bench.recipe("r", variants={"v": {"data": DATA}}))
+    folder = run.layout.stage("v")
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    check_run(run)
+
+
+def test_fcsd_run_checks_first(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(bench.recipe("r", variants={"v": {"data": DATA}}))]) == 2
+    assert "gone/rows.jsonl: no such file" in capsys.readouterr().err
+    assert not (bench.folder / "r" / "convert").exists()
