@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.files import read_json
-from fcsd.report.table import percent
+from fcsd.report.table import percent, with_error
 from fcsd.text import RELATIVE, duration, items_text, plus_minus, scored_row, stopping_text
 
 
@@ -53,7 +53,7 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
             metric = scored_row(plan)["metric"]
             score = "-" if best is None else plus_minus(best, found["best_stderr"])
             if best is not None and metric not in RELATIVE and abs(best) <= 1:
-                score = f"{percent(best, found['best_stderr'])} %"
+                score = f"{with_error(percent(best), found['best_stderr'])} %"
             rows.append(
                 f"| {name} | {score} | {results['best_step']} |"
                 f" {items_text(metric, found['num_items'], found['num_items_total'])} | {found['num_scores']} |"
