@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Two workers on two cores: one thread each. Multi-rank tests fork further.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-cpus check bench docs clean
+.PHONY: setup demo test test-cpus test-transformers check bench docs clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,15 @@ test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPU
 	  ATEN_CPU_CAPABILITY=$$(echo $$cpu | tr A-Z a-z) $(TEST_ENV) \
 	    $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/connectivity || exit 1; \
 	done
+
+OLDEST := .transformers-5.5
+
+test-transformers: $(STAMP) $(OLDEST)  ## FarSkip checkpoints in the oldest transformers that they name
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/connectivity/test_oldest_transformers.py
+
+$(OLDEST):  # beside the environment, never in it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.new 'transformers==5.5.*'
+	mv $@.new $@
 
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .

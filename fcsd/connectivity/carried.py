@@ -1,21 +1,17 @@
 """What a conversion carries over beside config and weights: tokenizer, processor, generation defaults, licence.
 
-A FarSkip model type is in none of transformers' tables, so what only the base's model type told (the class of
-the tokenizer and of the processor) is written into their files.
+The tokenizer's files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of
+tokenizers. The class of a processor that only the base's model type told is written into its file.
 """
 
-import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from fcsd.connectivity.checkpoint import CONFIG, read_checkpoint_json
-from fcsd.errors import UserError, one_line
-from fcsd.families import PREFIX
+from fcsd.connectivity.checkpoint import read_checkpoint_json
+from fcsd.errors import UserError
 from fcsd.files import write_json
-
-_LOG = logging.getLogger(__name__)
 
 CARRIED = (
     "tokenizer*.json",
@@ -60,7 +56,6 @@ def carry_over(source: Path, folder: Path, model_type: str, repository: str | No
     for name in _CODE:
         if (source / name).is_file():
             _keep_code(source, folder, name, repository)
-    _name_tokenizer(source, folder / "tokenizer_config.json", model_type)
     _name_processor(folder, model_type)
 
 
@@ -98,31 +93,6 @@ def _copy_module(module: Path, folder: Path) -> None:
 
     for file in (module, *map(Path, get_relative_import_files(module))):
         shutil.copyfile(file, folder / file.name)
-
-
-def _name_tokenizer(source: Path, file: Path, model_type: str) -> None:
-    """Write the class of the tokenizer that transformers makes of `source`. It overrules the class in the file
-    for some model types, and needs none for others."""
-    if not file.is_file():
-        return
-    values = read_checkpoint_json(file)
-    base_type = str(read_checkpoint_json(source / CONFIG)["model_type"])
-    if values.get("auto_map") or base_type.startswith(PREFIX):
-        return
-    from transformers import AutoTokenizer
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    try:
-        name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
-    except Exception as error:
-        # Broken, or its package is not installed: the weights are converted all the same.
-        reason = one_line(error)
-        _LOG.warning("%s: transformers cannot load the tokenizer (%s); it is copied as it is", source, reason)
-        name = TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
-        if values.get("tokenizer_class"):
-            return
-    if values.get("tokenizer_class") != name:
-        write_json(file, values | {"tokenizer_class": name})
 
 
 def _name_processor(folder: Path, model_type: str) -> None:

@@ -32,9 +32,10 @@ def convert_checkpoint(
     the config is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
     the end.
 
-    The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer and
-    processor load with either; without the argument transformers asks on a terminal whether to run the code,
-    and goes on without it after 15 seconds.
+    The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer, whose files
+    are those of `source`, is the base's with `trust_remote_code=True` or with fcsd (`load_tokenizer`); with False it is
+    of the class that its file names. Without the argument transformers asks on a terminal whether to run the code, and
+    goes on without it after 15 seconds.
 
     Args:
         connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires

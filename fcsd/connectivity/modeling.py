@@ -35,12 +35,24 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
+import transformers
+
+_NEEDS = (
+    "modeling_farskip.py: this checkpoint ({model_type}) needs transformers {range};"
+    f" {{transformers.__version__}} is installed: pip install -U 'transformers{range}'"
 )
-from transformers.models.{folder}.configuration_{folder} import {config}
-from transformers.models.{folder}.modeling_{folder} import {classes}
+if tuple(map(int, transformers.__version__.split(".")[:2])) < {lowest}:
+    raise ImportError(_NEEDS)
+try:
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.models.auto import tokenization_auto
+    from transformers.models.{folder}.configuration_{folder} import {config}
+    from transformers.models.{folder}.modeling_{folder} import {classes}
+except ImportError as error:
+    raise ImportError(f"{{_NEEDS}} ({{error}})") from error
 
 FAMILY = SimpleNamespace(
 {names}
@@ -81,6 +93,14 @@ for _own, _base in (
 ):
     if (_mapping := get_checkpoint_conversion_mapping(_base)) is not None:
         register_checkpoint_conversion_mapping(_own, _mapping, overwrite=True)
+
+# The tokenizer is found as the base's is.
+if (_class := tokenization_auto.TOKENIZER_MAPPING_NAMES.get("{model_type}")) is not None:
+    tokenization_auto.TOKENIZER_MAPPING_NAMES["farskip_{model_type}"] = _class
+if "{model_type}" in (_wrong := getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())):
+    _wrong.add("farskip_{model_type}")
+if (_class := tokenization_auto.TOKENIZER_MAPPING.get({config}, None)) is not None:
+    tokenization_auto.TOKENIZER_MAPPING.register(FarSkip{config}, _class, exist_ok=True)
 
 # PEFT reads here that `gate_proj` and the like mean the fused experts; its table is a copy of transformers'.
 for _name in ("transformers.conversion_mapping", "peft.utils.transformers_weight_conversion"):
@@ -146,6 +166,8 @@ def modeling_source(family: Family) -> str:
     classes = list(dict.fromkeys((family.base_model, family.causal_lm)))  # Llama4: one class is both
     footer = _FOOTER.format(
         folder=folder,
+        range=supported_transformers(family),
+        lowest=tuple(map(int, family.since.split("."))),
         names=names,
         classes=", ".join(classes),
         auto_map="\n".join(f'    "{auto}": "{place}",' for auto, place in auto_map(family).items()),
@@ -154,6 +176,11 @@ def modeling_source(family: Family) -> str:
         **values,
     )
     return _HEADER.format(**values) + rewire + footer
+
+
+def supported_transformers(family: Family) -> str:
+    """Return the versions of transformers that load a FarSkip checkpoint; `make test-transformers` tries the lowest."""
+    return f">={family.since},<6"
 
 
 def modeling_module(family: Family) -> ModuleType:

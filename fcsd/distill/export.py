@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fcsd.connectivity.checkpoint import CONFIG
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.shard import whole_model
+from fcsd.files import read_json, write_json
 
 
 def write_model(
@@ -39,8 +40,19 @@ def write_model(
                 file.chmod(mode & 0o777)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+                _keep_tokenizer_class(Path(str(tokenizer.name_or_path)), folder)
     finally:
         whole.config.use_cache = use_cache
+
+
+def _keep_tokenizer_class(source: Path, folder: Path) -> None:
+    """Name the class that the tokenizer's own files name: that of transformers 5 is unknown to older versions."""
+    files = [place / "tokenizer_config.json" for place in (source, folder)]
+    if not all(file.is_file() for file in files):
+        return
+    before, after = map(read_json, files)
+    if before.get("tokenizer_class") not in (None, after.get("tokenizer_class")):
+        write_json(files[1], after | {"tokenizer_class": before["tokenizer_class"]})
 
 
 @contextlib.contextmanager

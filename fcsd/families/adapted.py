@@ -47,6 +47,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="afmoe",
+        since="5.5",
         config="AfmoeConfig",
         moe_block="AfmoeSparseMoeBlock",
         mlp_norm="pre_mlp_layernorm",
@@ -75,6 +76,7 @@ ROWS: tuple[Family, ...] = (
     _INKLING,
     Family(
         model_type="flex_olmo",
+        since="5.5",
         config="FlexOlmoConfig",
         moe_block="FlexOlmoSparseMoeBlock",
         layout="post_norm",
@@ -117,12 +119,14 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="jetmoe",
+        since="5.5",
         config="JetMoeConfig",
         moe_block="JetMoeMoE",
         num_experts="num_local_experts",
     ),
     Family(
         model_type="minimax",
+        since="5.5",
         config="MiniMaxConfig",
         moe_block="MiniMaxSparseMoeBlock",
         layout="post_norm",

@@ -103,6 +103,10 @@ class Family:
     """Auto class of `causal_lm`: AutoModelForCausalLM; AutoModelForImageTextToText for a wrapper of a text stack and
     towers, and for Mistral 4's text model, which transformers lists there."""
 
+    since: str = "5.23"
+    """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
+    lack the family, or compute something else."""
+
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")
         causal_lm = self.causal_lm or f"{name}ForCausalLM"
@@ -133,6 +137,7 @@ def wrapper(text: Family, model_type: str, name: str, *, causal_lm: str = "", ba
         base_model=base_model,
         auto_model="",
         reference="written",
+        since=Family.since,
     )
 
 

@@ -7,6 +7,7 @@ from fcsd.families.standard import ROWS as STANDARD
 TEXT_ROWS: tuple[Family, ...] = (
     Family(
         model_type="aria_text",
+        since="5.5",
         upstream="models/aria/modeling_aria.py",
         config="AriaTextConfig",
         moe_block="AriaTextMoELayer",
@@ -17,6 +18,7 @@ TEXT_ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="qwen3_5_moe_text",
+        since="5.5",
         upstream="models/qwen3_5_moe/modeling_qwen3_5_moe.py",
         config="Qwen3_5MoeTextConfig",
         causal_lm="Qwen3_5MoeForCausalLM",

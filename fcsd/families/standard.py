@@ -5,6 +5,7 @@ from fcsd.families.family import Family
 ROWS = (
     Family(
         model_type="qwen3_moe",
+        since="5.5",
         config="Qwen3MoeConfig",
         moe_block="Qwen3MoeSparseMoeBlock",
         moe_layers="decoder_sparse_step",
@@ -12,6 +13,7 @@ ROWS = (
     ),
     Family(
         model_type="qwen2_moe",
+        since="5.5",
         config="Qwen2MoeConfig",
         moe_block="Qwen2MoeSparseMoeBlock",
         block_shared="shared_expert",
@@ -20,6 +22,7 @@ ROWS = (
     ),
     Family(
         model_type="deepseek_v2",
+        since="5.5",
         config="DeepseekV2Config",
         moe_block="DeepseekV2Moe",
         block_shared="shared_experts",
@@ -28,6 +31,7 @@ ROWS = (
     ),
     Family(
         model_type="deepseek_v3",
+        since="5.5",
         config="DeepseekV3Config",
         moe_block="DeepseekV3MoE",
         block_shared="shared_experts",
@@ -36,6 +40,7 @@ ROWS = (
     ),
     Family(
         model_type="glm4_moe",
+        since="5.5",
         config="Glm4MoeConfig",
         moe_block="Glm4MoeMoE",
         block_shared="shared_experts",
@@ -44,17 +49,20 @@ ROWS = (
     ),
     Family(
         model_type="mixtral",
+        since="5.5",
         config="MixtralConfig",
         moe_block="MixtralSparseMoeBlock",
         num_experts="num_local_experts",
     ),
     Family(
         model_type="olmoe",
+        since="5.5",
         config="OlmoeConfig",
         moe_block="OlmoeSparseMoeBlock",
     ),
     Family(
         model_type="llama4_text",
+        since="5.5",
         upstream="models/llama4/modeling_llama4.py",
         config="Llama4TextConfig",
         causal_lm="Llama4ForCausalLM",
@@ -67,6 +75,7 @@ ROWS = (
     ),
     Family(
         model_type="gpt_oss",
+        since="5.5",
         config="GptOssConfig",
         moe_block="GptOssMLP",
         num_experts="num_local_experts",
@@ -74,6 +83,7 @@ ROWS = (
     ),
     Family(
         model_type="granitemoe",
+        since="5.5",
         config="GraniteMoeConfig",
         moe_block="GraniteMoeMoE",
         moe="block_sparse_moe",
@@ -83,6 +93,7 @@ ROWS = (
     ),
     Family(
         model_type="granitemoeshared",
+        since="5.5",
         config="GraniteMoeSharedConfig",
         moe_block="GraniteMoeSharedMoE",
         moe="block_sparse_moe",
@@ -119,6 +130,7 @@ ROWS = (
     ),
     Family(
         model_type="dots1",
+        since="5.5",
         config="Dots1Config",
         moe_block="Dots1MoE",
         block_shared="shared_experts",
@@ -127,6 +139,7 @@ ROWS = (
     ),
     Family(
         model_type="ernie4_5_moe",
+        since="5.5",
         config="Ernie4_5_MoeConfig",
         moe_block="Ernie4_5_MoeSparseMoeBlock",
         block_shared="shared_experts",
@@ -136,6 +149,7 @@ ROWS = (
     ),
     Family(
         model_type="exaone_moe",
+        since="5.5",
         config="ExaoneMoeConfig",
         moe_block="ExaoneMoeSparseMoEBlock",
         block_shared="shared_experts",
@@ -151,6 +165,7 @@ ROWS = (
     ),
     Family(
         model_type="glm4_moe_lite",
+        since="5.5",
         config="Glm4MoeLiteConfig",
         moe_block="Glm4MoeLiteMoE",
         block_shared="shared_experts",
@@ -181,6 +196,7 @@ ROWS = (
     ),
     Family(
         model_type="hunyuan_v1_moe",
+        since="5.5",
         config="HunYuanMoEV1Config",
         moe_block="HunYuanMoEV1Moe",
         block_shared="shared_mlp",
@@ -197,6 +213,7 @@ ROWS = (
     ),
     Family(
         model_type="jamba",
+        since="5.5",
         config="JambaConfig",
         decoder_layer=("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"),
         moe_block="JambaSparseMoeBlock",
@@ -225,6 +242,7 @@ ROWS = (
     ),
     Family(
         model_type="lfm2_moe",
+        since="5.5",
         config="Lfm2MoeConfig",
         moe_block="Lfm2MoeSparseMoeBlock",
         in_norm="operator_norm",
@@ -249,6 +267,7 @@ ROWS = (
     ),
     Family(
         model_type="minimax_m2",
+        since="5.5",
         config="MiniMaxM2Config",
         moe_block="MiniMaxM2SparseMoeBlock",
         num_experts="num_local_experts",
@@ -266,12 +285,14 @@ ROWS = (
     ),
     Family(
         model_type="phimoe",
+        since="5.5",
         config="PhimoeConfig",
         moe_block="PhimoeSparseMoeBlock",
         num_experts="num_local_experts",
     ),
     Family(
         model_type="qwen3_next",
+        since="5.5",
         config="Qwen3NextConfig",
         moe_block="Qwen3NextSparseMoeBlock",
         block_shared="shared_expert",
@@ -281,6 +302,7 @@ ROWS = (
     ),
     Family(
         model_type="solar_open",
+        since="5.5",
         config="SolarOpenConfig",
         moe_block="SolarOpenMoE",
         block_shared="shared_experts",

@@ -10,8 +10,10 @@ import torch
 
 from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_checkpoint_json
 from fcsd.connectivity.load import load_model
+from fcsd.connectivity.modeling import register
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES, PREFIX, base_model_type
 from fcsd.files import weights_fingerprint
 
 if TYPE_CHECKING:
@@ -140,7 +142,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
         )
     if (folder / CONFIG).is_file():
         # AutoTokenizer reads it too, and would blame the tokenizer for its faults.
-        read_checkpoint_json(folder / CONFIG)
+        model_type = str(read_checkpoint_json(folder / CONFIG).get("model_type"))
+        if model_type.startswith(PREFIX) and base_model_type(model_type) in FAMILIES:
+            register(model_type)  # the tokenizer's class may follow from the model type
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

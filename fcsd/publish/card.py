@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from fcsd.connectivity.modeling import supported_transformers
+from fcsd.families import FAMILIES, base_model_type
 from fcsd.files import write_text
 from fcsd.publish.facts import Facts, hub_id
 from fcsd.publish.results import RESULTS, model_index, result_entries
@@ -40,10 +42,10 @@ from transformers import {auto_model}, {auto_reader}
 model = {auto_model}.from_pretrained("{where}", trust_remote_code=True, device_map="auto")
 {example}```
 
-Made with and for transformers {transformers}. `trust_remote_code=True` runs `modeling_farskip.py` of this repository,
-which rewires the layers of transformers' own classes; without it loading fails. With `revision="COMMIT"`, a commit
-whose code you have read, nothing that is changed here later reaches you. The connectivity alone changes no speed on
-one device: what it allows is overlap in an engine that uses it.
+Needs transformers {range} (made with {transformers}). `trust_remote_code=True` runs `modeling_farskip.py` of this
+repository, which rewires the layers of transformers' own classes; without it loading fails. With
+`revision="COMMIT"`, a commit whose code you have read, nothing that is changed here later reaches you. The connectivity
+alone changes no speed on one device: what it allows is overlap in an engine that uses it.
 
 ## Serving
 
@@ -168,6 +170,7 @@ def model_card(facts: Facts) -> ModelCard:
         pipeline=pipeline,
         example=(_CHAT if facts.chat else _COMPLETION) if text_only else "",
         transformers=importlib.metadata.version("transformers"),
+        range=_supported(facts.config),
         where=facts.where,
         results=_results(facts),
         training=_training(facts),
@@ -176,6 +179,11 @@ def model_card(facts: Facts) -> ModelCard:
         licence=_licence(facts),
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _supported(config: Mapping[str, Any]) -> str:
+    family = FAMILIES.get(base_model_type(str(config.get("model_type"))))
+    return supported_transformers(family) if family else ">=5.23,<6"
 
 
 def _results(facts: Facts) -> str:

@@ -20,8 +20,10 @@ from fcsd.connectivity import (
     load_model,
     unconvert_checkpoint,
 )
+from fcsd.connectivity.modeling import modeling_source
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
+from fcsd.models.load import load_tokenizer
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.float64 import logits_in_float64
 from tests.support import ROOT, assert_same_model
@@ -64,12 +66,12 @@ def tensor_names(folder):
     return names
 
 
-def run_without_fcsd(code, tmp_path, *arguments):
+def run_without_fcsd(code, tmp_path, *arguments, path=""):
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": "",
+        "PYTHONPATH": str(path),
     }
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_FCSD + code, os.getcwd(), *map(str, arguments)],
@@ -223,6 +225,41 @@ def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pic
         messages, tokenize=False
     )
     assert tokenizer("add 1")["input_ids"] == same("add 1")["input_ids"]
+
+
+DECLARED = ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", None)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "dbrx"])
+def test_the_tokenizers_files_stay_and_it_is_the_one_that_transformers_makes_of_the_base(family, tmp_path):
+    base = tmp_path / "base"
+    tiny_model(family).save_pretrained(base)
+    tiny_tokenizer(99).save_pretrained(base)
+    values = json.loads((base / "tokenizer_config.json").read_text())
+    for number, declared in enumerate(DECLARED):
+        named = {"tokenizer_class": declared} if declared else {}
+        values = {key: value for key, value in values.items() if key != "tokenizer_class"} | named
+        (base / "tokenizer_config.json").write_text(json.dumps(values))
+        far, back = tmp_path / f"far{number}", tmp_path / f"back{number}"
+        convert_checkpoint(base, far, Connectivity("all"))
+        unconvert_checkpoint(far, back)
+        for folder in (far, back):
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                assert (folder / name).read_bytes() == (base / name).read_bytes()
+        first, second = load_tokenizer(base), load_tokenizer(far)
+        assert type(second) is type(first), declared
+        assert second("add 1 <s>x")["input_ids"] == first("add 1 <s>x")["input_ids"]
+
+
+def test_a_transformers_that_is_too_old_is_named_with_what_is_needed(monkeypatch):
+    source = modeling_source(FAMILIES["qwen3_moe"])
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    needed = (
+        r"this checkpoint \(qwen3_moe\) needs transformers >=5\.5,<6;"
+        r" 4\.57\.6 is installed: pip install -U 'transformers>=5\.5,<6'"
+    )
+    with pytest.raises(ImportError, match=needed):
+        exec(compile(source, "modeling_farskip.py", "exec"), {"__name__": "modeling_farskip"})
 
 
 def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):

@@ -271,6 +271,7 @@ def test_a_multimodal_card_names_its_own_classes() -> None:
         "import AutoModelForImageTextToText, AutoProcessor" in card.text
         and "2 of 8 decoder layers" in card.text
     )
+    assert "Needs transformers >=5.23,<6 (made with " in card.text
     assert "processor = AutoProcessor" in card.text and card.data.pipeline_tag == "image-text-to-text"
     assert "**Rewired, but not trained.**" in card.text and "What are" not in card.text
 
