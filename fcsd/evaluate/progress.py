@@ -70,7 +70,7 @@ class Progress:
         coming = [self.tasks[name] for name in names[names.index(self._current[0]) :]]
         parts = [(work.unit, work.amount * (1 if index else 1 - done)) for index, work in enumerate(coming)]
         known = [pace[unit] * amount for unit, amount in parts if unit in pace]
-        if not known:
+        if sum(known) < 1:
             return ""
         # A kind of work that is still to come may have no pace yet.
         word = "about" if all(unit in pace or not amount for unit, amount in parts) else "at least"
