@@ -213,6 +213,7 @@ def run_task(
     """
     for task in tasks.values():  # a task that is run for another model draws the same examples
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    language_model.think(bool(row.thinking))
     with quiet(), _no_bars_while_building():
         from lm_eval.evaluator import evaluate
 
@@ -225,6 +226,7 @@ def run_task(
                 log_samples=True,
                 apply_chat_template=row.chat_template,
                 fewshot_as_multiturn=row.chat_template,
+                system_instruction=row.system_prompt,
             )
         except UserError as error:
             raise UserError(f"task {row.task}: {error}") from error
