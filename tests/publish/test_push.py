@@ -511,7 +511,9 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
         "settings": {
             "model": {"path": "some/base"}, "objective": {"name": "kl"},
             "train": {"batch_size_tokens": 128, "learning_rate": 1e-3},
-            "data": {"train": [{"path": "/home/somebody/rows.jsonl"}, *({"path": "owner/rows", "split": s} for s in "ab")]},
+            "data": {
+                "train": [{"path": "/home/somebody/rows.jsonl"}, *({"path": "owner/rows", "split": s} for s in "ab")]
+            },
         },
     }  # fmt: skip
     write_json(run / "distill" / "manifest.json", manifest)

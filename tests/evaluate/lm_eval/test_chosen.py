@@ -1,6 +1,7 @@
 """Tasks that are named on the command line: which rows they become, and that they run without a suite file."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.generate import prompts
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.lm_eval.chosen import chosen_suite
+from fcsd.evaluate.lm_eval.tasks import load_task
 from fcsd.files import read_json
 from tests.evaluate.test_bad_input import PIQA, error_of, model, root, words
 
@@ -38,7 +40,7 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
         ("generation", "exact_match,custom-extract", "TIGER-Lab/MMLU-Pro"),
     ]
     assert [row.num_fewshot for row in made.tasks[1:4]] == [0, 0, 5]  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="^task humaneval_64: runs generated code inside lm-eval"):
+    with pytest.raises(UserError, match=r"^task humaneval_64: runs generated code inside lm-eval"):
         chosen_suite(["humaneval_64"], suite)
 
 
@@ -61,6 +63,25 @@ def test_ones_own_task_runs_beside_one_of_lm_eval(
     samples = (root.parent / "out" / "samples_piqa.jsonl").read_text()
     assert "Be brief." in json.loads(samples.splitlines()[0])["prompt"]
     assert "has no meaning without --tasks" in error_of([*given, "--include-path", str(folder)], capsys)
+
+
+def test_a_task_that_shuffles_when_it_is_loaded_asks_every_model_the_same(root: Path) -> None:
+    """As GPQA's does with its choices, by Python's generator, which stays as it was."""
+    folder = root.parent / "definitions"
+    folder.mkdir()
+    (folder / "utils.py").write_text(
+        "import random\ndef drawn(rows):\n    return rows.map(lambda row: {**row, 'goal': str(random.random())})\n"
+    )
+    (folder / "mine.yaml").write_text(yaml.safe_dump(MINE) + "process_docs: !function utils.drawn\n")
+    suite = chosen_suite(["mine"], load_suite("tiny"), folder)
+    asked = []
+    for seed in (3, 4):
+        random.seed(seed)
+        before = random.getstate()
+        (task,) = load_task(suite.tasks[0], suite, root, None).values()  # type: ignore[arg-type]
+        asked.append([row["goal"] for row in task.eval_docs])
+        assert random.getstate() == before
+    assert asked[0] == asked[1] and len(set(asked[0])) == 3
 
 
 def test_a_system_prompt_and_thinking_are_for_tasks_with_a_chat_template() -> None:
