@@ -163,7 +163,7 @@ def _add_evaluate(command: Command) -> None:
     field_option(
         parser,
         "evaluation.suite",
-        "paper11, paper11_chat, pretrain9, camoe9, instruct, tiny, or the path of your own suite file (docs/evaluation.md)",
+        "paper11, paper11_chat, pretrain9, camoe9, instruct, tiny, or the path of your suite file (docs/evaluation.md)",
         default="paper11",
     )
     parser.add_argument(
