@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fcsd.cli.options import (
     DATA_ROOT_HELP,
@@ -19,18 +20,20 @@ from fcsd.cli.options import (
 )
 from fcsd.errors import UserError
 
+if TYPE_CHECKING:
+    from fcsd.config.suite import SuiteConfig
+
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from fcsd.config.model import ModelConfig
-    from fcsd.config.suite import load_suite
     from fcsd.distributed.launch import join_launch
     from fcsd.evaluate.fetch import fetch_suite
 
     launch = join_launch(expert_parallel=arguments.expert_parallel)
+    suite = _suite(arguments)
     if arguments.fetch is not None:
         if arguments.data_root is not None:
             raise UserError("--fetch and --data-root are both given; leave one out")
-        suite = load_suite(arguments.suite)
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
             found = ", ".join(fetched) if fetched else "everything was there"
@@ -51,7 +54,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             trust_remote_code=arguments.trust_remote_code,
         ),
         launch,
-        suite=arguments.suite,
+        suite=suite,
         data_root=arguments.fetch or arguments.data_root,
         output=arguments.output,
         batch_size=arguments.batch_size,
@@ -66,6 +69,26 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
         print(result_table(arguments.output))
+
+
+def _suite(arguments: argparse.Namespace) -> "SuiteConfig":
+    """Return the suite, or the tasks that are named, under the settings that are given for all of them."""
+    from fcsd.config.suite import changed_suite, load_suite
+
+    suite = load_suite(arguments.suite)
+    if arguments.tasks is not None:
+        from fcsd.evaluate.lm_eval.chosen import chosen_suite
+
+        names = [name for word in arguments.tasks.split(",") if (name := word.strip())]
+        suite = chosen_suite(list(dict.fromkeys(names)), suite, arguments.include_path)
+    elif arguments.include_path is not None:
+        raise UserError("--include-path has no meaning without --tasks, which names tasks of that folder")
+    return changed_suite(
+        suite,
+        chat_template=arguments.apply_chat_template or None,
+        system_prompt=arguments.system_prompt,
+        thinking=arguments.thinking or None,
+    )
 
 
 def _score(arguments: argparse.Namespace) -> None:
@@ -140,8 +163,32 @@ def _add_evaluate(command: Command) -> None:
     field_option(
         parser,
         "evaluation.suite",
-        "paper11, paper11_chat, pretrain9, camoe9, tiny, or the path of a suite file of your own (docs/evaluation.md)",
+        "paper11, paper11_chat, pretrain9, camoe9, instruct, tiny, or the path of your suite file (docs/evaluation.md)",
         default="paper11",
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="A,B,…",
+        help="only these: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
+    )
+    parser.add_argument(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="with --tasks: your own task definitions (lm-eval YAML)",
+    )
+    parser.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        help="ask every task through the chat template, shots as turns",
+    )
+    parser.add_argument(
+        "--system-prompt", metavar="TEXT", help="first turn of every task that has a chat template"
+    )
+    parser.add_argument(
+        "--thinking",
+        action="store_true",
+        help="let a hybrid think before it writes an answer (needs room for it)",
     )
     field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
     parser.add_argument(

@@ -16,7 +16,7 @@ Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root)
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,6 +41,17 @@ class TaskBase(Strict, strict=True):
     dataset_name: str | None = None  # configuration; null: what the lm-eval task names
     revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
     chat_template: bool = False
+    system_prompt: str | None = None  # with chat_template: the first turn
+    thinking: bool | None = None  # with chat_template: what a hybrid's template is asked; null: no thoughts
+
+    @model_validator(mode="after")
+    def _turns_need_a_template(self) -> "TaskBase":
+        for key in ("system_prompt", "thinking"):
+            if getattr(self, key) and not self.chat_template:
+                raise ValueError(f"{key} needs chat_template: true")
+        if self.thinking and self.kind == "likelihood":
+            raise ValueError("thinking has no meaning for kind 'likelihood', whose answers are given")
+        return self
 
 
 class LMEvalTaskConfig(TaskBase):
@@ -178,3 +189,17 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
     if "folder" in suite.model_fields_set:
         raise UserError(f"{path}: folder: unknown key")
     return suite.model_copy(update={"folder": str(path.parent)})
+
+
+def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
+    """Return the suite with settings that all its tasks take (None: as they have it); thinking is for those that
+    write their answers."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    if not given:
+        return suite
+    rows = []
+    for row in suite.tasks:
+        own = {key: value for key, value in given.items() if key != "thinking" or row.kind != "likelihood"}
+        rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
+    changed = suite.model_dump(mode="json", exclude={"folder"}) | {"tasks": rows}
+    return validate(SuiteConfig, changed, f"suite {suite.name}").model_copy(update={"folder": suite.folder})

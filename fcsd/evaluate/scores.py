@@ -17,7 +17,9 @@ from fcsd.stats import ALPHA, clipped, holm, interval, mean_interval, plain_mean
 Sample = Mapping[str, Any]
 # What two rows must agree on: of the result, and of the suite where both results say it.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
-_SAME_SUITE_ROW = ("max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s")
+_SAME_SUITE_ROW = (
+    "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
+)  # fmt: skip
 
 
 def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = "task") -> dict[str, Any]:

@@ -111,7 +111,7 @@ def evaluate_checkpoint(
     config: ModelConfig,
     launch: Launch,
     *,
-    suite: str,
+    suite: str | SuiteConfig,
     data_root: Path | None,
     output: Path,
     batch_size: BatchSize,
@@ -129,7 +129,7 @@ def evaluate_checkpoint(
     ranks = launch.ranks
     check_device_map(device_map, launch)
     check_batch_size(batch_size, ranks)
-    tasks = load_suite(suite)
+    tasks = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     model = find_model(config)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
     inputs = ranks.from_first(lambda: {**_identity(model), **test_set_fingerprints(tasks.tasks, data_root)})

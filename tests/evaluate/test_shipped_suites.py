@@ -5,7 +5,8 @@ import re
 import pytest
 
 from fcsd.cli.main import main
-from fcsd.config.suite import load_suite, suite_names
+from fcsd.config.suite import GenerationTaskConfig, load_suite, suite_names
+from fcsd.evaluate.lm_eval.chosen import chosen_suite
 
 # Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1 and Table 4 of FarSkip-Collective
 # (which state no shots; MMLU at 5 and the rest at lm-eval's own are our choice), and section 4.2 of CAMoE (which does).
@@ -70,6 +71,18 @@ def test_the_chat_edition_differs_in_how_it_asks_and_in_nothing_else() -> None:
     )
     longer = {name for name, length in lengths.items() if length != before[name]}
     assert longer == {"gsm8k"} and lengths["gsm8k"] == 1024
+
+
+def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
+    """Shots, kind and data of lm-eval's own definitions, and a metric that they have."""
+    suite = load_suite("instruct")
+    plain = load_suite("tiny")
+    for row in suite.tasks:
+        (theirs,) = chosen_suite([row.task], plain).tasks
+        assert isinstance(row, GenerationTaskConfig) and isinstance(theirs, GenerationTaskConfig)
+        assert (row.num_fewshot, row.dataset, row.chat_template) == (theirs.num_fewshot, theirs.dataset, True)
+        # The first of its metrics is lm-eval's headline but for MATH, which has two: a string, and a proof of equality.
+        assert row.metric == ("math_verify,none" if row.task == "minerva_math500" else theirs.metric)
 
 
 def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,8 +318,14 @@ def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(
 ) -> None:
     dry = tmp_path / "dry"
     write_json(checkpoint / "report.json", {"output_dir": str(tmp_path), "link": "https://a.b/usr/bin"})
+    (checkpoint / "USE_POLICY.md").write_text(f"See {tmp_path} for it.\n")
     assert push(checkpoint, "me/x", "--dry-run", dry) == 0
-    assert f"report.json: names places of this machine: {tmp_path}\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        f"USE_POLICY.md: names places of this machine: {tmp_path}\n" in said
+        and "report.json: names" not in said
+    )
+    assert read_json(dry / "report.json") == {"output_dir": tmp_path.name, "link": "https://a.b/usr/bin"}
     for file in dry.iterdir():
         if (checkpoint / file.name).exists():
             assert file.samefile(checkpoint / file.name) == (file.suffix == ".safetensors"), file.name
@@ -453,23 +459,10 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
         "a/code": 75.0,
         "a/choice": 50.0,
     }
-    # 3 of 4 both: one gained, one lost; delta 0, its paired error sqrt(2 / 3 / 4)
+    # 3 of 4 both: one gained, one lost; delta 0; the interval 2.4469 * sqrt(2 + 2) / 6, with Student's t of 6
     (line,) = [line for line in card.text.splitlines() if line.startswith("| code")]
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
-    assert cells == [
-        "pass@1",
-        "0",
-        "4",
-        "75.0 ± 25.0",
-        "75.0 ± 25.0",
-        "0.0 ± 40.8",
-        "-56.6 to +56.6",
-        "1",
-        "1",
-        "1.000",
-        "100.0",
-        "within noise",
-    ]
+    assert cells == ["pass@1, 0-shot", "75.0", "75.0", "0.0 (-81.6 to +81.6)", "within noise"]
     assert "code 0-shot; choice 0-shot; float32, decoding greedy" in card.text
     (entry,) = parse_eval_result_entries(
         yaml.safe_load((tmp_path / "dry/.eval_results/code.yaml").read_text())
@@ -519,9 +512,7 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
             "model": {"path": "some/base"}, "objective": {"name": "kl"},
             "train": {"batch_size_tokens": 128, "learning_rate": 1e-3},
             "data": {
-                "train": [
-                    {"path": "/home/somebody/rows.jsonl"}, {"path": "owner/rows"}, {"path": "owner/rows", "split": "x"},
-                ],
+                "train": [{"path": "/home/somebody/rows.jsonl"}, *({"path": "owner/rows", "split": s} for s in "ab")]
             },
         },
     }  # fmt: skip

@@ -52,9 +52,14 @@ def prompts(
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
     require_chat_template(tokenizer, task)
-    turns: Any = [[{"role": "user", "content": problem.text(template)}] for problem in problems]
+    first = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+    turns: Any = [[*first, {"role": "user", "content": problem.text(template)}] for problem in problems]
     # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore it
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    options: dict[str, Any] = {
+        "tokenize": False,
+        "add_generation_prompt": True,
+        "enable_thinking": bool(task.thinking),
+    }
     return [str(tokenizer.apply_chat_template(turn, **options)) for turn in turns]
 
 
@@ -159,7 +164,7 @@ def _generate(
     from torch.nn.utils.rnn import pad_sequence
     from transformers import GenerationConfig, StoppingCriteriaList
 
-    stop = task.stop
+    stop = [] if task.thinking else task.stop  # thoughts hold anything
     ends = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
     ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, pad, "left")
@@ -191,7 +196,8 @@ def _generate(
     texts = tokenizer.batch_decode(
         made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    return [text[: first_stop(text, stop)] for text in texts]
+    answers = [text.rpartition("</think>")[2].lstrip() for text in texts] if task.thinking else texts
+    return [text[: first_stop(text, task.stop)] for text in answers]
 
 
 def _end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:

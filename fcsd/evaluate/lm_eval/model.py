@@ -32,11 +32,17 @@ class InMemory(HFLM):
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval changes it
             batch_size=1,  # set for each share
-            enable_thinking=False,  # hybrids would spend their tokens on thoughts; other templates ignore it
         )
+        self.think(False)
         self._device = input_device(model)
         self.batch, self.ranks, self.silent = batch, ranks, not (progress and ranks.first)
         self.cut: set[str] = set()  # the prompts of which the model has seen the end only
+
+    def think(self, thinking: bool) -> None:
+        """Ask the template of a hybrid for thoughts, which are cut off its answers, or for none, as they would use up
+        the tokens of an answer; other templates pass over it."""
+        self.chat_template_args = {"enable_thinking": thinking}
+        self.think_end_token = "</think>" if thinking else None
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does, with bars on the first rank only."""

@@ -10,6 +10,7 @@ Not covered: tasks that lm-eval scores in another way than by likelihood of choi
 import contextlib
 import functools
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,13 @@ def load_task(
         (overlay / "row.yaml").write_text(text, encoding="utf-8")
         try:
             manager = TaskManager(include_path=[str(folder), str(overlay)], include_defaults=False)
-            tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
+            with _seeded():
+                tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"task {row.task}: needs packages that are not installed ({first_line(error)}); pip install"
+                " 'fcsd[instruct]' has those of IFEval and MATH"
+            ) from error
         except Exception as error:
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
@@ -213,6 +220,7 @@ def run_task(
     """
     for task in tasks.values():  # a task that is run for another model draws the same examples
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    language_model.think(bool(row.thinking))
     with quiet(), _no_bars_while_building():
         from lm_eval.evaluator import evaluate
 
@@ -225,6 +233,7 @@ def run_task(
                 log_samples=True,
                 apply_chat_template=row.chat_template,
                 fewshot_as_multiturn=row.chat_template,
+                system_instruction=row.system_prompt,
             )
         except UserError as error:
             raise UserError(f"task {row.task}: {error}") from error
@@ -241,6 +250,18 @@ def run_task(
             sample = lm_eval_sample(item, score, None if task == row.task else task, item["arguments"])
             samples.append(sample | ({"cut": True} if cut else {}))
     return samples
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed Python's generator as lm-eval's command does, and put it back: GPQA's definition shuffles the choices by it
+    when it is loaded, and two models must be asked the same."""
+    before = random.getstate()
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @contextlib.contextmanager
