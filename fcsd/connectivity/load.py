@@ -17,7 +17,7 @@ from fcsd.connectivity.modeling import (
 )
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError, one_line
-from fcsd.families import family_of, moe_mask
+from fcsd.families import Family, family_of, moe_mask
 
 
 def load_model(
@@ -61,6 +61,8 @@ def load_model(
     """
     folder = find_folder(path, revision)
     checkpoint = read_checkpoint(folder, any_family=trust_remote_code and connectivity is None)
+    if checkpoint.family is not None:
+        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
     chosen = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **chosen}
@@ -86,6 +88,16 @@ def load_model(
     if problem := _loading_problem(info):
         raise UserError(f"{folder}: {problem}")
     return model.eval()
+
+
+def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
+    """Refuse that transformers shards while it loads what it would put together wrongly."""
+    if distributed_config is not None and family.fuses_rows is not None:
+        raise UserError(
+            f"{folder}: transformers loads {family.fuses_rows} of {family.model_type} wrongly when it shards weights"
+            " while it loads them (expert, tensor parallelism, its FSDP); launch FSDP2 or ZeRO-3 through accelerate"
+            " (configs/fsdp2_8.yaml), which load it whole first, or one process"
+        )
 
 
 def config_and_class(

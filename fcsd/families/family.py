@@ -103,6 +103,9 @@ class Family:
     """Auto class of `causal_lm`: AutoModelForCausalLM; AutoModelForImageTextToText for a wrapper of a text stack and
     towers, and for Mistral 4's text model, which transformers lists there."""
 
+    fuses_rows: str | None = None
+    """Tensor that transformers (5.23) concatenates from several of the checkpoint. Where it shards while it loads, each
+    rank takes its rows of every one of them: the rows of the whole are mixed up, and the model is silently wrong."""
     since: str = "5.23"
     """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
     lack the family, or compute something else."""

@@ -112,6 +112,7 @@ ROWS = (
     ),
     Family(
         model_type="bailing_hybrid",
+        fuses_rows="conv1d.weight",
         config="BailingHybridConfig",
         moe_block="BailingHybridMoE",
         block_shared="shared_experts",
@@ -224,6 +225,7 @@ ROWS = (
     ),
     Family(
         model_type="kimi_linear",
+        fuses_rows="conv1d.weight",
         config="KimiLinearConfig",
         moe_block="KimiLinearMoE",
         block_shared="shared_experts",
