@@ -6,6 +6,7 @@ Not covered: secrets without a form of their own (passwords, hex digits); pictur
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fcsd.errors import UserError
 
@@ -23,9 +24,10 @@ def _rules() -> dict[str, list[re.Pattern[str]]]:
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
 
+    kinds: dict[str, Any] = get_mapping_from_secret_type_to_class()
     return {
         name: [re.compile(pattern) for pattern in kind().denylist]
-        for name, kind in get_mapping_from_secret_type_to_class().items()
+        for name, kind in kinds.items()
         if issubclass(kind, RegexBasedDetector) and kind.__name__ not in _ORDINARY
     }
 
