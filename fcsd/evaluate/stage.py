@@ -176,13 +176,18 @@ def _store(
 
 def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore, launch: Launch) -> str:
     """Begin the stage; a finished one whose result is damaged is taken back, and its whole tasks are kept."""
-    if launch.first and stage.state() == "finished":
+
+    def take_back() -> None:
+        if stage.state() != "finished":
+            return
         try:
             read_result(stage.folder)
         except UserError as error:
             print(f"evaluate: {error}: this is done now", file=sys.stderr)
             _keep_whole_tasks(stage, suite, store)
             (stage.folder / "manifest.json").unlink()
+
+    launch.ranks.from_first(take_back)
     return launch.begin(stage)
 
 
