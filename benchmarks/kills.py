@@ -185,6 +185,8 @@ def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
     """The commands, on a tiny base checkpoint."""
 
     def convert(folder: Path) -> int:
+        if (folder / "model").exists():  # what has its name is whole, and is not written a second time
+            return 0
         return fcsd(["convert", str(bench.base), str(folder / "model"), "--layers", "all"])
 
     yield Job("convert", 1, convert, tree)

@@ -44,12 +44,26 @@ def _owned(folder: Path, name: str, mode: int) -> Iterator[Path]:
         made = folder / f"{name}.{_host()}-{owner}-{secrets.token_hex(4)}.tmp"
         made.mkdir(mode)
         descriptor = _locked(made)
+    _LOCKS.add(descriptor)
     try:
         yield made
     finally:
-        os.close(descriptor)
         if os.getpid() == owner:  # a fork that ends here leaves it to its parent
+            _LOCKS.discard(descriptor)
+            os.close(descriptor)
             shutil.rmtree(made, ignore_errors=True)
+
+
+_LOCKS: set[int] = set()  # descriptors that hold this process's locks
+
+
+def _leave_locks() -> None:
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+# A worker that outlives its killed parent must not keep the lock.
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _locked(made: Path) -> int | None:

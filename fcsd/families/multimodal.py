@@ -18,7 +18,6 @@ TEXT_ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="qwen3_5_moe_text",
-        since="5.5",
         upstream="models/qwen3_5_moe/modeling_qwen3_5_moe.py",
         config="Qwen3_5MoeTextConfig",
         causal_lm="Qwen3_5MoeForCausalLM",
