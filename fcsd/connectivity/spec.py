@@ -77,7 +77,9 @@ class Connectivity:
         field = self.field(moe_mask)
         layers = field["layers"]
         behind = self.attention == "partial" and any(moe_mask[k] and k + 1 in layers for k in layers)
-        if layers and not behind and (self.mlp == "full" or layout == "parallel"):
+        # Of a parallel family attention: full is refused by name where the layers are looked at.
+        regular_mlp = self.mlp == "full" or (layout == "parallel" and self.attention == "partial")
+        if layers and not behind and regular_mlp:
             other = "" if layout == "parallel" else " or mlp: outdated,"
             raise UserError(
                 f"connectivity: layers {layers}, attention: {self.attention}, mlp: {self.mlp} change nothing: attention"
