@@ -22,7 +22,7 @@ from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.history import read_history
 from fcsd.distributed import launch
-from fcsd.files import hold_folder, read_json, weights_fingerprint
+from fcsd.files import hold_folder, new_folder, read_json, weights_fingerprint
 from fcsd.models import load
 from tests.support import Bench, in_a_fork, in_forked_ranks, start
 
@@ -482,13 +482,19 @@ def test_a_run_that_is_killed_when_its_model_is_written_has_nothing_left_to_trai
     assert weights(bench, "killed") == whole
 
 
-def test_what_a_killed_process_left_half_written_is_removed(bench: Bench) -> None:
+def test_what_a_killed_process_left_half_written_is_removed(bench: Bench, tmp_path: Path) -> None:
     folder = bench.folder / "r" / "distill"
     assert main(["distill", str(bench.recipe("r"))]) == 0
     shutil.rmtree(folder / "model")
     (folder / "manifest.json").unlink()
-    half = folder / ".model.12345.tmp"
-    half.mkdir()
-    (half / "model.safetensors").write_bytes(b"half")
+
+    def half() -> int:
+        with new_folder(folder / "model") as place:
+            (place / "model.safetensors").write_bytes(b"half")
+            die()
+        return 0
+
+    assert in_a_fork(half, tmp_path / "output") == -signal.SIGKILL
+    (left,) = folder.glob(".model*")
     assert main(["distill", str(bench.recipe("r"))]) == 0
-    assert not half.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000
+    assert not left.exists() and (folder / "model" / "model.safetensors").stat().st_size > 1000
