@@ -142,7 +142,9 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
     assert main([*base, "--output", str(tmp_path / "one")]) == 0
     one, two = (json.loads((tmp_path / name / "layers.json").read_text()) for name in ("one", "two"))
     assert one == two and len(one["points"]) == 2
-    recipe = ["run", str(bench.recipe()), "--set", "evaluation.layer_study=true"]
+    rows = {"path": str(bench.rows)}
+    data = {"train": [rows], "max_length": 32, "heldout": rows, "heldout_examples": 5}
+    recipe = ["run", str(bench.recipe(data=data)), "--set", "evaluation.layer_study=true"]
     for wrong, message in (
         ([*base, "--output", str(tmp_path / "parts")], "rewires whole copies of the model"),
         (recipe, "add --set evaluation.layer_study=false"),
