@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fcsd.cli.main import main
-from fcsd.distill import run as run_module
+from fcsd.data.batches import Collator
 from fcsd.distill.trainer import DistillTrainer
 from fcsd.errors import UserError
 from tests.distill.test_parallel import CPU_2
@@ -39,7 +39,7 @@ def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> No
     ("place", "after", "error", "status", "message"),
     [
         (
-            (run_module.Collator, "__call__"),
+            (Collator, "__call__"),
             3,
             UserError("row 7 is bad"),
             2,
