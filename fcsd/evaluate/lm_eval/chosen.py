@@ -14,6 +14,8 @@ from fcsd.config.suite import SuiteConfig
 from fcsd.errors import UserError
 from fcsd.models.preserve import quiet
 
+_FEW = 40  # tasks that an error still names
+
 _METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
 _FILTERS = ("flexible-extract", "none")
 
@@ -75,7 +77,10 @@ def _row(name: str, known: dict[str, Any], root: Path | None, others: Sequence[s
     """Build the row of one task or group from lm-eval's definition, of a group from that of its first task."""
     entry = known.get(name)
     if entry is None:
-        raise UserError(f"task {name}: lm-eval has no such task{did_you_mean(name, [*known, *others])}")
+        near = did_you_mean(name, [*known, *others])
+        if near.startswith("; allowed") and len(known) > _FEW:  # lm-eval has thousands
+            near = "; `lm-eval ls tasks` lists them, --include-path adds a folder of your own"
+        raise UserError(f"task {name}: lm-eval has no such task{near}")
     if entry.yaml_path is None:
         raise UserError(
             f"task {name}: is a tag of lm-eval, neither task nor group; name its tasks: {', '.join(sorted(entry.tags))}"

@@ -44,6 +44,19 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
         chosen_suite(["humaneval_64"], suite)
 
 
+def test_a_task_that_nobody_knows_is_answered_in_one_short_line() -> None:
+    """lm-eval has thousands of tasks: their names are no answer."""
+    with pytest.raises(
+        UserError, match=r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them"
+    ) as told:
+        chosen_suite(["xyzzy!"], load_suite("paper11"))
+    assert len(str(told.value)) < 200
+    with pytest.raises(
+        UserError, match=r"^task helaswag: lm-eval has no such task; did you mean 'hellaswag'"
+    ):
+        chosen_suite(["helaswag"], load_suite("pretrain9"))
+
+
 def test_ones_own_task_runs_beside_one_of_lm_eval(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
