@@ -1,6 +1,8 @@
 """Time of a rewired model's forward pass, as a ratio to the original's.
 
-    python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] [--rounds 30] [--limit 1.02]
+    python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] [--rounds 60] [--limit 1.02]
+    python benchmarks/forward.py --device cuda --dtype bfloat16 --layers 16 --tokens 4096 \\
+        --config tests/files/configs/Qwen3-30B-A3B.json
 
 What is measured: forward passes without gradient of two models with the same weights, on one device, without
 any communication: the price of the rewiring itself. Overlap is not measured here.
@@ -12,15 +14,20 @@ any communication: the price of the rewiring itself. Overlap is not measured her
     decode     one token after a cache of at least --tokens tokens; launching operators dominates here on
                small models
 
-The models take turns, in an order that changes every round, so that a busy machine is busy for all. A ratio
-is the median over rounds of (time here / time of the original in the same round); the second ratio is that
-of the minima. On a CPU time is processor time of this process. With --limit the exit status is 1 when a
-prefill ratio of farskip is above the limit while the control is not.
+The models share their weights in memory: copies lie differently in the caches, which alone made one model up
+to 5 % slower than its copy. They take turns in a random order, so that a busy machine is busy for all, and no
+model always runs after the same other one. A ratio is the median over rounds of (time here / time of the
+original in the same round), with its 95 % interval (from the order of the rounds' ratios); the second ratio
+is that of the minima. On a CPU time is processor time of this process. With --limit the exit status is 1
+when a prefill ratio of farskip is above the limit while the control is not.
 """
 
 import argparse
 import copy
+import gc
 import json
+import math
+import random
 import statistics
 import sys
 import time
@@ -30,15 +37,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+VOCABULARY = 1024
+"""Small, so that the head, which is the same in both models, does not thin the ratio out."""
 
-def build(family: str, layers: int, dim: int, device: str, dtype: str) -> Any:
-    """A model of the family's tiny shape, widened to `dim`, with `layers` layers.
 
-    Attention and MoE blocks end in zero matrices: the work is the same, but both models then route every
-    token alike. With other weights their experts' loads differ, and so would the time.
-    """
-    import torch
-
+def tiny(family: str, layers: int, dim: int) -> Any:
+    """A model of the family's tiny shape, widened to `dim`, with `layers` layers."""
     from fcsd.tiny.configs import TINY
     from fcsd.tiny.models import tiny_model
 
@@ -47,20 +51,56 @@ def build(family: str, layers: int, dim: int, device: str, dtype: str) -> Any:
         for name, value in TINY[family].items()
         if name in ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     }
-    model = tiny_model(
+    return tiny_model(
         family,
         hidden_size=dim,
         num_hidden_layers=layers,
         intermediate_size=dim,
-        vocab_size=1024,
+        vocab_size=VOCABULARY,
         max_position_embeddings=8192,
         **overrides,
     )
+
+
+def published(config: Path, layers: int, device: str, dtype: str) -> Any:
+    """The first `layers` layers of a published configuration with a small vocabulary, freshly initialised."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = json.loads(config.read_text())
+    total = fields["num_hidden_layers"]
+    fields = {k: v[:layers] if isinstance(v, list) and len(v) == total else v for k, v in fields.items()}
+    fields |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    for name in ("auto_map", "quantization_config"):
+        fields.pop(name, None)
+    shape = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype)).eval()
+
+
+def build(family: str, options: argparse.Namespace) -> Any:
+    """The original.
+
+    Attention and MoE blocks end in zero matrices: the work is the same, but both models then route every
+    token alike. With other weights their experts' loads differ, and so would the time.
+    """
+    import torch
+
+    if options.config:
+        model = published(options.config, options.layers, options.device, options.dtype)
+    else:
+        model = tiny(family, options.layers, options.dim)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in ("o_proj", "down_proj", "output_linear")):
                 parameter.zero_()
-    return model.to(device=device, dtype=getattr(torch, dtype))
+    return model.to(device=options.device, dtype=getattr(torch, options.dtype))
+
+
+def twin(model: Any) -> Any:
+    """A copy with the same parameters in memory."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def prefill(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
@@ -97,15 +137,33 @@ def seconds(run: Callable[[], None], device: str) -> float:
 
 
 def interleaved(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Times of every run, one a round; the order rotates."""
+    """Times of every run, one a round; the order is drawn anew in every round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for run in runs.values():
         run()
-    for k in range(rounds):
-        for name in names[k % len(names) :] + names[: k % len(names)]:
-            times[name].append(seconds(runs[name], device))
+    order = random.Random(0)
+    gc.collect()
+    gc.disable()  # a collection would fall into one model's turn
+    try:
+        for _ in range(rounds):
+            order.shuffle(names)
+            for name in names:
+                times[name].append(seconds(runs[name], device))
+    finally:
+        gc.enable()
     return times
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the median: the widest pair of order statistics x_(k+1), x_(n-k) whose ranks leave at most
+    2.5 % of Binomial(n, 1/2) on either side; the extremes where n is below 6."""
+    ordered, n = sorted(values), len(values)
+    k, tail = 0, 0.5**n
+    while k < n // 2 and tail + math.comb(n, k + 1) * 0.5**n <= 0.025:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    return ordered[k], ordered[n - 1 - k]
 
 
 def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -114,12 +172,14 @@ def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from fcsd.connectivity import Connectivity, convert_model
 
-    original = build(family, options.layers, options.dim, options.device, options.dtype)
-    farskip = copy.deepcopy(original)
+    original = build(family, options)
+    farskip = twin(original)
     convert_model(farskip, Connectivity("all"))
-    models = {"original": original, "control": copy.deepcopy(original), "farskip": farskip}
+    models = {"original": original, "control": twin(original), "farskip": farskip}
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 1024, (options.batch, options.tokens), generator=generator).to(options.device)
+    ids = torch.randint(3, VOCABULARY, (options.batch, options.tokens), generator=generator).to(
+        options.device
+    )
     rows = []
     with torch.no_grad():
         if not torch.equal(original(ids).logits, farskip(ids).logits):
@@ -137,6 +197,7 @@ def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                         "variant": name,
                         "original_ms": 1e3 * statistics.median(base) / repeats,
                         "median_ratio": statistics.median(ratios),
+                        "interval": median_interval(ratios),
                         "minimum_ratio": min(times[name]) / min(base),
                     }
                 )
@@ -158,12 +219,17 @@ def main(arguments: list[str] | None = None) -> int:
         choices=sorted(FAMILIES),
         default=["qwen3_moe", "deepseek_v2"],
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="a published config.json: real widths in place of --family and --dim; the vocabulary is cut too",
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=512, help="hidden size, a multiple of 32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--decode-steps", type=int, default=4, help="decoded tokens in one timing")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
@@ -172,18 +238,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
+    if options.config:
+        options.family = [json.loads(options.config.read_text()).get("model_type")]
+        if options.family[0] not in FAMILIES or FAMILIES[options.family[0]].multimodal:
+            parser.error(f"--config: {options.config}: no text family has model_type '{options.family[0]}'")
     torch.set_num_threads(options.threads)
     rows = [row for family in options.family for row in measure(family, options)]
     header = f"{'family':18} {'phase':8} {'variant':8}"
-    print(f"{header} {'original ms':>12} {'median ratio':>13} {'ratio of minima':>16}")
+    print(f"{header} {'original ms':>12} {'median ratio':>13} {'95 % interval':>15} {'ratio of minima':>16}")
     for row in rows:
+        interval = "{:.3f}–{:.3f}".format(*row["interval"])
         print(
             f"{row['family']:18} {row['phase']:8} {row['variant']:8} {row['original_ms']:12.2f}"
-            f" {row['median_ratio']:13.3f} {row['minimum_ratio']:16.3f}"
+            f" {row['median_ratio']:13.3f} {interval:>15} {row['minimum_ratio']:16.3f}"
         )
     if options.json:
         options.json.write_text(
-            json.dumps({"options": {**vars(options), "json": None}, "rows": rows}, indent=2)
+            json.dumps({"options": {**vars(options), "json": None}, "rows": rows}, indent=2, default=str)
         )
     if options.limit is None:
         return 0
