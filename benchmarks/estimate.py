@@ -26,9 +26,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (QWEN, {"num_hidden_layers": 3}, {}),
     "qwen3, all activations": (QWEN, {"num_hidden_layers": 3}, {"gradient_checkpointing": False}),
     "deepseek": (DEEPSEEK, {"num_hidden_layers": 4}, {}),
+    "qwen3 fsdp2": (QWEN, {"num_hidden_layers": 3}, {}),
     "qwen3 float32": (QWEN, {"num_hidden_layers": 2}, {"bf16": False}),
 }
 """name -> published configuration, its changes, the changes of the recipe's section `train`."""
+
+FSDP2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "num_machines": 1,
+    "num_processes": 1,
+    "mixed_precision": "no",
+    "main_process_port": 0,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+    },
+}
+"""One rank, for the cases whose name ends in fsdp2: weights are cast where they are gathered, those of experts too."""
 
 
 def write_checkpoint(folder: Path, config: str, changes: dict[str, Any]) -> None:
@@ -123,7 +139,12 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         arguments = ["--worker", case, "--folder", name, "--gpu", options.gpu, "--steps", str(options.steps)]
         arguments += ["--rows", str(options.rows), "--length", str(options.length)]
-        run = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
+        begin, sharding = [sys.executable], "none"
+        if case.endswith("fsdp2"):
+            (folder / "fsdp2.yaml").write_text(json.dumps(FSDP2))
+            begin += ["-m", "accelerate.commands.launch", "--config_file", str(folder / "fsdp2.yaml")]
+            sharding = "fsdp2"
+        run = subprocess.run([*begin, __file__, *arguments], capture_output=True, text=True)
         if not (folder / "measured.json").is_file():
             return {"case": case, "error": (run.stderr or run.stdout)[-1500:]}
         measured = json.loads((folder / "measured.json").read_text())
@@ -136,7 +157,9 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
             "--gpu",
             options.gpu,
         ]
-        told = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=ROOT)
+        told = subprocess.run(
+            [*command, "--sharding", sharding, "--json"], capture_output=True, text=True, cwd=ROOT
+        )
         if told.returncode:
             return {"case": case, "error": told.stderr[-1500:], "measured": measured}
     estimate = json.loads(told.stdout)

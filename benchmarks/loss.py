@@ -136,7 +136,7 @@ def reference(inputs: list[Any]) -> list[Any]:
         part = F.kl_div(s, t, log_target=True, reduction="sum")
         part.backward()
         loss += part.item()
-    return [torch.tensor(loss), h.grad.float(), w.grad.float()]
+    return [torch.tensor(loss), h.grad.float().cpu(), w.grad.float().cpu()]
 
 
 def measure(run: Callable[[], Any], device: str) -> tuple[Any, float, int]:

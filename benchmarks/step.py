@@ -124,9 +124,10 @@ def make_model(options: argparse.Namespace, rewired: bool) -> Any:
         initializer_range=0.05,
         use_cache=False,
     )
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=getattr(torch, options.dtype)
-    )
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=getattr(torch, options.dtype)
+        )
     if rewired:
         convert_model(model, Connectivity("all"))
     return model

@@ -297,11 +297,6 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         yield f"between nodes {hardware.network_gb_s:g} GB/s a GPU"
     if training.attention not in (None, "eager", "sdpa"):
         yield f"attention as with sdpa; {training.attention} keeps less"
-    if setting.autocast and not setting.sharded and setting.student_dtype == torch.float32:
-        yield (
-            "bf16 is autocast, which leaves transformers' grouped matmuls of the experts in the dtype of their"
-            " weights, float32: slow on every GPU"
-        )
     matmuls = sum(trace.flops["activations"].values()) - trace.attention_flops
     each = matmuls / (setting.num_rows * setting.num_tokens)
     if training.num_active is not None and each > 2 * ALL_EXPERTS * training.num_active:

@@ -23,6 +23,7 @@ from fcsd.families.structure import output_head
 from fcsd.losses.fused import Kernels
 from fcsd.losses.head import attach_loss_head, body_hidden, final_hidden
 from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.models.autocast import autocast_experts
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     def watched(model: Any) -> Any:
         return terms.captured(model) if terms else contextlib.nullcontext(Captured())
 
+    autocast_experts()
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

@@ -43,6 +43,7 @@ from fcsd.files import read_json, write_json, writing
 from fcsd.losses.head import refuse_packing
 from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
 from fcsd.losses.quantiles import bin_counts, quantile
+from fcsd.models.autocast import autocast_experts
 from fcsd.temporary import replace_folder
 
 _PARTIAL = "checkpoint-being-written"
@@ -91,6 +92,8 @@ class DistillTrainer(GuardedTrainer):
                 file=sys.stderr,
             )
             args._n_gpu = 1
+        if args.bf16:
+            autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.name == "ep"
         super().__init__(model, args, launch=launch, **kwargs)

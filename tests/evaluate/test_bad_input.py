@@ -293,6 +293,9 @@ def samples_text(*samples: Any) -> bytes:
     return "".join(json.dumps(sample) + "\n" for sample in samples).encode()
 
 
+TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]  # no time in a test's name
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -300,7 +303,7 @@ def samples_text(*samples: Any) -> bytes:
         ("s.jsonl", b"\n \n", "{file}: holds no samples; a line is"),
         ("s.jsonl", b"\xff\xfe", "{file}: is no .jsonl or .jsonl.gz file of UTF-8 text"),
         ("s.jsonl.gz", samples_text(*SOLUTIONS), "{file}: is no .jsonl or .jsonl.gz file of UTF-8 text (Not a gzipped"),
-        ("s.jsonl.gz", gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9], "{file}: is no .jsonl or .jsonl.gz file of UTF-8"),
+        ("s.jsonl.gz", TRUNCATED, "{file}: is no .jsonl or .jsonl.gz file of UTF-8"),
         ("s.jsonl", json.dumps(SOLUTIONS).encode(), "{file}, line 1: a JSON object is needed, got list"),
         ("s.jsonl", samples_text(*SOLUTIONS, {"task_id": "Mbpp/7", "solution": "x"}),
          "{file}, line 4: 'Mbpp/7' is not a problem of this data set (it has 1000, 1001, 1002)"),
