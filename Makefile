@@ -27,7 +27,7 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 test: $(STAMP)  ## everything that needs no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy fcsd
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
 test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPUs, as far as this one is not such
@@ -51,7 +51,7 @@ $(OLDEST):  # beside the environment, never in it
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy fcsd
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore

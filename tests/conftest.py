@@ -1,8 +1,10 @@
 """A small base checkpoint with its tokenizer and data; every test begins alike, in any order."""
 
 import functools
+import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
+    keep_imports_out_of_collections(len(sys.modules) // 100)
     seed_everything()
+
+
+@functools.lru_cache(maxsize=1)
+def keep_imports_out_of_collections(hundreds_of_modules: int) -> None:
+    """A full collection looks at a million objects of imported modules for half a second, and in a fork copies them;
+    a loaded model, an epoch, the end of every training ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -189,6 +189,8 @@ def _measure_all(module: str, names: list[str]) -> None:
     measure = importlib.import_module(module).measure
     with contextlib.suppress(ImportError):
         importlib.import_module("deepspeed")  # which a training looks for: half a second in each fork
+    gc.collect()
+    gc.freeze()  # what is imported stays out of the collections of each fork
     print("RESULT", json.dumps({name: forked(lambda name=name: measure(name)) for name in names}))
 
 

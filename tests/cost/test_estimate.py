@@ -204,6 +204,12 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def own_setting_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace the run's own setting: with checkpointing and without, for the table, would take as long again."""
+    monkeypatch.setattr("fcsd.cost.estimate.activation_bytes", lambda *_: None)
+
+
 def few_layers(recipe: Path, number: int = 4) -> Path:
     """The same recipe with a config of a few layers, to be quick where the size does not matter."""
     folder = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
@@ -213,6 +219,7 @@ def few_layers(recipe: Path, number: int = 4) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_setting_only")
 def test_qwen3_30b_needs_what_the_research_notes_say(recipe: Callable[..., Path]) -> None:
     path = recipe(train={"bf16": True, "gradient_checkpointing": True})
     facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
@@ -319,6 +326,7 @@ SHIPPED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_network(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -351,7 +359,7 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
 
 
 def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
-    path = few_layers(recipe(train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}), 16)
+    path = few_layers(recipe(train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}), 8)
     facts = estimate(load_recipe(path), Hardware("h100", 1))
     assert not facts["memory"]["fits"]
     changes = facts["changes"]
@@ -382,11 +390,12 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Call
     assert one["totals"][0]["hours"] == pytest.approx([2000 * low / 3600, 2000 * high / 3600])
 
 
+@pytest.mark.usefixtures("own_setting_only")
 def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Path]) -> None:
     path = recipe("Llama-4-Scout-17B-16E")
     file = Path(yaml.safe_load(path.read_text())["model"]["path"]) / "config.json"
     config = json.loads(file.read_text())
-    config["text_config"] |= {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    config["text_config"] |= {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}
     config["text_config"].pop("moe_layers", None)
     file.write_text(json.dumps(config))
     assert any("that did not choose them" in text for text in estimate(load_recipe(path))["assumptions"])
@@ -486,12 +495,9 @@ NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}  # their experts loop over those that
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("model_type", sorted(TINY))
-def test_the_step_of_every_family_is_followed_without_data(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The run's own setting; the other one, for the table, would take as long again.
-    monkeypatch.setattr("fcsd.cost.estimate.activation_bytes", lambda *_: None)
+def test_the_step_of_every_family_is_followed_without_data(model_type: str, tmp_path: Path) -> None:
     tiny_config(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     path = tmp_path / "recipe.yaml"
     path.write_text(

@@ -24,7 +24,7 @@ from fcsd.distill.history import read_history
 from fcsd.distributed import launch
 from fcsd.files import hold_folder, new_folder, read_json, weights_fingerprint
 from fcsd.models import load
-from tests.support import Bench, in_a_fork, in_forked_ranks, start
+from tests.support import Bench, in_a_fork, in_forked_ranks, make_bench, start
 
 
 def recipe(bench: Bench, name: str) -> Path:
@@ -44,13 +44,22 @@ def files(folder: Path) -> set[str]:
 FINISHED = {"stage.json", "manifest.json", "history.jsonl", "scores.json", "model"}
 
 
-@pytest.fixture
-def whole(bench: Bench, capfd: pytest.CaptureFixture[str]) -> tuple[str, Any]:
-    """The run that was never killed."""
-    assert main(["distill", str(recipe(bench, "whole"))]) == 0
+@pytest.fixture(scope="module")
+def never_killed(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Two runs that were left alone: `whole`, with early stopping, and `alone`, without."""
+    folder = tmp_path_factory.mktemp("never-killed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+        bench = make_bench(base_checkpoint, folder)
+        assert main(["distill", str(recipe(bench, "whole"))]) == 0
+        assert main(["distill", str(bench.recipe("alone"))]) == 0
     assert files(bench.folder / "whole" / "distill") == FINISHED
-    capfd.readouterr()
-    return weights(bench, "whole")
+    return bench
+
+
+@pytest.fixture
+def whole(never_killed: Bench) -> tuple[str, Any]:
+    return weights(never_killed, "whole")
 
 
 @pytest.mark.slow
@@ -316,11 +325,10 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
 
 
 def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, never_killed: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same batches in another cut: the same training but for the order of float sums."""
     command = ["distill", str(bench.recipe("r"))]
-    assert main(["distill", str(bench.recipe("whole"))]) == 0
     compute, seen = trainer_module.DistillTrainer.compute_loss, []
 
     def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +349,7 @@ def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
         " which changes the order of float sums" in capsys.readouterr().err
     )
     assert read_json(folder / "manifest.json")["settings"]["train"]["per_device_train_batch_size"] == 4
-    curves = [read_history(bench.folder / name / "distill") for name in ("whole", "r")]
+    curves = [read_history(f / "distill") for f in (never_killed.folder / "alone", bench.folder / "r")]
     for one, other in zip(*curves, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
@@ -401,7 +409,7 @@ def limited(call: Callable[[], int], size: int) -> int:
 
 @pytest.mark.parametrize("size", [20_000, 150_000], ids=["in the weights", "in the optimiser"])
 def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_run_goes_on_later(
-    bench: Bench, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, never_killed: Bench, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["distill", str(bench.recipe("r"))]
     output = tmp_path / "output"
@@ -414,8 +422,10 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_r
     folder = bench.folder / "r" / "distill"
     assert files(folder / "checkpoints") == set() and not (folder / "model").exists()
     assert main(command) == 0
-    assert main(["distill", str(bench.recipe("alone"))]) == 0
-    one, other = (weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("r", "alone"))
+    one, other = (
+        weights_fingerprint(f / "distill" / "model")
+        for f in (bench.folder / "r", never_killed.folder / "alone")
+    )
     assert one == other
 
 
