@@ -101,8 +101,9 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
     """Return the MoE block that returns (the family's own output, output of its shared expert).
 
     The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
-    into it, so the sum gets a tensor of its own. `gate`: its sigmoid multiplies the shared expert's output; with
-    gradients that product is made twice, because one product for both sums would add them up in another order.
+    into it. `gate`: its sigmoid multiplies it. Eager code without gradients makes nothing twice for that. With
+    gradients the gated product is made twice, because one product for both sums would add them up in another
+    order; a compiler cannot follow the stand-in, and finds what is double by itself.
     """
     base_forward: Any = base.forward  # type: ignore[attr-defined]
 
@@ -111,27 +112,27 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
             return base_forward(self, hidden_states, *args, **kwargs)
         shared_output: Any = None
         gate_output: Any = None
-        twice = gate is not None and torch.is_grad_enabled()
+        stand_in = (in_place or gate) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
         def shared_expert(x: torch.Tensor) -> Any:
             nonlocal shared_output
             shared_output = getattr(self, shared)(x)
-            if in_place or (gate and not twice):
+            if stand_in:
                 shared_output = _SharedOutput(shared_output)
-            return shared_output
+                return shared_output
+            return shared_output.clone() if in_place else shared_output
 
         def shared_gate(x: torch.Tensor) -> torch.Tensor:
             nonlocal gate_output
             gate_output = getattr(self, str(gate))(x)
             return gate_output
 
+        twice = gate and not stand_in
         overrides: dict[str, Any] = {shared: shared_expert} | ({str(gate): shared_gate} if twice else {})
         out = base_forward(_View(self, overrides), hidden_states, *args, **kwargs)
-        if in_place:
-            return (shared_output.sum, *out[1:]), shared_output.output
-        if twice:
-            return out, torch.sigmoid(gate_output) * shared_output
-        return out, shared_output.output if gate else shared_output
+        if stand_in:
+            return (shared_output.sum, *out[1:]) if in_place else out, shared_output.output
+        return out, torch.sigmoid(gate_output) * shared_output if twice else shared_output
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
     namespace = {"forward": forward, "farskip_split": True, "kernel_layer_name": "FarSkipNoHubKernel"}
