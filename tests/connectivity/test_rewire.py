@@ -329,8 +329,8 @@ MUTANTS = {
         ("granitemoeshared", "granitemoe_swa", "granitemoehybrid"),
     ),
     "the sigmoid gate is forgotten": (
-        "self.output = gate * self.output\n        return self.output",
-        "return gate * self.output",
+        "shared.output = multiply(gate, shared.output)\n        return shared.output",
+        "return multiply(gate, shared.output)",
         ("qwen2_moe", "qwen3_next"),
     ),
     "Llama 4's routed output is added into what was caught": (
