@@ -14,12 +14,12 @@ any communication: the price of the rewiring itself. Overlap is not measured her
     decode     one token after a cache of at least --tokens tokens; launching operators dominates here on
                small models
 
-The models share their weights in memory: copies lie differently in the caches, which alone made one model up
-to 5 % slower than its copy. They take turns in a random order, so that a busy machine is busy for all, and no
-model always runs after the same other one. A ratio is the median over rounds of (time here / time of the
-original in the same round), with its 95 % interval (from the order of the rounds' ratios); the second ratio
-is that of the minima. On a CPU time is processor time of this process. With --limit the exit status is 1
-when a prefill ratio of farskip is above the limit while the control is not.
+The models share their weights in memory, so that it plays no part where a copy lies. They take turns in a
+random order, so that a busy machine is busy for all, and no model always runs after the same other one. A
+ratio is the median over rounds of (time here / time of the original in the same round), with its 95 %
+interval (from the order of the rounds' ratios); the second ratio is that of the minima. On a CPU time is
+processor time of this process. With --limit the exit status is 1 when a prefill ratio of farskip is above
+the limit while the control is not.
 """
 
 import argparse

@@ -50,7 +50,9 @@ class LayerPlan:
 class _View:
     """A stand-in for `self`: reads fall through to the real module, except the overridden names."""
 
-    forward = None  # the checkpointing wrapper of GradientCheckpointingLayer asks for type(self).forward
+    # The checkpointing wrapper of GradientCheckpointingLayer asks for these; it is the real layer that checkpoints.
+    forward = None
+    gradient_checkpointing = False
 
     def __init__(self, module: nn.Module, overrides: dict[str, Any]) -> None:
         self.__dict__.update(overrides)
@@ -79,12 +81,32 @@ _OWN_FORWARD = (
 )
 
 
+class _SharedOutput:
+    """A shared expert's output on its way into the block's sum: what the family makes of it is kept, not made twice."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = self.sum = output
+
+    @classmethod
+    def __torch_function__(cls, multiply: Any, types: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
+        """Multiply by the gate. torch asks for this first; before `__rmul__` it throws, which takes 20 microseconds."""
+        gate, shared = args
+        shared.output = multiply(gate, shared.output)
+        return shared.output
+
+    def add_(self, routed: torch.Tensor) -> "_SharedOutput":
+        self.sum = (self.output + routed).to(self.output.dtype)
+        return self
+
+
 @functools.cache
 def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
     """Return the MoE block that returns (the family's own output, output of its shared expert).
 
     The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
-    into it, so the sum gets a copy.
+    into it. `gate`: its sigmoid multiplies it. Eager code without gradients makes nothing twice for that. With
+    gradients the gated product is made twice, because one product for both sums would add them up in another
+    order; a compiler cannot follow the stand-in, and finds what is double by itself.
     """
     base_forward: Any = base.forward  # type: ignore[attr-defined]
 
@@ -93,10 +115,14 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
             return base_forward(self, hidden_states, *args, **kwargs)
         shared_output: Any = None
         gate_output: Any = None
+        stand_in = (in_place or gate) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
-        def shared_expert(x: torch.Tensor) -> torch.Tensor:
+        def shared_expert(x: torch.Tensor) -> Any:
             nonlocal shared_output
             shared_output = getattr(self, shared)(x)
+            if stand_in:
+                shared_output = _SharedOutput(shared_output)
+                return shared_output
             return shared_output.clone() if in_place else shared_output
 
         def shared_gate(x: torch.Tensor) -> torch.Tensor:
@@ -104,9 +130,12 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
             gate_output = getattr(self, str(gate))(x)
             return gate_output
 
-        overrides: dict[str, Any] = {shared: shared_expert} | ({gate: shared_gate} if gate else {})
+        twice = gate and not stand_in
+        overrides: dict[str, Any] = {shared: shared_expert} | ({str(gate): shared_gate} if twice else {})
         out = base_forward(_View(self, overrides), hidden_states, *args, **kwargs)
-        return out, shared_output if gate is None else torch.sigmoid(gate_output) * shared_output
+        if stand_in:
+            return (shared_output.sum, *out[1:]) if in_place else out, shared_output.output
+        return out, torch.sigmoid(gate_output) * shared_output if twice else shared_output
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
     namespace = {"forward": forward, "farskip_split": True, "kernel_layer_name": "FarSkipNoHubKernel"}
@@ -126,6 +155,7 @@ class _Pass:
         self.norms = getattr(layer, self.family.norms) if self.family.norms else layer
         self.o = o
         self.a = o if attention_input is None else attention_input
+        self.normed: Any = None
         self.after_attention: Any = None
         self.shared_output: Any = None
 
@@ -145,7 +175,8 @@ class _Pass:
     def overrides(self) -> dict[str, Any]:
         family, plan = self.family, self.plan
         if family.layout == "post_norm":
-            return {family.attention: self.attention, family.moe: self.moe}
+            sides = {family.attention: self.attention, family.moe: self.moe}
+            return sides | ({family.in_norm: self.in_norm} if family.in_norm else {})
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "parallel":
             return norms | {family.attention: self.attention, family.moe: self.moe}
@@ -157,33 +188,45 @@ class _Pass:
             norms[family.layer_shared] = self.layer_shared
         return norms | ({family.moe: self.moe} if plan.block_shared else {})
 
-    def in_norm(self, _: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.family.in_norm, self.a)
+    def in_norm(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.family.layout == "post_norm" else self.a
+        out = getattr(self.norms, self.family.in_norm)(x)
+        if x is self.o:
+            self.normed = out
+        return out
+
+    def normed_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Return in_norm of a stream, which is made once for all that read it; not so with gradients, whose sum
+        would be another."""
+        if x is self.o and self.normed is not None and not torch.is_grad_enabled():
+            return self.normed
+        return self.norm(self.family.in_norm, x)
 
     def mlp_norm(self, name: str, h: torch.Tensor) -> Any:
         if self.after_attention is None:
             self.after_attention = h  # the residual connection after attention is already in it
+        norm = getattr(self.norms, name)
         if not self.plan.outdated:
-            return self.norm(name, h)
-        stream = self.kept(0, self.o)
-        return self.norm(name, stream if stream.shape == h.shape else stream.reshape(h.shape))
+            return norm(h)
+        stream = self.o if self.family.residual == "sum" else self.kept(0, self.o)
+        return norm(stream if stream.shape == h.shape else stream.reshape(h.shape))
 
     def attention(self, *args: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         if self.family.layout == "post_norm":
-            hidden_states = self.norm(self.family.in_norm, self.a)
+            hidden_states = self.normed_stream(self.a)
         out = getattr(self.layer, self.family.attention)(*args, hidden_states=hidden_states, **kwargs)
-        if self.family.layout == "parallel":
+        if self.family.layout == "parallel" and self.plan.carry:
             self.after_attention = self.o + out[0]
         return out
 
     def moe(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         family = self.family
         if family.layout == "parallel":
-            x = self.norm(family.in_norm, self.o)
+            x = self.normed_stream(self.o)
         if family.layout == "post_norm":
             self.after_attention = x
             if self.plan.outdated:
-                x = self.norm(family.mlp_norm, self.kept(0, self.norm(family.in_norm, self.o)))
+                x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))
         if family.moe_argument:
             args = (self.arguments.get(family.moe_argument),)
         out = getattr(self.layer, family.moe)(x, *args, **kwargs)
@@ -197,7 +240,9 @@ class _Pass:
 
     def partial(self) -> torch.Tensor:
         """o_k - routed_k."""
-        rest = self.kept(1, self.after_attention)
+        rest = self.after_attention
+        if self.family.residual != "sum":
+            rest = self.kept(1, rest)
         if self.shared_output is None:
             return rest
         shared_output = self.shared_output

@@ -304,8 +304,8 @@ def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(f
 HYBRIDS = ("jamba", "granitemoehybrid", "lfm2_moe", "qwen3_next")
 MUTANTS = {
     "the MLP side uses the norm of attention": (
-        "self.norm(name, stream if",
-        "self.norm(self.family.in_norm, stream if",
+        "norm = getattr(self.norms, name)",
+        "norm = getattr(self.norms, self.family.in_norm)",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
     "attention gets the full stream": (
@@ -314,8 +314,8 @@ MUTANTS = {
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
     "the MLP side sees attention": (
-        "if not self.plan.outdated:\n            return self.norm(name, h)",
-        "return self.norm(name, h)",
+        "if not self.plan.outdated:\n            return norm(h)",
+        "return norm(h)",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
     "the shared experts stay in flight": (
@@ -329,13 +329,13 @@ MUTANTS = {
         ("granitemoeshared", "granitemoe_swa", "granitemoehybrid"),
     ),
     "the sigmoid gate is forgotten": (
-        "shared_output if gate is None else torch.sigmoid(gate_output) * shared_output",
-        "shared_output",
+        "shared.output = multiply(gate, shared.output)\n        return shared.output",
+        "return multiply(gate, shared.output)",
         ("qwen2_moe", "qwen3_next"),
     ),
     "Llama 4's routed output is added into what was caught": (
-        "shared_output.clone() if in_place else ",
-        "",
+        "(self.output + routed).to",
+        "self.output.add_(routed).to",
         ("llama4_text",),
     ),
     "a dense layer leaves its output in flight": (
