@@ -163,7 +163,8 @@ def _add_evaluate(command: Command) -> None:
     field_option(
         parser,
         "evaluation.suite",
-        "paper11, paper11_chat, pretrain9, camoe9, instruct, tiny, or the path of your suite file (docs/evaluation.md)",
+        "paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny, or the path of your suite file"
+        " (docs/evaluation.md)",
         default="paper11",
     )
     parser.add_argument(
@@ -236,7 +237,7 @@ def _add_score(command: Command) -> None:
     parser.add_argument(
         "--dataset",
         required=True,
-        help="mbpp_plus, humaneval_plus, mbpp_plus_lmeval, or the path of a data set in one of their schemas",
+        help="mbpp_plus, humaneval_plus, mbpp_plus_lmeval, or a data set's path (their form, or LiveCodeBench's)",
     )
     field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
     parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")

@@ -26,12 +26,11 @@ SAMPLING_SEED = 1234
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def extract_code(text: str, stop: Sequence[str] = ()) -> str:
-    """Extract the program in a completion: the first fenced block (to the end if it is not closed), else the text up
-    to the first of the `stop` strings."""
-    fenced = _FENCE.search(text)
-    if fenced:
-        return fenced[1]
+def extract_code(text: str, stop: Sequence[str] = (), *, last: bool = False) -> str:
+    """Extract the program in a completion: the first (or last) fenced block (to the end if it is not closed), else the
+    text up to the first of the `stop` strings."""
+    if fenced := _FENCE.findall(text):
+        return str(fenced[-1 if last else 0])
     return text[: first_stop(text, stop)]
 
 

@@ -1,8 +1,8 @@
 """`fcsd score`: grade samples that are ready in a file, by our scorer or by EvalPlus itself.
 
 A line is a JSON object in EvalPlus's form, {"task_id": …, "solution": a whole program} or {"task_id": …, "completion":
-what follows the prompt}, or one that `fcsd evaluate` wrote into samples_<task>.jsonl ({"doc_id": …, "completion": …} or
-`completions`, from which the program is taken as there).
+what follows the prompt}, one that `fcsd evaluate` wrote into samples_<task>.jsonl ({"doc_id": …, "completion": …} or
+`completions`, from which the program is taken as there), or LiveCodeBench's {"question_id": …, "code_list": […]}.
 
 Not covered: EvalPlus's folder of .py files.
 """
@@ -175,7 +175,7 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:
-    key = "task_id" if "task_id" in sample else "doc_id"
+    key = next((key for key in ("task_id", "question_id") if key in sample), "doc_id")
     if not isinstance(sample.get(key), str | int) or isinstance(sample.get(key), bool):
         raise UserError(f"{where}: task_id: text or a number is needed, got {sample.get(key)!r}")
     text = str(sample[key])
@@ -183,16 +183,18 @@ def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) ->
 
 
 def _programs(sample: Mapping[str, Any], problem: Problem, where: str) -> list[str]:
-    key = next((key for key in ("solution", "completions", "completion") if key in sample), None)
+    key = next((key for key in ("solution", "code_list", "completions", "completion") if key in sample), None)
     if key is None:
         raise UserError(
             f"{where}: no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
         )
-    texts = sample[key] if key == "completions" else [sample[key]]
+    texts = sample[key] if key in ("completions", "code_list") else [sample[key]]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{where}: {key}: text is needed, got {type(sample[key]).__name__}")
-    if key == "solution":
+    if key in ("solution", "code_list"):
         return texts
+    if problem.contest:  # an answer to a question, never what follows the head of a function
+        return [extract_code(text, last=True) for text in texts]
     own = "doc_id" in sample  # of `fcsd evaluate`: as the model wrote it
     return [problem.program(extract_code(text) if own else text) for text in texts]
 
