@@ -34,6 +34,11 @@ def extract_code(text: str, stop: Sequence[str] = (), *, last: bool = False) -> 
     return text[: first_stop(text, stop)]
 
 
+def answer_of(text: str) -> str:
+    """Cut off thoughts, which end at `</think>`; without that, all of it is the answer."""
+    return text.rpartition("</think>")[2].lstrip()
+
+
 def first_stop(text: str, stop: Sequence[str]) -> int:
     """Find where the first of the stop strings begins in `text`; its length when there is none."""
     return min((position for word in stop if (position := text.find(word)) >= 0), default=len(text))
@@ -195,7 +200,7 @@ def _generate(
     texts = tokenizer.batch_decode(
         made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    answers = [text.rpartition("</think>")[2].lstrip() for text in texts] if task.thinking else texts
+    answers = [answer_of(text) for text in texts] if task.thinking else texts
     return [text[: first_stop(text, task.stop)] for text in answers]
 
 

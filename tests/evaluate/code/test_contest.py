@@ -11,8 +11,8 @@ from fcsd.config.suite import SuiteConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.code.contest_oracle import fcsd_printed, fcsd_returned
 from fcsd.evaluate.code.problems import Problem, read_problems
-from fcsd.evaluate.code.score_file import score_file
 from fcsd.evaluate.code.scorer import CodeScorer, Outcome
+from fcsd.evaluate.ready import score_file
 from fcsd.evaluate.results import read_result
 from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.scores import compare
