@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Two workers on two cores: one thread each. Multi-rank tests fork further.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-cpus test-transformers check bench docs clean
+.PHONY: setup demo test test-cpus test-extras test-transformers check bench docs clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,23 @@ test-transformers: $(STAMP) $(OLDEST)  ## FarSkip checkpoints in the oldest tran
 
 $(OLDEST):  # beside the environment, never in it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.new 'transformers==5.5.*'
+	mv $@.new $@
+
+EXTRAS := .extras
+
+test-extras: $(STAMP) $(EXTRAS)  ## what is promised with evalplus, wandb (offline), trackio and lm-eval's instruct tasks
+	PYTHONPATH=$(EXTRAS) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
+
+# Beside the environment, and without what that has already: alone, evalplus and trackio would change protobuf and pillow.
+# Where they cannot be installed, the folder stays empty and the tests skip and say so.
+$(EXTRAS): pyproject.toml
+	rm -rf $@ $@.new && mkdir $@.new
+	{ $(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --report $@.new/report.json \
+	    '.[evalplus,instruct,trackio,wandb]' \
+	  && $(BIN)/python -c 'import importlib.metadata as m, json, re, sys; norm = lambda name: re.sub("[-_.]+", "-", name).lower(); here = {norm(d.name) for d in m.distributions()}; new = (p["metadata"] for p in json.load(open(sys.argv[1]))["install"]); print(*(p["name"] + "==" + p["version"] for p in new if norm(p["name"]) not in here), sep="\n")' \
+	    $@.new/report.json > $@.new/requirements.txt \
+	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \
+	    -r $@.new/requirements.txt; } || echo "the extras cannot be installed here: their tests will be skipped"
 	mv $@.new $@
 
 check: $(STAMP)  ## the fast part, in under two minutes

@@ -92,7 +92,8 @@ def _suite(arguments: argparse.Namespace) -> "SuiteConfig":
 
 
 def _score(arguments: argparse.Namespace) -> None:
-    from fcsd.evaluate.code.score_file import score_file
+    from fcsd.config.suite import load_suite
+    from fcsd.evaluate.ready import score_file
     from fcsd.report.table import score_table
 
     result = score_file(
@@ -100,9 +101,12 @@ def _score(arguments: argparse.Namespace) -> None:
         arguments.dataset,
         data_root=arguments.data_root,
         output=arguments.output,
+        suite=load_suite(arguments.suite),
+        include_path=arguments.include_path,
         scorer=arguments.scorer,
         evalplus_data=arguments.evalplus_data,
         partial=arguments.partial,
+        thinking=arguments.thinking,
         timeout_s=arguments.timeout_s,
         allow_weak_sandbox=arguments.allow_weak_sandbox,
     )
@@ -163,7 +167,8 @@ def _add_evaluate(command: Command) -> None:
     field_option(
         parser,
         "evaluation.suite",
-        "paper11, paper11_chat, pretrain9, camoe9, instruct, tiny, or the path of your suite file (docs/evaluation.md)",
+        "paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny, or the path of your suite file"
+        " (docs/evaluation.md)",
         default="paper11",
     )
     parser.add_argument(
@@ -228,15 +233,23 @@ def _add_score(command: Command) -> None:
     parser = command(
         "score",
         _score,
-        "Grade a file of ready samples for a code benchmark.",
-        "A line is {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into samples_TASK.jsonl;"
-        " several lines of a problem are several samples, and give pass@k. The programs run only in the sandbox.",
+        "Grade a file of ready samples, programs or answers to lm-eval's generation tasks.",
+        "A line is {doc_id, completion}, {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into"
+        " samples_TASK.jsonl; several samples of a problem give pass@k, several answers the mean. Programs run only"
+        " in the sandbox, answers are graded by lm-eval's own filters and metrics.",
     )
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
     parser.add_argument(
         "--dataset",
-        required=True,
-        help="mbpp_plus, humaneval_plus, mbpp_plus_lmeval, or the path of a data set in one of their schemas",
+        metavar="TASK",
+        help="a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
+    )
+    field_option(parser, "evaluation.suite", "whose rows say how a task is graded", default="paper11")
+    parser.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="your own task definitions (lm-eval YAML)"
+    )
+    parser.add_argument(
+        "--thinking", action="store_true", help="cut off the thoughts before an answer, which end at </think>"
     )
     field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
     parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")

@@ -88,18 +88,20 @@ class GenerationTaskConfig(LMEvalTaskConfig):
 
 
 class CodeTaskConfig(TaskBase):
-    """Write programs in MBPP's or HumanEval's schema, which fcsd's own scorer runs in a sandbox."""
+    """Write programs in MBPP's, HumanEval's or LiveCodeBench's schema, which fcsd's own scorer runs in a sandbox."""
 
     kind: Literal["code"]
     metric: str = "pass@1"  # "pass@10", …
     split: str = "test"
     max_new_tokens: int = Field(768, gt=0)
     stop: list[str] = CODE_STOP  # besides the end of the sequence
-    timeout_s: float = Field(10.0, gt=0)  # processor time of a program; three times it on the clock
+    # Processor time of a program (of each test of a contest's); three times it on the clock.
+    timeout_s: float = Field(10.0, gt=0)
     # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
     # of them.
     prompt_template: str = "{prompt}"
-    # What decides: the data set's `test`, or only the first three visible tests, as lm-eval's mbpp tasks do.
+    # What decides: the data set's `test`, or only the first three visible tests, as lm-eval's mbpp tasks do; of
+    # contests the public and private tests, or the public ones.
     tests: Literal["all", "visible"] = "all"
     num_samples: int = Field(1, gt=0)  # completions of one problem; pass@k needs k of them or more
     temperature: float = Field(0.0, ge=0)  # 0: greedy

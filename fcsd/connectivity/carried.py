@@ -1,7 +1,7 @@
 """What a conversion carries over beside config and weights: tokenizer, processor, generation defaults, licence.
 
-The tokenizer's files stay as they are: `modeling_farskip.py` enters the model type in transformers' tables of
-tokenizers. The class of a processor that only the base's model type told is written into its file.
+The files of tokenizer and processor stay as they are: `modeling_farskip.py` enters the model type in transformers'
+tables of both. Only code that they name and that does not lie beside them is then named in its repository.
 """
 
 import re
@@ -38,13 +38,12 @@ _CLASS = re.compile(r"([\w.-]+/[\w.-]+--)?\w+(\.\w+)+")  # no path in it leads o
 _CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
-def carry_over(source: Path, folder: Path, model_type: str, repository: str | None = None) -> None:
+def carry_over(source: Path, folder: Path, repository: str | None = None) -> None:
     """Copy what a checkpoint has beside config and weights, so that tokenizer and processor load in `folder`.
 
     Args:
         source: the base checkpoint, or a FarSkip checkpoint.
         folder: the new checkpoint.
-        model_type: of the base.
         repository: `owner/name` that `source` is a snapshot of; code is then named there instead of copied.
     """
     for pattern in CARRIED:
@@ -56,7 +55,6 @@ def carry_over(source: Path, folder: Path, model_type: str, repository: str | No
     for name in _CODE:
         if (source / name).is_file():
             _keep_code(source, folder, name, repository)
-    _name_processor(folder, model_type)
 
 
 def _keep_code(source: Path, folder: Path, file: str, repository: str | None) -> None:
@@ -93,15 +91,3 @@ def _copy_module(module: Path, folder: Path) -> None:
 
     for file in (module, *map(Path, get_relative_import_files(module))):
         shutil.copyfile(file, folder / file.name)
-
-
-def _name_processor(folder: Path, model_type: str) -> None:
-    """Write the class of the processor where only the model type told it."""
-    files = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
-    files = [file for file in files if file.exists()]
-    if not files or any("processor_class" in read_checkpoint_json(file) for file in files):
-        return
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    if name := PROCESSOR_MAPPING_NAMES.get(model_type):
-        write_json(files[0], read_checkpoint_json(files[0]) | {"processor_class": name})

@@ -34,8 +34,8 @@ def convert_checkpoint(
 
     The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer, whose files
     are those of `source`, is the base's with `trust_remote_code=True` or with fcsd (`load_tokenizer`); with False it is
-    of the class that its file names. Without the argument transformers asks on a terminal whether to run the code, and
-    goes on without it after 15 seconds.
+    of the class that its file names. So is the processor. Without the argument transformers asks on a terminal whether
+    to run the code, and goes on without it after 15 seconds.
 
     Args:
         connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires
@@ -107,8 +107,7 @@ def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dic
     if len(checkpoint.weight_files) > 1 or (checkpoint.folder / INDEX).exists():
         shutil.copyfile(checkpoint.folder / INDEX, folder / INDEX)
     hub = not Path(source).expanduser().is_dir()
-    model_type = str(checkpoint.config["model_type"]).removeprefix(PREFIX)
-    carry_over(checkpoint.folder, folder, model_type, repository=str(source) if hub else None)
+    carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -48,7 +48,7 @@ try:
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
     )
-    from transformers.models.auto import tokenization_auto
+    from transformers.models.auto import processing_auto, tokenization_auto
     from transformers.models.{folder}.configuration_{folder} import {config}
     from transformers.models.{folder}.modeling_{folder} import {classes}
 except ImportError as error:
@@ -101,6 +101,13 @@ if "{model_type}" in (_wrong := getattr(tokenization_auto, "MODELS_WITH_INCORREC
     _wrong.add("farskip_{model_type}")
 if (_class := tokenization_auto.TOKENIZER_MAPPING.get({config}, None)) is not None:
     tokenization_auto.TOKENIZER_MAPPING.register(FarSkip{config}, _class, exist_ok=True)
+
+# So is the processor where its files do not name it; one whose packages are missing is not found for the base either.
+try:
+    if (_class := processing_auto.PROCESSOR_MAPPING.get({config}, None)) is not None:
+        processing_auto.PROCESSOR_MAPPING.register(FarSkip{config}, _class, exist_ok=True)
+except ImportError:
+    pass
 
 # PEFT reads here that `gate_proj` and the like mean the fused experts; its table is a copy of transformers'.
 for _name in ("transformers.conversion_mapping", "peft.utils.transformers_weight_conversion"):

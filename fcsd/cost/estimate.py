@@ -20,6 +20,7 @@ from fcsd.cost.memory import (
     Sharding,
     memory_parts,
 )
+from fcsd.cost.stream import stream_rate
 from fcsd.cost.time import StepTime, step_time
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.training import (
@@ -66,8 +67,8 @@ def estimate(
         variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
             has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, totals,
-        assumptions.
+    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, stream,
+        totals, assumptions.
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch that cannot be cut over the
@@ -114,6 +115,9 @@ def estimate(
         "disk": _disk(training, trace),
         "flops": _flops(training, trace, setting),
         "time": _time(training, seconds, hardware),
+        "stream": stream_rate(training.train.batch_size_tokens, (seconds.best, seconds.worst))
+        if training.streams
+        else None,
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
             *_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant),
@@ -307,6 +311,11 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         )
     if training.lora is not None and hardware.sharding != "none":
         yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
+    if training.streams:
+        yield (
+            "a stream is tokenized as fast as in benchmarks/stream.py: chats read from a local disk, by the small"
+            " tokenizer of the tests; scale by what your tokenizer and your processor do"
+        )
     if setting.has_teacher and setting.teacher == "cache":
         yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"
 

@@ -112,7 +112,24 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
     ]
     if flops["float32_share"] > 0:
         lines.append(f"float32       {flops['float32_share']:.0%} of the operations run in float32")
+    if facts["stream"]:
+        lines.append(_stream(facts["stream"]))
     return lines
+
+
+def _stream(stream: Mapping[str, Any]) -> str:
+    rate = (
+        f"{stream['workers_at_most']} processes tokenize {stream['tokens_per_second']:,.0f} tokens/s at most"
+    )
+    if stream["keeps_up"]:
+        return (
+            f"stream        keeps up with {stream['workers_needed']} processes that tokenize (free cores of the first"
+            f" machine, {stream['workers_at_most']} at most)"
+        )
+    return (
+        f"stream        DOES NOT KEEP UP: {rate}, the GPUs take {_range(stream['gpu_tokens_per_second'])}; a step takes"
+        f" {stream['least_step_s']:.2g} s or more. Without `streaming`, rows are tokenized once before the training"
+    )
 
 
 def _range(values: list[float]) -> str:

@@ -44,6 +44,7 @@ class Training:
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
+    streams: bool = False  # its data is read while it trains
 
 
 def distillation(recipe: Recipe, variant: str | None) -> Training:
@@ -77,6 +78,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         keeps_best=recipe.early_stopping is not None,
         teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
         lora=recipe.lora,
+        streams=any(source.streaming for source in recipe.data.train),
     )
 
 
@@ -101,6 +103,7 @@ def pretraining(recipe: Recipe) -> Training:
         attention=None,
         num_active=None,
         left_dtype=dtype_of(plan.train.dtype),
+        streams=any(source.streaming for source in plan.data.train),
     )
 
 

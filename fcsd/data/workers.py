@@ -20,14 +20,14 @@ from typing import Any
 
 from fcsd.errors import UserError
 
-_MOST = 8
+MOST_WORKERS = 8
 _PARENT_CHECK_S = 5.0
 
 
 def default_workers() -> int:
     """Return how many processes may work beside the ranks of this machine: its free cores, eight at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(_MOST, cores - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(0, min(MOST_WORKERS, cores - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def in_order(

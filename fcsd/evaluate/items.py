@@ -15,6 +15,8 @@ from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.tasks import load_task
 from fcsd.evaluate.suites import dataset_location
 
+_GENERATED = ("test", "public_test_cases", "private_test_cases")
+
 
 def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
     """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests.
@@ -34,9 +36,10 @@ def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     revision = row.revision if location == row.dataset else None
     for index, problem in enumerate(_load(location, row.dataset_name, row.split, revision)):
-        # `test`: generated inputs and outputs, megabytes of numbers; what a reader sees is in the other columns.
-        shown = {name: value for name, value in problem.items() if name != "test"}
-        yield Item(row.task, str(problem.get("task_id", index)), tuple(all_texts(shown)))
+        # Generated inputs and outputs, megabytes of numbers; what a reader sees is in the other columns.
+        shown = {name: value for name, value in problem.items() if name not in _GENERATED}
+        item = problem.get("task_id", problem.get("question_id", index))
+        yield Item(row.task, str(item), tuple(all_texts(shown)))
 
 
 def _lm_eval_items(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.suite import CodeTaskConfig, SuiteConfig, TaskConfig
+from fcsd.config.suite import CODE_STOP, CodeTaskConfig, SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.batch import BatchSize, BatchSizer, check_batch_size
@@ -165,6 +165,10 @@ def _prepare_task(
     if row.kind == "code":
         problems = load_problems(row, data_root)
         prompts(tokenizer, problems[:1], row)
+        if problems[0].contest and (cut := [stop for stop in row.stop if stop in CODE_STOP]):
+            raise UserError(
+                f"task {row.task}: stop {cut[0]!r} would cut programs that print; set stop: [] for this task"
+            )
         return problems[:limit], {"num_items_total": len(problems), "higher_is_better": True}
     task = likelihood.load_task(row, suite, data_root, tokenizer)
     return task, {

@@ -403,6 +403,28 @@ def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Pa
     assert not any("that did not choose them" in text for text in chosen["assumptions"])
 
 
+def test_a_stream_is_compared_with_what_the_gpus_take(recipe: Callable[..., Path]) -> None:
+    """By hand from docs/LOG.md: 53,374,976 tokens in 70 s are 762,500 a second and worker, eight do 6.1 million."""
+    data = {"train": [{"path": "nowhere.jsonl", "streaming": True}], "max_length": 1024}
+    path = few_layers(recipe(data=data, train={"bf16": True}))
+
+    def with_gpus(number: int) -> tuple[dict[str, Any], float, str]:
+        facts = estimate(load_recipe(path), Hardware("h200", number, "fsdp2"))
+        return facts["stream"], facts["time"]["tokens_per_second"][1], estimate_table(facts)
+
+    one, rate, text = with_gpus(1)
+    assert one["worker_tokens_per_second"] == pytest.approx(762_500, abs=1)
+    assert one["keeps_up"] and (one["workers_needed"] - 1) * 762_500 < rate <= one["workers_needed"] * 762_500
+    assert f"stream        keeps up with {one['workers_needed']} processes" in text
+    path = few_layers(recipe(data=data, train={"bf16": True, "batch_size_tokens": 2**23}))
+    many, rate, text = with_gpus(128)
+    assert rate > 6_100_000 == pytest.approx(many["tokens_per_second"], abs=5)
+    assert not many["keeps_up"] and many["least_step_s"] == pytest.approx(2**23 / 6_100_000, rel=1e-5)
+    assert "stream        DOES NOT KEEP UP: 8 processes tokenize 6,099,9" in text
+    (path.parent / "recipe.yaml").write_text(path.read_text().replace("streaming: true", "streaming: false"))
+    assert with_gpus(1)[0] is None
+
+
 def test_half_the_utilisation_takes_twice_the_time(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(train={"dtype": "bfloat16"}), 2)
     facts = estimate(load_recipe(path), Hardware("h200", 1, mfu=(0.1, 0.2)))

@@ -26,13 +26,17 @@ SAMPLING_SEED = 1234
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def extract_code(text: str, stop: Sequence[str] = ()) -> str:
-    """Extract the program in a completion: the first fenced block (to the end if it is not closed), else the text up
-    to the first of the `stop` strings."""
-    fenced = _FENCE.search(text)
-    if fenced:
-        return fenced[1]
+def extract_code(text: str, stop: Sequence[str] = (), *, last: bool = False) -> str:
+    """Extract the program in a completion: the first (or last) fenced block (to the end if it is not closed), else the
+    text up to the first of the `stop` strings."""
+    if fenced := _FENCE.findall(text):
+        return str(fenced[-1 if last else 0])
     return text[: first_stop(text, stop)]
+
+
+def answer_of(text: str) -> str:
+    """Cut off thoughts, which end at `</think>`; without that, all of it is the answer."""
+    return text.rpartition("</think>")[2].lstrip()
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:
@@ -196,7 +200,7 @@ def _generate(
     texts = tokenizer.batch_decode(
         made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    answers = [text.rpartition("</think>")[2].lstrip() for text in texts] if task.thinking else texts
+    answers = [answer_of(text) for text in texts] if task.thinking else texts
     return [text[: first_stop(text, task.stop)] for text in answers]
 
 

@@ -1,7 +1,8 @@
-"""The problems of a code task, and the tests that decide each: rows in the schema of MBPP+ or of HumanEval+.
+"""The problems of a code task, and the tests that decide each: rows of MBPP+, HumanEval+ or LiveCodeBench.
 
     columns     MBPP+: task_id, prompt, code, test_imports, test_list, test
                 HumanEval+: task_id, prompt, canonical_solution, entry_point, test
+                LiveCodeBench: `fcsd.evaluate.code.contest`
 
 A `test` in EvalPlus's form is graded as EvalPlus does (`fcsd.evaluate.code.evalplus`); any other `test` is a
 program that decides by itself.
@@ -21,6 +22,7 @@ from typing import Any, Literal
 from fcsd.config.suite import CodeTaskConfig
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError
+from fcsd.evaluate.code import contest
 from fcsd.evaluate.code.evalplus import grading, num_base_inputs
 from fcsd.evaluate.suites import damaged_file, dataset_location, first_line, hub_advice
 from fcsd.models.preserve import quiet
@@ -37,13 +39,15 @@ class Problem:
     Attributes:
         task_id: the row's id, as text.
         prompt: the instruction, or the head of the function.
-        canonical: a correct program, standing alone.
+        canonical: a correct program, standing alone; "" where the data set has none.
         tests: programs that raise unless the solution is right, run in this order in one namespace.
         visible_tests: assertions that a prompt may show (`test_list`).
         prefix: what stands before every completion (the prompt, where it is the head of the function).
         base_tests: as `tests`, for the original benchmark's inputs; run before, and `tests` only if they pass. Empty:
             there is no such part.
         names: the functions of the program that the tests may call; None: all but those named like Python's own.
+        contest: each test but the first is run in a process of its own, after the first; a completion's program is its
+            last fenced block. As LiveCodeBench does.
     """
 
     task_id: str
@@ -54,10 +58,11 @@ class Problem:
     prefix: str = field(default="", repr=False)
     base_tests: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
+    contest: bool = False
 
     def program(self, code: str) -> str:
         """Assemble the program to run for the extracted `code`."""
-        return self.prefix + code
+        return contest.whole_program(code) if self.contest else self.prefix + code
 
     def text(self, template: str) -> str:
         """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}` are replaced."""
@@ -100,10 +105,14 @@ def read_problems(
     where = f"{path} ({split})"
     if not len(rows):
         raise UserError(f"{where}: the data set is empty")
-    columns, make = (_HUMANEVAL, _humaneval) if "entry_point" in rows.column_names else (_MBPP, _mbpp)
+    columns: tuple[str, ...]
+    kind, columns, make = "MBPP+", _MBPP, _mbpp
+    if "entry_point" in rows.column_names:
+        kind, columns, make = "HumanEval+", _HUMANEVAL, _humaneval
+    elif "question_content" in rows.column_names:
+        kind, columns, make = "LiveCodeBench", contest.COLUMNS, _contest
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
-        kind = "HumanEval+" if columns is _HUMANEVAL else "MBPP+"
         raise UserError(
             f"{where}: no column {', '.join(missing)}; code tasks need the {kind} schema:"
             f" {', '.join(columns)} (found {', '.join(rows.column_names) or 'none'})"
@@ -184,6 +193,14 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         base_tests=graded.base if graded else (),
         names=(entry_point,),
     )
+
+
+def _contest(row: dict[str, Any], where: str, tests: Tests) -> Problem:
+    prompt, decides = contest.prompt_and_tests(row, where, private=tests == "all")
+    return Problem(str(row["question_id"]), prompt, "", decides, names=contest.CALLED, contest=True)
+
+
+PROBE = Problem("probe", "", contest.PROBE_CODE, contest.PROBE_TESTS, names=contest.CALLED, contest=True)
 
 
 def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> None:

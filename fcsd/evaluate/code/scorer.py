@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code
-from fcsd.evaluate.code.problems import Problem
+from fcsd.evaluate.code.problems import PROBE, Problem
 from fcsd.temporary import scratch_folder
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
@@ -185,13 +185,17 @@ class CodeScorer:
         self, problems: Sequence[Problem], *, timeout_s: float | None = None, progress: bool = False
     ) -> list[Outcome]:
         """Score the canonical solutions, which must all pass; what they take sets the time limits of their
-        problems.
+        problems. Where no problem has one, a program of ours must pass a test of ours.
 
         Raises:
             ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
         """
         limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
-        jobs = [(problem, problem.canonical, limit) for problem in problems]
+        problems = [problem for problem in problems if problem.canonical] or [PROBE]
+        jobs = [
+            (problem, problem.program(problem.canonical) if problem.contest else problem.canonical, limit)
+            for problem in problems
+        ]
         outcomes = self._run(jobs, progress, "canonical solutions")
         if failed := [outcome for outcome in outcomes if not outcome.passed]:
             shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
@@ -240,7 +244,7 @@ class CodeScorer:
         jobs = [
             (
                 problem,
-                text if whole_programs else problem.program(extract_code(text)),
+                _program(problem, text, whole_programs),
                 self._limit(problem, timeout_s or self.timeout_s),
             )
             for problem in problems
@@ -275,6 +279,13 @@ class CodeScorer:
             raise
 
 
+def _program(problem: Problem, text: str, whole: bool) -> str:
+    """Build what is run for a completion, or for a text that is a whole program."""
+    if whole:
+        return problem.program(text) if problem.contest else text
+    return problem.program(extract_code(text, last=problem.contest))
+
+
 def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
     """Run a program against the base tests, if there are any, and if it passes against the others."""
 
@@ -286,6 +297,8 @@ def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> O
             raise ScorerError(f"problem {problem.task_id}: the sandbox failed: {message}")
         return Outcome(problem.task_id, outcome, float(reply["seconds"]), str(reply["message"]))
 
+    if problem.contest:
+        return _grade_each(problem.tests, run)
     if not problem.base_tests:
         return run(problem.tests)
     base = run(problem.base_tests)
@@ -293,6 +306,19 @@ def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> O
         return replace(base, base=base.outcome)
     plus = run(problem.tests)
     return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
+
+
+def _grade_each(tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]) -> Outcome:
+    """Run each test in a process of its own, after the first of them, up to the first that does not pass."""
+    setup, *cases = tests
+    seconds = 0.0
+    for number, case in enumerate(cases, start=1):
+        outcome = run((setup, case))
+        seconds += outcome.seconds
+        if not outcome.passed:
+            message = f"test {number} of {len(cases)}: {outcome.message}"
+            return replace(outcome, seconds=seconds, message=message)
+    return replace(outcome, seconds=seconds)
 
 
 class _Server:

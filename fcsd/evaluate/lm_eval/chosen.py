@@ -40,6 +40,8 @@ def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | 
             found.append(rows[name])
         else:
             found.append(_row(name, _lm_evals(name), None, [*rows, *own]))
+    if not any(row.get("headline", True) for row in found):  # asked for by name, they count
+        found = [row | {"headline": True} for row in found]
     where = f"--tasks {','.join(names)}"
     made = validate(SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": found}, where)
     return made.model_copy(update={"folder": suite.folder})

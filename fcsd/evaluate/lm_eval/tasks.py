@@ -208,9 +208,15 @@ def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
 
 
 def run_task(
-    language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
+    language_model: Any,
+    row: LMEvalTaskConfig,
+    tasks: dict[str, Any],
+    limit: int | None,
+    documents: dict[str, list[int]] | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate one row; its samples in the order of the data set (group members one after another).
+
+    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`.
 
     Each sample: doc_id, doc_hash, prompt_hash, score, target, the end of the prompt, and `completion`
     (generation) or `choices` and their `loglikelihoods`; `cut` if the model has been shown the end of the prompt only.
@@ -229,6 +235,7 @@ def run_task(
                 lm=language_model,
                 task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
                 limit=limit,
+                samples=documents,
                 bootstrap_iters=0,
                 log_samples=True,
                 apply_chat_template=row.chat_template,

@@ -1,4 +1,5 @@
-"""Our verdicts against the real package evalplus 0.3.1, where it is installed (`pip install 'fcsd[evalplus]'`)."""
+"""Our verdicts against the real package evalplus 0.3.1, where it is installed: `make test-extras` does that, beside the
+environment. On problems of our own in the form of its data sets, and on real ones where these are."""
 
 import json
 import textwrap
@@ -9,17 +10,16 @@ from typing import Any
 import pytest
 
 from fcsd.evaluate.code.problems import Problem, read_problems
-from fcsd.evaluate.code.score_file import score_file
 from fcsd.evaluate.code.scorer import CodeScorer
+from fcsd.evaluate.ready import score_file
 from tests.evaluate.code.mutants import CHANGES, changed, edited
-from tests.evaluate.rows import mbpp_row, write_root
+from tests.evaluate.rows import ASSERTION, mbpp_row, write_root
 
 evaluation = pytest.importorskip(
-    "evalplus.eval", reason="evalplus is not installed: pip install 'fcsd[evalplus]'"
+    "evalplus.eval", reason="evalplus is not installed; `make test-extras` installs it"
 )
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real_data,
+    pytest.mark.extras,
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 
@@ -84,11 +84,67 @@ def ours(scorer: CodeScorer, problem: Problem, codes: list[str]) -> list[tuple[b
     return [(outcome.base == "passed", outcome.passed) for outcome in outcomes]
 
 
+# Floats, tuples in lists, a number, and two of EvalPlus's special oracles, which go by the function's name (a set; not
+# None): name -> program, inputs, right outputs. The first three inputs are the base.
+OWN: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "halves": (
+        "def halves(xs):\n    return [x / 2 for x in xs]\n",
+        [[[1, 2]], [[3.0]], [[]], [[5, 7, 9]], [[0.1]]],
+        [[0.5, 1.0], [1.5], [], [2.5, 3.5, 4.5], [0.05]],
+    ),
+    "pairs": (
+        "def pairs(n):\n    return [(i, i + 1) for i in range(n)]\n",
+        [[1], [2], [0], [3], [4]],
+        [[(0, 1)], [(0, 1), (1, 2)], [], [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3), (3, 4)]],
+    ),
+    "area": ("def area(a, b):\n    return a * b\n", [[2, 3], [1.5, 2], [0, 4], [7, 7]], [6, 3.0, 0, 49]),
+    "find_dissimilar": (
+        "def find_dissimilar(a, b):\n    return tuple(set(a) ^ set(b))\n",
+        [[(1, 2), (2, 3)], [(1,), (1,)], [(4, 5), ()], [(1, 2, 3), (3, 4)]],
+        [(1, 3), (), (4, 5), (1, 2, 4)],
+    ),
+    "check_str": (
+        "import re\ndef check_str(s):\n    return re.match('[aeiou]', s)\n",
+        [["ann"], ["bob"], ["eve"], [""]],
+        [True, False, True, False],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Problem, dict[str, Any]]]:
+    found = {}
+    for number, (name, (code, inputs, right)) in enumerate(OWN.items(), start=5000):
+        row = mbpp_row(0) | {"task_id": number, "code": code, "test_list": ["assert True"] * 3}
+        row["test"] = (
+            f"{ASSERTION}\ninputs = {inputs}\nresults = {right}\n"
+            f"for i, (inp, exp) in enumerate(zip(inputs, results)):\n    assertion({name}(*inp), exp, 0)\n"
+        )
+        file = tmp_path_factory.mktemp(name) / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        (problem,) = read_problems(file)
+        found[name] = (problem, row)
+    return found
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nearly_right_programs_for_our_own_problems_are_judged_as_evalplus_judges_them(
+    scorer: CodeScorer, own: dict[str, tuple[Problem, dict[str, Any]]], name: str
+) -> None:
+    compared(scorer, *own[name])
+
+
+@pytest.mark.slow
+@pytest.mark.real_data
 @pytest.mark.parametrize("task_id", PROBLEMS)
 def test_nearly_right_programs_are_judged_as_evalplus_judges_them(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]], task_id: str
 ) -> None:
-    problem, row = rows[task_id]
+    compared(scorer, *rows[task_id])
+
+
+def compared(scorer: CodeScorer, problem: Problem, row: dict[str, Any]) -> None:
+    """Compare both verdicts on the correct program, and on the same made nearly right."""
     (name,) = problem.names or ()
     codes = [changed(problem.canonical, name, change) for change in CHANGES]
     codes += list(edited(problem.canonical))[:6]
@@ -104,6 +160,8 @@ def test_nearly_right_programs_are_judged_as_evalplus_judges_them(
     assert expected[0] == (True, True) and len(set(expected)) >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.real_data
 def test_programs_that_do_not_end_are_judged_alike(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
 ) -> None:
@@ -114,6 +172,8 @@ def test_programs_that_do_not_end_are_judged_alike(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.real_data
 def test_where_the_two_differ(scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]) -> None:
     """What the documentation says, so that a later version of the package that changes it is noticed."""
     problem, row = rows["14"]  # the volume of a prism

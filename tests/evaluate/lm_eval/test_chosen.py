@@ -40,6 +40,8 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
         ("generation", "exact_match,custom-extract", "TIGER-Lab/MMLU-Pro"),
     ]
     assert [row.num_fewshot for row in made.tasks[1:4]] == [0, 0, 5]  # type: ignore[union-attr]
+    alone = chosen_suite(["mbpp_plus_lmeval"], suite).tasks  # which does not count in its suite
+    assert [(row.task, row.headline) for row in alone] == [("mbpp_plus_lmeval", True)]
     with pytest.raises(UserError, match=r"^task humaneval_64: runs generated code inside lm-eval"):
         chosen_suite(["humaneval_64"], suite)
 
