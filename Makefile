@@ -51,7 +51,7 @@ $(OLDEST):  # beside the environment, never in it
 EXTRAS := .extras
 
 test-extras: $(STAMP) $(EXTRAS)  ## what is promised with evalplus, wandb (offline), trackio and lm-eval's instruct tasks
-	PYTHONPATH=$(EXTRAS) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
+	PYTHONPATH=$(CURDIR)/$(EXTRAS) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
 
 # Beside the environment, and without what that has already: alone, evalplus and trackio would change protobuf and pillow.
 # Where they cannot be installed, the folder stays empty and the tests skip and say so.
