@@ -51,7 +51,7 @@ $(OLDEST):  # beside the environment, never in it
 EXTRAS := .extras
 
 test-extras: $(STAMP) $(EXTRAS)  ## what is promised with evalplus, wandb (offline), trackio and lm-eval's instruct tasks
-	PYTHONPATH=$(EXTRAS) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
+	PYTHONPATH=$(CURDIR)/$(EXTRAS) $(TEST_ENV) $(BIN)/python -m pytest -q -m extras
 
 # Beside the environment, and without what that has already: alone, evalplus and trackio would change protobuf and pillow.
 # Where they cannot be installed, the folder stays empty and the tests skip and say so.
@@ -63,6 +63,7 @@ $(EXTRAS): pyproject.toml
 	    $@.new/report.json > $@.new/requirements.txt \
 	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \
 	    -r $@.new/requirements.txt; } || echo "the extras cannot be installed here: their tests will be skipped"
+	rm -rf $@.new/tests  # one of them ships its own, which would stand before ours
 	mv $@.new $@
 
 check: $(STAMP)  ## the fast part, in under two minutes

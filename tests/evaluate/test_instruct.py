@@ -79,10 +79,13 @@ def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return result["tasks"][name], samples[name]
 
 
-def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], answer: str) -> float:
-    file = lines(
-        folder / "s.jsonl", *({"doc_id": sample["doc_id"], "completion": answer} for sample in samples)
-    )
+def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *answers: str) -> float:
+    """The score of these answers, given to the items in turn."""
+    rows = [
+        {"doc_id": sample["doc_id"], "completion": answers[index % len(answers)]}
+        for index, sample in enumerate(samples)
+    ]
+    file = lines(folder / "s.jsonl", *rows)
     result = score_file(file, name, data_root=root, suite=load_suite("instruct"))
     return float(result["tasks"][name]["value"])
 
@@ -91,8 +94,11 @@ def test_mmlu_pro_asks_fourteen_subjects_with_five_shots_as_turns(root: Path, tm
     row, samples = asked(root, "mmlu_pro")
     assert (row["num_items"], row["num_fewshot"], row["value"]) == (14, 5, 0)
     assert samples[0]["prompt"].count("<assistant>") == 6 and "J. 10" in samples[0]["prompt"]
-    assert graded(root, tmp_path, "mmlu_pro", samples, "Two. The answer is (B). Question: x (C)") == 1
-    assert graded(root, tmp_path, "mmlu_pro", samples, "The answer is (C).") == 0
+    right, wrong = (
+        "Two. The answer is (B). Question: The answer is (C)",
+        "The answer is (C). The answer is (B).",
+    )
+    assert graded(root, tmp_path, "mmlu_pro", samples, right, wrong) == 7 / 14
 
 
 def test_gpqa_shuffles_its_choices_and_takes_the_last_letter(root: Path, tmp_path: Path) -> None:
@@ -104,12 +110,13 @@ def test_gpqa_shuffles_its_choices_and_takes_the_last_letter(root: Path, tmp_pat
         assert graded(root, tmp_path, "gpqa_diamond_cot_zeroshot", samples, answer) == value
 
 
+@pytest.mark.slow
 def test_bbh_has_its_twenty_seven_parts_with_three_shots(root: Path, tmp_path: Path) -> None:
     row, samples = asked(root, "bbh_cot_fewshot")
     assert (row["num_items"], row["num_fewshot"]) == (27, 3) and len(set(bbh_parts())) == 27
     assert samples[0]["prompt"].count("<assistant>") == 4
-    assert graded(root, tmp_path, "bbh_cot_fewshot", samples, "So the answer is False.") == 1
-    assert graded(root, tmp_path, "bbh_cot_fewshot", samples, "So the answer is True.") == 0
+    right, wrong = "So the answer is False.", "So the answer is True."
+    assert graded(root, tmp_path, "bbh_cot_fewshot", samples, right, wrong) == pytest.approx(14 / 27)
 
 
 @pytest.mark.extras
