@@ -26,12 +26,16 @@ class _Float64(TorchFunctionMode):
     """Puts float64 in the place of float32 in every call of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        if any(value is torch.float32 for value in args):
+            args = map(_double, args)
+        if not kwargs and func is not torch.randn:  # most of the million calls of a module's tests
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.randn and "dtype" not in kwargs:  # the numbers that float32 draws: the same models
             return func(*args, dtype=torch.float32, **kwargs).double()
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        return func(*map(_double, args), **{name: _double(value) for name, value in kwargs.items()})
+        return func(*args, **{name: _double(value) for name, value in kwargs.items()})
 
 
 def _double(value: Any) -> Any:

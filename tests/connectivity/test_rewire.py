@@ -15,6 +15,7 @@ from fcsd.tiny.configs.multimodal import IMAGES
 from fcsd.tiny.models import tiny_model
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
+from tests.reference.parts import arguments_found_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
 
@@ -108,11 +109,17 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
     if FAMILIES[family].reference == "written" and every_pair:
         cases = [*itertools.product(SELECTIONS, sides)]
     else:
-        cases = [*itertools.product(["all"], sides), *itertools.product(SELECTIONS[1:], sides[:1])]
-    for selection, (attention, mlp) in cases:
+        selections = SELECTIONS[1:] if every_pair else SELECTIONS[-1:]
+        cases = [*itertools.product(["all"], sides), *itertools.product(selections, sides[:1])]
+    selected = {str(selection): resolved(model, selection) for selection, _ in cases}
+    with arguments_found_once():
+        references = [
+            reference(model, x, selected[str(selection)], *sides, attention_mask=mask)[0]
+            for selection, sides in cases
+        ]
+    for (selection, (attention, mlp)), expected in zip(cases, references, strict=True):
         unconvert_model(model)
-        layers = resolved(model, selection)
-        expected, _ = reference(model, x, layers, attention, mlp, attention_mask=mask)
+        layers = selected[str(selection)]
         assert convert_model(model, Connectivity(selection, attention, mlp), regular_ok=True) == layers
         actual = logits(model, x, attention_mask=mask)
         worst = error(actual[kept], expected[kept])

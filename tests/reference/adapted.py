@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, logsigmoid, silu, softmax
 from transformers.cache_utils import KVSharingDict
 
-from tests.reference.parts import _fused, _mlp, _routed, _softmax_router, layer_arguments
+from tests.reference.parts import _fused, _mlp, _routed, _softmax_router, _swiglu, layer_arguments
 
 Step = tuple[Tensor, Tensor | None]
 """(o_k, o_k without what is in flight; None after a dense layer), each B x T x D."""
@@ -26,17 +26,17 @@ def _grouped(
     """Groups by their two best biased scores, experts in them by biased score, unbiased weights that sum
     to 1."""
     scores = score(x @ gate.weight.T)
-    biased = scores.detach() + getattr(gate, "e_score_correction_bias", torch.zeros(scores.shape[-1]))
+    bias = getattr(gate, "e_score_correction_bias", torch.zeros(scores.shape[-1]))
     size = scores.shape[-1] // config.n_group
-    indices, weights = [], []
-    for n in range(x.shape[0]):
-        best_two = [float(group.topk(2).values.sum()) for group in biased[n].split(size)]
+    chosen = []
+    for biased in (scores.detach() + bias).tolist():
+        best_two = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(config.n_group)]
         kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[: config.topk_group]
         candidates = [e for g in kept for e in range(g * size, (g + 1) * size)]
-        chosen = sorted(candidates, key=lambda e: -float(biased[n, e]))[: config.num_experts_per_tok]
-        indices.append(torch.tensor(chosen))
-        weights.append(scale * scores[n, chosen] / scores[n, chosen].sum())
-    return torch.stack(indices), torch.stack(weights)
+        chosen.append(sorted(candidates, key=lambda e: -biased[e])[: config.num_experts_per_tok])
+    indices = torch.tensor(chosen)
+    weights = scores.gather(1, indices)
+    return indices, scale * weights / weights.sum(-1, keepdim=True)
 
 
 def _glm_moe_dsa(
@@ -65,7 +65,8 @@ def _afmoe(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argume
     x, block = m.flatten(0, 1), layer.mlp
     scores = torch.sigmoid(x @ block.router.gate.weight.T)
     indices = (scores + block.expert_bias).topk(config.num_experts_per_tok, dim=-1).indices
-    weights = torch.stack([row[e] / row[e].sum() for row, e in zip(scores, indices, strict=True)])
+    weights = scores.gather(1, indices)
+    weights = weights / weights.sum(-1, keepdim=True)
     out = _routed(x, indices, weights * config.route_scale, _fused(block.experts)).view(o.shape)
     return h + layer.post_mlp_layernorm(out + _mlp(block.shared_experts, m)), h
 
@@ -79,7 +80,7 @@ def _kolibri(
     x, gate = m.flatten(0, 1), layer.mlp.gate
     scores = x @ gate.weight.T
     indices = (scores + gate.e_score_correction_bias).topk(config.num_experts_per_tok, dim=-1).indices
-    weights = torch.stack([torch.sigmoid(row[e]) for row, e in zip(scores, indices, strict=True)])
+    weights = torch.sigmoid(scores.gather(1, indices))
     if config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     out = _routed(x, indices, weights, _fused(layer.mlp.experts)).view(o.shape)
@@ -123,14 +124,14 @@ def _inkling(
     indices = biased.topk(config.num_experts_per_tok, dim=-1).indices
     always = torch.arange(routed, scores.shape[-1]).expand(len(x), -1)
     both = torch.cat([indices, always], dim=-1)
-    chosen = torch.stack([row[e] for row, e in zip(scores, both, strict=True)])
+    chosen = scores.gather(1, both)
     weights = softmax(logsigmoid(chosen), dim=-1) * config.route_scale * gate.global_scale
 
     def expert(e: int, t: Tensor) -> Tensor:
         if e < routed:
             return _fused(block.experts)(e, t)
         e -= routed
-        return shared.down_proj[e] @ (silu(shared.gate_proj[e] @ t) * (shared.up_proj[e] @ t))
+        return (silu(t @ shared.gate_proj[e].T) * (t @ shared.up_proj[e].T)) @ shared.down_proj[e].T
 
     return h + _convolved(layer.mlp_sconv, _routed(x, both, weights, expert).view(o.shape), mask), h
 
@@ -195,7 +196,7 @@ def _dbrx(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argumen
         weight.view(ffn.moe_num_experts, ffn.ffn_hidden_size, -1)
         for weight in (layer.ffn.experts.mlp.w1, layer.ffn.experts.mlp.v1, layer.ffn.experts.mlp.w2)
     )
-    routed = _routed(x, indices, weights, lambda e, t: (silu(w1[e] @ t) * (v1[e] @ t)) @ w2[e])
+    routed = _routed(x, indices, weights, lambda e, t: (silu(t @ w1[e].T) * (t @ v1[e].T)) @ w2[e])
     return h + routed.view(o.shape), h
 
 
@@ -206,8 +207,7 @@ def _jetmoe(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argum
     scores, indices = (x @ block.router.layer.weight.T).topk(config.num_experts_per_tok, dim=-1)
 
     def expert(e: int, t: Tensor) -> Tensor:
-        gate, up = (block.input_linear.weight[e] @ t).chunk(2)
-        return block.output_linear.weight[e] @ (silu(gate) * up)
+        return _swiglu(t @ block.input_linear.weight[e].T) @ block.output_linear.weight[e].T
 
     routed = _routed(x, indices, softmax(scores, dim=-1), expert) + block.bias
     return h + routed.view(o.shape), h
@@ -250,7 +250,7 @@ def _gemma4(layer: Any, config: Any, o: Tensor, a: Tensor, outdated: bool, argum
         layer.pre_feedforward_layernorm_2(flat),
         indices,
         weights,
-        lambda e, t: experts.down_proj[e] @ glu(*(experts.gate_up_proj[e] @ t).chunk(2)),
+        lambda e, t: glu(*(t @ experts.gate_up_proj[e].T).chunk(2, dim=-1)) @ experts.down_proj[e].T,
     ).view(o.shape)
     both = layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(routed)
     scale = layer.layer_scalar
@@ -282,7 +282,8 @@ def _muse_spark(
     x, block = m.flatten(0, 1), layer.mlp
     scores = torch.sigmoid(config.output_multiplier * (x @ block.gate.weight.T))
     indices = (scores + block.gate.e_score_correction_bias).topk(config.num_experts_per_tok, dim=-1).indices
-    weights = torch.stack([row[e] / row[e].sum() for row, e in zip(scores, indices, strict=True)])
+    weights = scores.gather(1, indices)
+    weights = weights / weights.sum(-1, keepdim=True)
     routed = _routed(
         block.pre_expert_norm(x @ block.pre_expert_proj.weight.T),
         indices,

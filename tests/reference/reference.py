@@ -3,8 +3,7 @@ hand.
 
 Independent of the product: it reads no `Family`, no rewired class, and runs on the *regular* model, from
 which it takes weights, the norms, the attention modules and the keyword arguments that the model's loop
-hands to its layers. Slow: one matrix product a token and expert. Attribute names are spelled out below, each
-from upstream's modeling file.
+hands to its layers. Attribute names are spelled out below, each from upstream's modeling file.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,23 +46,22 @@ def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
     unbiased."""
     gate = layer.mlp.gate
     scores = torch.sigmoid(x @ gate.weight.T)
-    biased = scores.detach() + gate.e_score_correction_bias
     size = scores.shape[-1] // config.n_group
-    indices, weights = [], []
-    for n in range(x.shape[0]):
-        best_two = [float(group.topk(2).values.sum()) for group in biased[n].split(size)]
+    indices = []
+    for biased in (scores.detach() + gate.e_score_correction_bias).tolist():
+        best_two = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(config.n_group)]
         kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[: config.topk_group]
         # A.X K2 counts the experts of other groups as 0 and prefers them to its own below 0; which of them is up to
         # torch.
         others = 0.0 if config.model_type == "axk2" else float("-inf")
-        by = [float(score) if e // size in kept else others for e, score in enumerate(biased[n])]
+        by = [score if e // size in kept else others for e, score in enumerate(biased)]
         chosen = torch.tensor(by).topk(config.num_experts_per_tok, sorted=False).indices.tolist()
-        w = scores[n, chosen]
-        if config.norm_topk_prob:
-            w = w / w.sum()
-        indices.append(torch.tensor(chosen))
-        weights.append(w * config.routed_scaling_factor)
-    routed = _routed(x, torch.stack(indices), torch.stack(weights), _fused(layer.mlp.experts))
+        indices.append(chosen)
+    weights = scores.gather(1, torch.tensor(indices))
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * config.routed_scaling_factor
+    routed = _routed(x, torch.tensor(indices), weights, _fused(layer.mlp.experts))
     shared = getattr(layer.mlp, "shared_experts", None)
     return routed, torch.zeros_like(x) if shared is None else _mlp(shared, x)
 
@@ -74,17 +72,11 @@ def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
     block = layer.feed_forward
     logits, indices = (x @ block.router.weight.T).topk(config.num_experts_per_tok, dim=-1)
     experts = block.experts
-    routed = torch.stack(
-        [
-            sum(
-                (
-                    _swiglu(torch.sigmoid(w) * x[n] @ experts.gate_up_proj[e]) @ experts.down_proj[e]
-                    for e, w in zip(indices[n].tolist(), logits[n], strict=True)
-                ),
-                torch.zeros_like(x[n]),
-            )
-            for n in range(x.shape[0])
-        ]
+    given = torch.zeros(len(x), len(experts.down_proj)).scatter(1, indices, torch.sigmoid(logits))
+    into = given[:, :, None] * x[:, None]
+    routed = sum(
+        (_swiglu(into[:, e] @ experts.gate_up_proj[e]) @ down for e, down in enumerate(experts.down_proj)),
+        torch.zeros_like(x),
     )
     return routed, _mlp(block.shared_expert, x)
 
@@ -95,7 +87,7 @@ def _gpt_oss(layer: Any, config: Any, x: Tensor) -> Parts:
 
     def expert(e: int, t: Tensor) -> Tensor:
         gate_up = t @ experts.gate_up_proj[e] + experts.gate_up_proj_bias[e]
-        gate, up = gate_up[0::2].clamp(max=7.0), gate_up[1::2].clamp(-7.0, 7.0)
+        gate, up = gate_up[:, 0::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
         return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ experts.down_proj[
             e
         ] + experts.down_proj_bias[e]
@@ -118,9 +110,8 @@ def _ernie(layer: Any, config: Any, x: Tensor) -> Parts:
     gate = layer.mlp.gate
     probabilities = softmax(x @ gate.weight.T, dim=-1)
     indices = (probabilities + gate.moe_statics.e_score_correction_bias[0]).topk(config.moe_k, dim=-1).indices
-    weights = torch.stack(
-        [row[chosen] / row[chosen].sum() for row, chosen in zip(probabilities, indices, strict=True)]
-    )
+    weights = probabilities.gather(1, indices)
+    weights = weights / weights.sum(-1, keepdim=True)
     routed = _routed(x, indices, weights, _fused(layer.mlp.experts))
     if config.moe_num_shared_experts == 0:
         return routed, torch.zeros_like(x)
@@ -138,7 +129,7 @@ def _lfm2(layer: Any, config: Any, x: Tensor) -> Parts:
     block = layer.feed_forward
     scores = torch.sigmoid(x @ block.gate.weight.T)
     indices = (scores + block.expert_bias).topk(config.num_experts_per_tok, dim=-1).indices
-    chosen = torch.stack([row[experts] for row, experts in zip(scores, indices, strict=True)])
+    chosen = scores.gather(1, indices)
     weights = config.routed_scaling_factor * chosen / (chosen.sum(-1, keepdim=True) + 1e-6)
     return _routed(x, indices, weights, _fused(block.experts)), torch.zeros_like(x)
 
