@@ -1,8 +1,8 @@
 """A place in the middle of attention: between queries, keys and values, and the core.
 
 transformers' attention modules call the function that `config._attn_implementation` names in a registry. The functions
-in it are wrapped once, in the instance's own table; the wrapper calls what a layer has left on the attention module, and
-is transparent to all other modules. Eager attention is no entry of the registry, and linear attention asks none.
+in it are wrapped once, in the instance's own table; the wrapper calls what a layer has left on the attention module,
+and is transparent to all other modules. Eager attention is no entry of the registry, and linear attention asks none.
 """
 
 from __future__ import annotations

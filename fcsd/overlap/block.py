@@ -3,7 +3,7 @@
 The block's own forward is entered with a stand-in `self` (`rewire.View`), stopped at its experts, which shows what any
 router chose; and again for what it does with the experts' output. No routing code is copied.
 
-Not covered: when each step comes (`fcsd.overlap.schedule`), and what is in flight between layers (`fcsd.overlap.layer`).
+Not covered: when each step comes (`fcsd.overlap.schedule`); what is in flight between layers (`fcsd.overlap.layer`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class BlockRun:
         self.shared: Any = None
         self.gate: Any = None
         self.tape: list[tuple[str, Any]] = []
-        self.chosen: tuple[Any, ...] = ()
+        self.chosen: Any = ()
 
     def until(self, name: str | None) -> None:
         """Run the steps before the one of this name; None: all that are left."""
@@ -184,7 +184,8 @@ class BlockRun:
 
     def start_dispatch(self) -> None:
         """Send the tokens to their experts; a recomputation knows how many of them."""
-        self.dispatch = self.ep.start_dispatch(*self.chosen, self.call.sizes)
+        rows, experts, weights = self.chosen
+        self.dispatch = self.ep.start_dispatch(rows, experts, weights, self.call.sizes)
         self.chosen = ()
         if self.call.keeps:
             self.call.sizes = self.dispatch.sizes

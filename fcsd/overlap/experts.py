@@ -64,6 +64,7 @@ class OverlappedEP(AllToAllEP):
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any):
         super().__init__(experts, ep_mesh, tp_mesh)
         experts.__dict__["farskip_ep"] = self
+        self.num_here: int = experts.num_experts
         self.port = Port(AllToAll(None))
         self._counts: Transport = AllToAll(None)
         self._here = False
@@ -92,7 +93,7 @@ class OverlappedEP(AllToAllEP):
 
     def _start_counts(self, expert_ids: Tensor) -> tuple[Tensor, Tensor, Any]:
         ranks = self.ep_mesh.size()
-        sent = expert_ids.new_zeros(self.num_local_experts * ranks, dtype=torch.long)
+        sent = expert_ids.new_zeros(self.num_here * ranks, dtype=torch.long)
         sent = sent.scatter_add_(0, expert_ids, torch.ones_like(expert_ids)).view(ranks, -1)
         received = torch.empty_like(sent)
         each = [1] * ranks
@@ -119,7 +120,7 @@ class OverlappedEP(AllToAllEP):
 
     def run_experts(self, module: Any, rows: Tensor, sizes: Sizes) -> Tensor:
         """Compute the outputs (R, D) of this rank's experts, through the module, whose hooks gather its weights."""
-        ids = torch.arange(self.num_local_experts, device=rows.device).repeat(self.ep_mesh.size())
+        ids = torch.arange(self.num_here, device=rows.device).repeat(self.ep_mesh.size())
         ids = ids.repeat_interleave(sizes.received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
         self._here = True
         try:

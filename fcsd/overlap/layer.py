@@ -220,7 +220,7 @@ class _LayerRun(BlockRun):
 
 
 def output_is_read(layer: nn.Module) -> bool:
-    """Return whether a hook reads the layer's output: FSDP2's do not, transformers' do while they collect the streams."""
+    """Return whether a hook reads the layer's output: not FSDP2's; transformers' while they collect streams."""
     return any(_reads(hook) for hook in layer._forward_hooks.values())
 
 
