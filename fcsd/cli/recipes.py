@@ -60,7 +60,10 @@ def _stage(arguments: argparse.Namespace) -> None:
     from fcsd.distributed.launch import join_launch
     from fcsd.stages.context import Run
 
-    run = Run(recipe, join_launch(expert_parallel=getattr(arguments, "expert_parallel", 1)))
+    given = {
+        name: getattr(arguments, name) for name in ("expert_parallel", "overlap") if hasattr(arguments, name)
+    }
+    run = Run(recipe, join_launch(**given))
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report

@@ -99,6 +99,10 @@ def load_checkpoint(
             f"{config.path}: cannot be sharded with --expert-parallel {distributed_config.ep_size}:"
             f" {' '.join(str(error).split())} Launch FSDP2 instead (configs/fsdp2_8.yaml)"
         ) from None
+    if distributed_config is not None:
+        from fcsd.overlap import attach_loaded
+
+        attach_loaded(loaded, distributed_config)
     return loaded
 
 

@@ -6,7 +6,8 @@
 Not covered: regular layers, which have nothing to compute meanwhile; tensor and pipeline parallelism; CUDA graphs.
 """
 
-from fcsd.overlap.attach import Overlap, attach, detach
-from fcsd.overlap.experts import NAME, OverlappedEP
+from fcsd.overlap.attach import Overlap, attach, attach_loaded, detach
+from fcsd.overlap.experts import IMPLEMENTATIONS, OverlappedEP
+from fcsd.overlap.support import refusal
 
-__all__ = ["NAME", "Overlap", "OverlappedEP", "attach", "detach"]
+__all__ = ["IMPLEMENTATIONS", "Overlap", "OverlappedEP", "attach", "attach_loaded", "detach", "refusal"]

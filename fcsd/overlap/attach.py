@@ -12,8 +12,10 @@ from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.families.family import Family
 from fcsd.overlap.attention import asks_registry, wrap_registry
+from fcsd.overlap.experts import IMPLEMENTATIONS
 from fcsd.overlap.layer import BlockNames, LayerRuntime, runtimes
 from fcsd.overlap.schedule import Split
+from fcsd.overlap.support import check_transformers, in_flight_between_layers, refusal
 
 Overlap = Literal["full", "forward", "blocking"]
 _OVERLAPS: dict[str, tuple[bool, bool]] = {
@@ -41,6 +43,8 @@ def attach(
     if next(runtimes(model), None) is not None:
         raise UserError(f"{name}: overlap is attached already; detach it first")
     family = family_of(model.config)
+    if (reason := refusal(family, model.config)) is not None:
+        raise UserError(f"{name}: cannot overlap: {reason}; use --overlap off")
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and next(model.parameters()).is_cuda:
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1: would run each exchange after the computation it is to run beside; unset it"
@@ -54,12 +58,26 @@ def attach(
             f"{name}: no MoE layer of it is rewired and spread by ep_implementation 'farskip', so nothing can overlap;"
             " use --overlap off"
         )
+    check_transformers()
     wrap_registry()
     for k, (layer, runtime) in found.items():
         if runtime.ep is not None:
             runtime.ep.open(k, _OVERLAPS[overlap], transport)
         layer.farskip_runtime = runtime
     return sum(runtime.ep is not None for _, runtime in found.values())
+
+
+def attach_loaded(model: Any, distributed_config: Any) -> None:
+    """Attach to a model that has just been loaded what the `ep_implementation` that it was loaded with names.
+
+    A model that cannot overlap, or has nothing to (a regular teacher), is left to block.
+    """
+    implementation = getattr(distributed_config, "ep_implementation", None)
+    for overlap, named in IMPLEMENTATIONS.items():
+        if named != implementation or refusal(family_of(model.config), model.config) is not None:
+            continue
+        if any(getattr(module, "farskip_plan", None) is not None for module in model.modules()):
+            attach(model, overlap)  # type: ignore[arg-type]
 
 
 def detach(model: nn.Module) -> None:
@@ -81,13 +99,8 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
     if ep is None or not is_one_of(block, family.moe_block):
         return LayerRuntime(None, None, chosen, index)
     shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
-    block_only = (
-        family.layout != "pre_norm"
-        or not family.additive
-        or bool(family.norms or family.side_output or family.stream_edit)
-    )
     names = BlockNames(_own_forward(block), "experts", shared, family.block_gate, family.shared_in_place)
-    return LayerRuntime(ep, names, chosen, index, block_only)
+    return LayerRuntime(ep, names, chosen, index, not in_flight_between_layers(family))
 
 
 def _own_forward(block: nn.Module) -> Any:

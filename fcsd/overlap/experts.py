@@ -1,8 +1,8 @@
 """Expert parallelism whose dispatch and combine can be started in one place and finished in another.
 
-`OverlappedEP` is registered with transformers as `farskip`; `DistributedConfig.ep_implementation` names it. Called
-plainly (regular layers, a regular teacher, a layer that nothing was attached to) it is transformers' `all_to_all`,
-which blocks. `fcsd.overlap.layer` calls its halves.
+`OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called plainly (regular layers, a
+regular teacher, a layer that nothing was attached to) it is transformers' `all_to_all`, which blocks.
+`fcsd.overlap.layer` calls its halves.
 
 Each rank has tokens of its own; each (token, expert) pair is a row. N tokens, K choices, E experts a rank, S ranks.
 
@@ -28,7 +28,8 @@ from fcsd.overlap.exchange import (
 )
 from fcsd.overlap.transport import AllToAll, Transport, groups_beside
 
-NAME = "farskip"
+IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
+"""What overlaps -> `DistributedConfig.ep_implementation`. Both are `OverlappedEP`; `attach` makes the difference."""
 
 
 @dataclass(frozen=True)
@@ -151,4 +152,5 @@ class OverlappedEP(AllToAllEP):
         return super().__call__(hidden_states, top_k_index, top_k_weights)
 
 
-EPImplementationInterface.register(NAME, OverlappedEP)
+for _name in IMPLEMENTATIONS.values():
+    EPImplementationInterface.register(_name, OverlappedEP)
