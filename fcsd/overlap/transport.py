@@ -61,7 +61,7 @@ def groups_beside(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pro
     dist.all_gather_object(everyone, own)
     for ranks in sorted(set(everyone)):  # every rank makes all groups, in one order
         counts = dist.new_group(list(ranks))
-        rows = _urgent_group(list(ranks)) if dist.get_backend(group) == "nccl" else group
+        rows = _urgent_group(list(ranks)) if "nccl" in dist.get_backend_config(group) else group
         if ranks == own:
             _groups[own] = rows, counts
     return _groups[own]
