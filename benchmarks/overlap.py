@@ -291,17 +291,8 @@ def in_steps(model: Any, transport: Any, overlaps: tuple[bool, bool], beside: bo
     from fcsd.overlap import schedule
     from fcsd.overlap.block import BlockNames, BlockRun, Call
 
-    blocking = (
-        schedule.ROUTER,
-        schedule.START_DISPATCH,
-        schedule.FINISH_DISPATCH,
-        schedule.EXPERTS,
-        schedule.START_COMBINE,
-        schedule.FINISH_COMBINE,
-    )
-    steps = schedule.schedule(schedule.LayerFacts(outdated=False))[2:]
-    if not beside:
-        steps = (*blocking[:-1], schedule.SHARED, blocking[-1])
+    router, start, shared_expert, *experts, finish = schedule.BLOCK
+    steps = schedule.BLOCK if beside else (router, start, *experts, shared_expert, finish)
     for k, layer in enumerate(model.model.layers):
         block = layer.mlp
         shared = "shared_experts" if hasattr(block, "shared_experts") else None

@@ -97,7 +97,7 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
     chosen: Split = split or ("core" if can else "end")
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
     if ep is None or not is_one_of(block, family.moe_block):
-        return LayerRuntime(None, None, chosen, index)
+        return LayerRuntime(None, None, chosen, index, not in_flight_between_layers(family))
     shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
     names = BlockNames(_own_forward(block), "experts", shared, family.block_gate, family.shared_in_place)
     return LayerRuntime(ep, names, chosen, index, not in_flight_between_layers(family))

@@ -30,7 +30,7 @@ from fcsd.overlap.attention import between
 from fcsd.overlap.block import BlockNames, BlockRun, Call, Handle, Recorder, Stopped, replay, stop
 from fcsd.overlap.exchange import Known
 from fcsd.overlap.experts import OverlappedEP
-from fcsd.overlap.schedule import LayerFacts, Split, schedule
+from fcsd.overlap.schedule import BLOCK, LayerFacts, Split, schedule
 
 
 class InFlight(NamedTuple):
@@ -107,15 +107,14 @@ class LayerRuntime:
         family, plan = layer.farskip_plan.family, layer.farskip_plan
 
         def block(x: Tensor, *_: Any, **__: Any) -> Any:
-            steps = schedule(LayerFacts(outdated=False))
-            run = BlockRun(self.ep, self.names, getattr(layer, family.moe), call, steps, self.note)
+            run = BlockRun(self.ep, self.names, getattr(layer, family.moe), call, BLOCK, self.note)
             run.m = x
-            run.pass_by("attention b")
             run.until(None)
             return (run.output, run.gated_shared()) if plan.block_shared else run.output
 
-        rewired = LayerPass(View(layer, {family.moe: block}), o, attention_input, kwargs)
-        overrides = {family.moe: block} | rewired.overrides()
+        own = {} if self.ep is None else {family.moe: block}
+        rewired = LayerPass(View(layer, own), o, attention_input, kwargs)
+        overrides = own | rewired.overrides()
         out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
             return out

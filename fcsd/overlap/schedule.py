@@ -47,6 +47,10 @@ _EXPERTS = (FINISH_DISPATCH, EXPERTS, START_COMBINE)
 _ATTENTION = (ATTENTION_A, ATTENTION_B)
 
 
+BLOCK = (*_DISPATCH, SHARED, *_EXPERTS, FINISH_COMBINE)
+"""Of an MoE block that is taken by itself, inside its layer."""
+
+
 @dataclass(frozen=True)
 class LayerFacts:
     """What the schedule of a layer depends on.
@@ -70,7 +74,7 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
         return (*_ATTENTION, *arrive, MLP)
     if not layer.outdated or (layer.incoming and layer.split == "end"):
         # Nothing is left of attention to run beside the dispatch: the shared expert does.
-        return (*_ATTENTION, *arrive, *_DISPATCH, SHARED, *_EXPERTS, *finish)
+        return (*_ATTENTION, *arrive, *BLOCK[:-1], *finish)
     if layer.incoming and layer.split == "core":
         return (ATTENTION_A, *arrive, *_DISPATCH, ATTENTION_B, *_EXPERTS, SHARED, *finish)
     if layer.incoming or layer.outgoing or layer.split != "core":

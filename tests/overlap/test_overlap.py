@@ -9,15 +9,14 @@ import torch.distributed as dist
 
 from fcsd.connectivity import Connectivity, load_model
 from fcsd.errors import UserError
-from fcsd.overlap import attach, detach
+from fcsd.overlap import attach
 from fcsd.overlap.layer import runtimes
 from fcsd.overlap.schedule import LayerFacts, schedule
 from fcsd.tiny.models import tiny_model
+from tests.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import run_ranks
 
-X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 FAMILIES = ("qwen2_moe", "qwen3_moe")
-CHECKPOINTING = {"use_reentrant": False}
 
 
 class Late:
@@ -40,48 +39,6 @@ class Late:
         return Work()
 
 
-def spread(folder: Path, connectivity: Connectivity, world: int, size: int, **options: Any) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    config = DistributedConfig(fsdp_size=world, ep_size=size, ep_implementation="farskip", **options)
-    return load_model(folder, connectivity=connectivity, distributed_config=config)
-
-
-def step(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Name -> gradient, whole; "loss"."""
-    model.train()
-    model.zero_grad(set_to_none=True)
-    loss = model(x, labels=x, use_cache=False).loss
-    loss.backward()
-    full = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | {
-        n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in full.items()
-    }
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest error of a gradient, relative to the largest of its tensor."""
-    assert actual.keys() == expected.keys()
-    return max(float((actual[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if n != "loss")
-
-
-def attached(model: Any, overlap: Any, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Attach; the exchanges and the steps that will be noted."""
-    detach(model)
-    attach(model, overlap, **options)
-    records: list[Any] = []
-    steps: list[Any] = []
-    for runtime in runtimes(model):
-        runtime.log = steps
-        if runtime.ep is not None:
-            runtime.ep.port.records = records
-    return records, steps
-
-
 def events(records: list[Any]) -> list[tuple[str, str, int, bool]]:
     return [(event, r.kind, r.layer, r.backward) for event, r in records if r.kind != "counts"]
 
@@ -99,7 +56,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         x = X.chunk(2)[rank]
         everything = Connectivity("all")
         one = step(load_model(folder / family, connectivity=everything), X)
-        model = spread(folder / family, everything, 2, 2)
+        model = spread(folder / family, everything, 2)
         attached(model, "blocking")
         blocking = step(model, x)
         facts = found[family] = {"error": worst(blocking, one)}
