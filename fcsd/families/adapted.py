@@ -27,6 +27,7 @@ _INKLING = Family(
     causal_lm="InklingForCausalLM",
     decoder_layer="InklingDecoderLayer",
     moe_block="InklingMoE",
+    overlap_refused="its router weighs its shared experts, which therefore cannot run by themselves",
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",

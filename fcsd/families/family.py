@@ -108,6 +108,8 @@ class Family:
     rank takes its rows of every one of them: the rows of the whole are mixed up, and the model is silently wrong."""
     spread_refused: str | None = None
     """Why no rank can have some of the experts only: a clause that ends "--expert-parallel: "; None: it can."""
+    overlap_refused: str | None = None
+    """Why the exchanges of its experts cannot run beside computation: a clause; None: they can."""
     since: str = "5.23"
     """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
     lack the family, or compute something else."""

@@ -9,7 +9,9 @@ from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.modeling_utils import AttentionInterface
 
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES
 from fcsd.families.family import Family
+from fcsd.text import markdown
 
 _JITTER = ("router_jitter_noise", "input_jitter_noise")
 
@@ -20,8 +22,8 @@ def refusal(family: Family, config: Any = None) -> str | None:
         return family.spread_refused
     if family.fuses_rows is not None:
         return f"transformers loads {family.fuses_rows} wrongly where it shards while it loads"
-    if family.moe_argument is not None:
-        return "its MoE blocks have two sets of experts, for text and for images"
+    if family.overlap_refused is not None:
+        return family.overlap_refused
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in _JITTER:
         # PhiMoE's routers sample inside a module, which is called once.
@@ -46,6 +48,13 @@ def support(family: Family) -> str:
     if (reason := refusal(family)) is not None:
         return f"refused: {reason}"
     return "between layers" if in_flight_between_layers(family) else "inside the layer"
+
+
+def overlap_table() -> str:
+    """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
+    return markdown(
+        ["family", "overlap"], [[name, support(row)] for name, row in sorted(FAMILIES.items())], left=2
+    )
 
 
 def check_transformers() -> None:

@@ -15,7 +15,7 @@ from fcsd.tiny.models import tiny_model
 from tests.distributed.test_engines import on_rank
 from tests.reference.ranks import run_ranks
 
-FAMILY_NAMES = [name for name, family in FAMILIES.items() if not family.multimodal]
+FAMILY_NAMES = [name for name in FAMILIES if name != "qwen3_vl_moe"]  # which transformers fails to load so
 WRONG = sorted(name for name, family in FAMILIES.items() if family.fuses_rows)
 
 
