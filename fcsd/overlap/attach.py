@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from fcsd.connectivity.rewire import decoder_layers, is_one_of
@@ -45,10 +46,7 @@ def attach(
     family = family_of(model.config)
     if (reason := refusal(family, model.config)) is not None:
         raise UserError(f"{name}: cannot overlap: {reason}; use --overlap off")
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and next(model.parameters()).is_cuda:
-        raise UserError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: would run each exchange after the computation it is to run beside; unset it"
-        )
+    check_connections(next(model.parameters()).device)
     found: dict[int, tuple[Any, LayerRuntime]] = {}
     for k, layer in enumerate(decoder_layers(model, family)):
         if getattr(layer, "farskip_plan", None) is not None:
@@ -65,6 +63,14 @@ def attach(
             runtime.ep.open(k, _OVERLAPS[overlap], transport)
         layer.farskip_runtime = runtime
     return sum(runtime.ep is not None for _, runtime in found.values())
+
+
+def check_connections(device: torch.device) -> None:
+    """Raise UserError where a GPU would run exchanges behind the computation that they are to run beside."""
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UserError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: would run each exchange after the computation it is to run beside; unset it"
+        )
 
 
 def attach_loaded(model: Any, distributed_config: Any) -> None:
