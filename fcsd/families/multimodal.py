@@ -60,7 +60,10 @@ TEXT_ROWS: tuple[Family, ...] = (
 _STACKS = {row.model_type: row for row in (*STANDARD, *ADAPTED, *TEXT_ROWS)}
 
 WRAPPERS: tuple[Family, ...] = (
-    wrapper(_STACKS["llama4_text"], "llama4", "Llama4", base_model="Llama4ForConditionalGeneration"),
+    replace(
+        wrapper(_STACKS["llama4_text"], "llama4", "Llama4", base_model="Llama4ForConditionalGeneration"),
+        scaled_experts="language_model.model.layers.*.feed_forward.experts",
+    ),
     wrapper(_STACKS["aria_text"], "aria", "Aria"),
     wrapper(_STACKS["qwen3_5_moe_text"], "qwen3_5_moe", "Qwen3_5Moe"),
     replace(

@@ -62,7 +62,7 @@ ROWS = (
     ),
     Family(
         model_type="llama4_text",
-        spread_refused="transformers has no plan for its experts, which take rows that are scaled already",
+        scaled_experts="model.layers.*.feed_forward.experts",
         since="5.5",
         upstream="models/llama4/modeling_llama4.py",
         config="Llama4TextConfig",

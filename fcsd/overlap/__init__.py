@@ -8,6 +8,15 @@ Not covered: regular layers, which have nothing to compute meanwhile; tensor and
 
 from fcsd.overlap.attach import Overlap, attach, attach_loaded, detach
 from fcsd.overlap.experts import IMPLEMENTATIONS, OverlappedEP
-from fcsd.overlap.support import refusal
+from fcsd.overlap.support import refusal, with_plan
 
-__all__ = ["IMPLEMENTATIONS", "Overlap", "OverlappedEP", "attach", "attach_loaded", "detach", "refusal"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Overlap",
+    "OverlappedEP",
+    "attach",
+    "attach_loaded",
+    "detach",
+    "refusal",
+    "with_plan",
+]

@@ -78,11 +78,10 @@ def attach_loaded(model: Any, distributed_config: Any) -> None:
 
     A model that cannot overlap, or has nothing to (a regular teacher), is left to block.
     """
-    implementation = getattr(distributed_config, "ep_implementation", None)
+    rewired = any(getattr(module, "farskip_plan", None) is not None for module in model.modules())
     for overlap, named in IMPLEMENTATIONS.items():
-        if named != implementation or refusal(family_of(model.config), model.config) is not None:
-            continue
-        if any(getattr(module, "farskip_plan", None) is not None for module in model.modules()):
+        chosen = named == getattr(distributed_config, "ep_implementation", None)
+        if rewired and chosen and refusal(family_of(model.config), model.config) is None:
             attach(model, overlap)  # type: ignore[arg-type]
 
 
@@ -105,7 +104,14 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
     if ep is None or not is_one_of(block, family.moe_block):
         return LayerRuntime(None, None, chosen, index, not in_flight_between_layers(family))
     shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
-    names = BlockNames(_own_forward(block), "experts", shared, family.block_gate, family.shared_in_place)
+    names = BlockNames(
+        _own_forward(block),
+        "experts",
+        shared,
+        family.block_gate,
+        family.shared_in_place,
+        "router" if ep.scaled else None,
+    )
     return LayerRuntime(ep, names, chosen, index, not in_flight_between_layers(family))
 
 

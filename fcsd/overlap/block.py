@@ -129,6 +129,7 @@ class BlockNames:
     shared: str | None
     gate: str | None
     in_place: bool
+    scaled: str | None = None
 
 
 class BlockRun:
@@ -177,10 +178,20 @@ class BlockRun:
             overrides[self.names.shared] = lambda x: x  # computed later
         if self.names.gate:
             overrides[self.names.gate] = lambda x: x[..., :1]
+        if self.names.scaled:
+            overrides[self.names.scaled] = self._choose
         try:
             self.names.forward(Recorder(self.block, overrides, self.tape), self.m)
         except Stopped as reached:
             self.chosen = reached.values
+
+    def _choose(self, x: Tensor) -> Any:
+        """Read off the dense scores (N, all experts) of a router which experts each token has."""
+        scores, logits = getattr(self.block, str(self.names.scaled))(x)
+        chosen = scores.topk(self.block.top_k, dim=1)
+        # Behind the experts the block sums over all of them; what arrives is that sum.
+        self.tape.append((str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits)))
+        raise Stopped(x, chosen.indices, chosen.values)
 
     def start_dispatch(self) -> None:
         """Send the tokens to their experts; a recomputation knows how many of them."""

@@ -11,6 +11,8 @@ Not covered: capacity factors and dropped tokens; one row for several experts of
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +68,13 @@ class OverlappedEP(AllToAllEP):
         super().__init__(experts, ep_mesh, tp_mesh)
         experts.__dict__["farskip_ep"] = self
         self.num_here: int = experts.num_experts
-        self.port = Port(AllToAll(None))
-        self._counts: Transport = AllToAll(None)
+        self.port = Port(AllToAll(ep_mesh.get_group()))
+        self._counts: Transport = AllToAll(ep_mesh.get_group())
         self._here = False
+        self.scaled = len(inspect.signature(experts.forward).parameters) == 1
+        if self.scaled:
+            own: Any = type(experts)
+            experts.__class__ = _called_with_rows(own)
 
     def open(self, layer: int, overlaps: tuple[bool, bool], transport: Any = None) -> None:
         """Prepare for the halves; all ranks of the world call this. transport: gives one for a process group."""
@@ -85,6 +91,9 @@ class OverlappedEP(AllToAllEP):
         order = torch.argsort(expert_ids, stable=True)
         pending = self._start_counts(expert_ids) if sizes is None else None
         chosen, own_weights = rows[order // choices], weights.reshape(-1)[order]
+        if self.scaled:
+            chosen = chosen * own_weights.unsqueeze(-1)
+            own_weights, weights = torch.ones_like(own_weights).detach(), torch.ones_like(weights)
         if pending is not None:
             sizes = self._finish_counts(*pending)
         assert sizes is not None
@@ -121,8 +130,7 @@ class OverlappedEP(AllToAllEP):
 
     def run_experts(self, module: Any, rows: Tensor, sizes: Sizes) -> Tensor:
         """Compute the outputs (R, D) of this rank's experts, through the module, whose hooks gather its weights."""
-        ids = torch.arange(self.num_here, device=rows.device).repeat(self.ep_mesh.size())
-        ids = ids.repeat_interleave(sizes.received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
+        ids = self._ids(rows, sizes).unsqueeze(-1)
         self._here = True
         try:
             if rows.shape[0]:
@@ -145,11 +153,60 @@ class OverlappedEP(AllToAllEP):
         """Return the routed output (N, D)."""
         return CombineFinish.apply(token, exchange, dispatch.order, dispatch.weights)  # type: ignore[no-any-return]
 
+    def _dense(self, rows: Tensor) -> Tensor:
+        """Do what the experts do with scaled rows of all of them, (experts x N, D), of which few are not zero."""
+        chosen = (rows != 0).any(-1).nonzero().squeeze(-1)
+        num_tokens = rows.shape[0] // (self.num_here * self.ep_mesh.size())
+        one = rows.new_ones(chosen.shape[0], 1)
+        scaled, self.scaled = self.scaled, False  # they are
+        dispatch = self.start_dispatch(rows[chosen], (chosen // num_tokens).unsqueeze(-1), one, None)
+        self.scaled = scaled
+        received, weights = self.finish_dispatch(dispatch)
+        ids = self._ids(received, dispatch.sizes)
+        if received.shape[0]:
+            outputs = padded_experts(self.experts_forward, self.num_here, received, ids)
+        else:
+            row = received.sum(0, keepdim=True)
+            outputs = padded_experts(self.experts_forward, self.num_here, row, chosen.new_zeros(1))[:0]
+        token, exchange = self.start_combine(outputs, weights, dispatch.sizes)
+        return torch.zeros_like(rows).index_copy(0, chosen, self.finish_combine(token, exchange, dispatch))
+
+    def _ids(self, rows: Tensor, sizes: Sizes) -> Tensor:
+        """Return (R,) the expert of this rank that each received row is for."""
+        ids = torch.arange(self.num_here, device=rows.device).repeat(self.ep_mesh.size())
+        return ids.repeat_interleave(sizes.received.reshape(-1), output_size=rows.shape[0])
+
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         """Give the experts of this rank their rows, or, called plainly, do what transformers does."""
         if self._here:
+            if self.scaled:
+                return padded_experts(
+                    self.experts_forward, self.num_here, hidden_states, top_k_index.squeeze(-1)
+                )
             return self.experts_forward(hidden_states, top_k_index, top_k_weights)
+        if self.scaled:
+            return self._dense(hidden_states)
         return super().__call__(hidden_states, top_k_index, top_k_weights)
+
+
+def padded_experts(forward: Any, num_experts: int, rows: Tensor, ids: Tensor) -> Tensor:
+    """Compute experts that take the same number of rows each: rows (R, D) of experts ids (R,), padded with zeros."""
+    place = (
+        torch.nn.functional.one_hot(ids, num_experts).cumsum(0).gather(1, ids.unsqueeze(-1)).squeeze(-1) - 1
+    )
+    padded = rows.new_zeros(num_experts, int(place.max()) + 1, rows.shape[-1]).index_put((ids, place), rows)
+    outputs: Tensor = forward(padded.view(-1, rows.shape[-1]))
+    return outputs.view(padded.shape)[ids, place]
+
+
+@functools.cache
+def _called_with_rows(base: Any) -> Any:
+    """Return the class of experts that are called with rows alone; transformers' hook around them takes a routing."""
+
+    def __call__(self: Any, rows: Tensor, *routing: Any) -> Any:
+        return base.__call__(self, rows, *(routing or (None, None)))
+
+    return type(base.__name__, (base,), {"__call__": __call__})
 
 
 for _name in IMPLEMENTATIONS.values():

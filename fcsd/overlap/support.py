@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.families.family import Family
+from fcsd.overlap.experts import IMPLEMENTATIONS
 from fcsd.text import markdown
 
 _JITTER = ("router_jitter_noise", "input_jitter_noise")
@@ -32,6 +34,21 @@ def refusal(family: Family, config: Any = None) -> str | None:
                 f"{name} {getattr(config, name)}: a block that is entered twice would draw twice; set it to 0"
             )
     return None
+
+
+def with_plan(distributed_config: Any, family: Family | None) -> Any:
+    """Return a `DistributedConfig` that spreads the experts of a family for which transformers has no plan."""
+    named = getattr(distributed_config, "ep_implementation", None) in IMPLEMENTATIONS.values()
+    if family is None or family.scaled_experts is None or not named:
+        return distributed_config
+    plan = dict.fromkeys(
+        (f"{family.scaled_experts}.{name}" for name in ("gate_up_proj", "down_proj")), "grouped_gemm"
+    )
+    plan[family.scaled_experts] = "ep_dispatch_experts"
+    # Nor do transformers' rules for FSDP match its layers' names: all of it would be gathered as one.
+    stack = family.scaled_experts.partition("layers.*")[0]
+    units = dict.fromkeys((f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight")
+    return dataclasses.replace(distributed_config, ep_plan=plan, fsdp_plan=units)
 
 
 def in_flight_between_layers(family: Family) -> bool:

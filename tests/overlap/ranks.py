@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from fcsd.connectivity import Connectivity, load_model
-from fcsd.overlap import attach, detach
+from fcsd.connectivity.checkpoint import read_config
+from fcsd.overlap import attach, detach, with_plan
 from fcsd.overlap.layer import runtimes
 
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
@@ -20,6 +21,7 @@ def spread(folder: Path, connectivity: Connectivity | None, size: int, **options
 
     world = torch.distributed.get_world_size()
     config = DistributedConfig(fsdp_size=world, ep_size=size, ep_implementation="farskip", **options)
+    config = with_plan(config, read_config(folder)[1])
     return load_model(folder, connectivity=connectivity, distributed_config=config)
 
 
