@@ -59,7 +59,7 @@ LINK = r"nccl.*(SendRecv|all_?to_?all)|rccl.*(SendRecv|all_?to_?all)|spin_kernel
 """Names of what keeps the link busy: kernels of NCCL and RCCL, that of an emulated link, gloo's annotations."""
 _OTHER_COMMUNICATION = re.compile(r"nccl|rccl|gloo:|Memcpy|Memset", re.IGNORECASE)
 _LABEL = re.compile(r"farskip::start (dispatch|combine|counts) (forward|backward)")
-_WAIT = re.compile(r"farskip::wait")
+_WAIT = re.compile(r"farskip::wait|wait_tensor")  # the second is that of transformers' blocking exchange
 
 
 def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, Measured]:
@@ -68,25 +68,16 @@ def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -
     With kernels in it: the link is busy while one of them whose name matches `link` runs, and computation is every
     other kernel that is no communication. Without: gloo's annotations, exposed while the host is in a wait.
     """
-    found_in: Any = trace
-    if isinstance(trace, str | Path):
-        found_in = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
-    events: list[dict[str, Any]] = [event for event in found_in if event.get("ph") == "X" and "dur" in event]
-    pattern = re.compile(link, re.IGNORECASE)
-    kernels = [event for event in events if event.get("cat") == "kernel"]
+    events, busy, kernels = _read(trace, link)
+    label: dict[Any, tuple[str, str]] = {}
+    free = None
+    waits: list[Interval] = []
     if kernels:
-        busy = [event for event in kernels if pattern.search(event["name"])]
-        free = _union(
-            _interval(event)
-            for event in kernels
-            if not pattern.search(event["name"]) and not _OTHER_COMMUNICATION.search(event["name"])
-        )
+        pattern = re.compile(f"{link}|{_OTHER_COMMUNICATION.pattern}", re.IGNORECASE)
+        free = _union(_interval(event) for event in kernels if not pattern.search(event["name"]))
         label = _labels_by_launch(events)
     else:
-        busy = [event for event in events if pattern.search(event["name"])]
-        free = None
         waits = _union(_interval(event) for event in events if _WAIT.search(event["name"]))
-        label = {}
     intervals: dict[str, list[Interval]] = defaultdict(list)
     for event in busy:
         kind, direction = label.get(event.get("args", {}).get("correlation"), ("", ""))
@@ -101,6 +92,33 @@ def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -
         exposed = total - _common(united, free) if free is not None else _common(united, waits)
         found[key] = Measured(total / 1e6, exposed / 1e6)
     return found
+
+
+def timeline(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, list[Interval]]:
+    """Return when a traced step computed and when its link was busy, in ms from its beginning."""
+    events, busy, kernels = _read(trace, link)
+    if kernels:
+        work = [
+            event for event in kernels if event not in busy and not _OTHER_COMMUNICATION.search(event["name"])
+        ]
+    else:
+        threads = {event["tid"] for event in busy}
+        ops = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] not in threads]
+        work = [event for event in ops if not event["name"].startswith("c10d::")]
+    rows = {"computation": _union(map(_interval, work)), "dispatch and combine": _union(map(_interval, busy))}
+    begin = min((each[0][0] for each in rows.values() if each), default=0.0)
+    return {name: [((a - begin) / 1e3, (b - begin) / 1e3) for a, b in each] for name, each in rows.items()}
+
+
+def _read(trace: str | Path | Sequence[dict[str, Any]], link: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return a trace's events, those that keep the link busy, and its kernels."""
+    found: Any = trace
+    if isinstance(trace, str | Path):
+        found = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+    events = [event for event in found if event.get("ph") == "X" and "dur" in event]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    pattern = re.compile(link, re.IGNORECASE)
+    return events, [event for event in kernels or events if pattern.search(event["name"])], kernels
 
 
 def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, str]]:
