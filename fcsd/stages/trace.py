@@ -73,9 +73,10 @@ def _profile(model: Any, run: Run, path: Path | None) -> None:
     model.train()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     for number in range(WARM_UP_STEPS + 1):
+        profiler = profile(activities=activities)
         recorded = number == WARM_UP_STEPS and path is not None
         run.launch.wait()
-        with profile(activities=activities) if recorded else nullcontext() as profiler:
+        with profiler if recorded else nullcontext():
             model(ids, labels=ids, use_cache=False).loss.backward()
             if device.type == "cuda":
                 torch.cuda.synchronize()
