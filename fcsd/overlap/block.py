@@ -45,17 +45,28 @@ class Call:
     """One call of a layer, outside its checkpoint: what the first pass leaves for the recomputation.
 
     before: what is in flight from the layer before. passes: forward passes made. reads: somebody reads the layer's
-    output, so it finishes its own combine. routed: what arrived from before; own_routed: of this layer's experts,
-    where something in it is kept that depends on that; sizes: of the dispatch.
+    output, so it finishes its own combine; plain: its block's, so nothing of it overlaps. routed: what arrived from
+    before; own_routed: of this layer's experts, where something in it is kept that depends on that; sizes: of the
+    dispatch.
     """
 
     before: Handle | None
     reads: bool
     keeps: bool
+    plain: bool = False
     passes: int = 0
     routed: Tensor | None = None
     own_routed: Tensor | None = None
     sizes: Sizes | None = None
+
+    def arrive(self, token: Tensor) -> Tensor:
+        """Return what arrives from the layer before; a recomputation knows it."""
+        assert self.before is not None
+        if self.passes > 1:
+            return Known.apply(token, self.routed)  # type: ignore[no-any-return]
+        routed = self.before.arrive(token)
+        self.routed = routed.detach() if self.keeps else None
+        return routed
 
 
 class Stopped(Exception):

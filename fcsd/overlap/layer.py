@@ -17,6 +17,7 @@ Not covered: what cannot overlap (`fcsd.overlap.attach` says so).
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +29,6 @@ from fcsd.connectivity.rewire import LayerPass, View
 from fcsd.errors import UserError
 from fcsd.overlap.attention import between
 from fcsd.overlap.block import BlockNames, BlockRun, Call, Handle, Recorder, Stopped, replay, stop
-from fcsd.overlap.exchange import Known
 from fcsd.overlap.experts import OverlappedEP
 from fcsd.overlap.schedule import BLOCK, LayerFacts, Split, schedule
 
@@ -65,7 +65,9 @@ class LayerRuntime:
                 "overlap: re-entrant activation checkpointing is not supported;"
                 " use gradient_checkpointing_kwargs {'use_reentrant': False}, or --overlap off"
             )
-        call = Call(in_flight.handle if in_flight else None, output_is_read(layer), keeps)
+        block = getattr(layer, layer.farskip_plan.family.moe)
+        before = in_flight.handle if in_flight else None
+        call = Call(before, output_is_read(layer), keeps, plain=output_is_read(block))
         first, second = hidden[:2] if isinstance(hidden, tuple) else (hidden, None)
         side, carry = layer.farskip_plan.family.side_output, layer.farskip_plan.carry
         if side and isinstance(kwargs[side], tuple):
@@ -85,7 +87,9 @@ class LayerRuntime:
     ) -> Any:
         """Run the layer. first, second: partial stream and token, or the stream and attention's input."""
         call.passes += 1
-        if self.block_only:
+        if self.block_only or call.plain:
+            if call.before is not None:
+                first, second = call.before.add(first, call.arrive(second)), first
             return self._around_block(layer, base_forward, first, second, call, args, kwargs)
         return _LayerRun(self, layer, first, second, call, kwargs).output(base_forward, args, kwargs)
 
@@ -112,7 +116,7 @@ class LayerRuntime:
             run.until(None)
             return (run.output, run.gated_shared()) if plan.block_shared else run.output
 
-        own = {} if self.ep is None else {family.moe: block}
+        own = {} if self.ep is None or call.plain else {family.moe: block}
         rewired = LayerPass(View(layer, own), o, attention_input, kwargs)
         overrides = own | rewired.overrides()
         out = forward(View(layer, overrides), o, *args, **kwargs)
@@ -188,14 +192,8 @@ class _LayerRun(BlockRun):
 
     def arrive(self) -> None:
         """Wait for the combine of the layer before; the stream is whole then."""
-        call, before = self.call, self.call.before
-        assert before is not None
-        if self.again:
-            routed = Known.apply(self.token, call.routed)
-        else:
-            routed = before.arrive(self.token)
-            call.routed = routed.detach() if call.keeps else None
-        self.rewired.o = before.add(self.rewired.o, routed)
+        assert self.call.before is not None
+        self.rewired.o = self.call.before.add(self.rewired.o, self.call.arrive(self.token))
 
     def router(self) -> None:
         """Norm and router."""
@@ -218,9 +216,9 @@ class _LayerRun(BlockRun):
         self.stream = (stream, partial) if self.plan.carry else stream
 
 
-def output_is_read(layer: nn.Module) -> bool:
-    """Return whether a hook reads the layer's output: not FSDP2's; transformers' while they collect streams."""
-    return any(_reads(hook) for hook in layer._forward_hooks.values())
+def output_is_read(module: nn.Module) -> bool:
+    """Return whether a hook reads a module's output: not FSDP2's; transformers' while they collect streams."""
+    return any(_reads(hook) for hook in module._forward_hooks.values())
 
 
 def _reads(hook: Any) -> bool:
@@ -229,7 +227,10 @@ def _reads(hook: Any) -> bool:
     if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
         from transformers.utils.output_capturing import _active_collector
 
-        return "hidden_states" in (_active_collector.get() or {})
+        key = inspect.getclosurevars(hook).nonlocals[
+            "key"
+        ]  # it is on every layer once anything has been asked for
+        return key in (_active_collector.get() or {})
     return True
 
 
