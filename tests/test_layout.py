@@ -15,7 +15,7 @@ ORDER = [
     ["errors", "stats", "temporary", "text"],
     ["files", "families"],
     ["artifact", "connectivity"],
-    ["config", "inspect"],
+    ["config", "inspect", "overlap"],
     ["distributed"],
     ["models", "data", "tiny"],
     ["losses"],

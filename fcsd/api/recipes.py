@@ -11,6 +11,7 @@ from typing import Any
 from fcsd.config.load import check_recipe
 from fcsd.config.load import load_recipe as load_file
 from fcsd.config.recipe import Recipe
+from fcsd.distributed.engine import Overlap
 from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
@@ -40,6 +41,7 @@ def run_stage(
     *,
     variant: str | None = None,
     expert_parallel: int = 1,
+    overlap: Overlap | None = None,
 ) -> Path:
     """Run one stage of a recipe, or all of them ("run"), as the command of that name; what is finished is found.
 
@@ -48,6 +50,8 @@ def run_stage(
         recipe: a recipe, its path or shipped name, or what its file would hold.
         variant: of "distill", one of the recipe's variants.
         expert_parallel: ranks that hold the experts of an MoE layer among them.
+        overlap: how much of what they send each other runs beside computation: full, forward or off; None: full where
+            the model can.
 
     Returns:
         The folder that the stage left; of "evaluate" that of all evaluations, of "run" the run's.
@@ -65,7 +69,7 @@ def run_stage(
         recipe = load_recipe(recipe)
     from fcsd.stages.context import Run
 
-    launch = join_launch(expert_parallel=expert_parallel)
+    launch = join_launch(expert_parallel=expert_parallel, overlap=overlap)
     try:
         return _run(stage, Run(recipe, launch), variant)
     finally:

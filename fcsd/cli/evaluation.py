@@ -29,7 +29,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from fcsd.distributed.launch import join_launch
     from fcsd.evaluate.fetch import fetch_suite
 
-    launch = join_launch(expert_parallel=arguments.expert_parallel)
+    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
     suite = _suite(arguments)
     if arguments.fetch is not None:
         if arguments.data_root is not None:

@@ -121,6 +121,12 @@ def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
         help="shard the experts over groups of N processes, which send each other tokens instead of weights"
         " (configs/ep_8.yaml)",
     )
+    parser.add_argument(
+        "--overlap",
+        choices=["full", "forward", "off"],
+        help="with --expert-parallel: run what rewired layers send beside attention and the shared expert, in both"
+        " passes, in the forward pass only, or not at all (default: full where the model can; docs/overlap.md)",
+    )
 
 
 def sides_arguments(parser: CommandParser) -> None:

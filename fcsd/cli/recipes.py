@@ -60,7 +60,10 @@ def _stage(arguments: argparse.Namespace) -> None:
     from fcsd.distributed.launch import join_launch
     from fcsd.stages.context import Run
 
-    run = Run(recipe, join_launch(expert_parallel=getattr(arguments, "expert_parallel", 1)))
+    given = {
+        name: getattr(arguments, name) for name in ("expert_parallel", "overlap") if hasattr(arguments, name)
+    }
+    run = Run(recipe, join_launch(**given))
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
@@ -75,6 +78,21 @@ def _stage(arguments: argparse.Namespace) -> None:
         {"report": report, "run": run_all}[name](run, as_json=arguments.json)
     else:
         {"pretrain": pretrain, "sweep": sweep}[name](run)
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    if arguments.rehearse is not None:
+        quiet_transformers()
+    recipe = _load_recipe(arguments)
+    quiet_transformers()
+    from fcsd.distributed.launch import join_launch
+    from fcsd.stages.context import Run
+    from fcsd.stages.trace import trace
+
+    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
+    for name, measured in trace(Run(recipe, launch), arguments.output).items():
+        parts = [f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms" for key, one in measured.items()]
+        print(f"{name}: hidden {', '.join(parts)}")
 
 
 def _tiny_data(arguments: argparse.Namespace) -> None:
@@ -170,6 +188,20 @@ def _add_stages(command: Command) -> None:
             parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
+def _add_trace(command: Command) -> None:
+    parser = command(
+        "trace",
+        _trace,
+        "Profile one step of the regular and of the rewired model: traces, a figure, how much is hidden.",
+        "Launched as a training with --expert-parallel N is (docs/overlap.md); random tokens, no weights kept.",
+    )
+    recipe_arguments(parser, with_variant=False)
+    expert_parallel_argument(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the traces (ui.perfetto.dev) and the figure"
+    )
+
+
 def _add_tiny_data(command: Command) -> None:
     parser = command(
         "tiny-data",
@@ -184,4 +216,5 @@ def add_commands(command: Command) -> None:
     """Add these commands to the parser."""
     _add_estimate(command)
     _add_stages(command)
+    _add_trace(command)
     _add_tiny_data(command)

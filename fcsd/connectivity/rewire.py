@@ -47,7 +47,7 @@ class LayerPlan:
     """Factor on the shared expert's output in the block's sum."""
 
 
-class _View:
+class View:
     """A stand-in for `self`: reads fall through to the real module, except the overridden names."""
 
     # The checkpointing wrapper of GradientCheckpointingLayer asks for these; it is the real layer that checkpoints.
@@ -132,7 +132,7 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
 
         twice = gate and not stand_in
         overrides: dict[str, Any] = {shared: shared_expert} | ({str(gate): shared_gate} if twice else {})
-        out = base_forward(_View(self, overrides), hidden_states, *args, **kwargs)
+        out = base_forward(View(self, overrides), hidden_states, *args, **kwargs)
         if stand_in:
             return (shared_output.sum, *out[1:]) if in_place else out, shared_output.output
         return out, torch.sigmoid(gate_output) * shared_output if twice else shared_output
@@ -142,7 +142,7 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
     return _generated(base, f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}", namespace)
 
 
-class _Pass:
+class LayerPass:
     """One forward pass of a rewired layer: the calls that its stand-in `self` answers."""
 
     def __init__(
@@ -183,7 +183,7 @@ class _Pass:
         for name in family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,):
             norms[name] = functools.partial(self.mlp_norm, name)
         if family.norms:
-            norms = {family.norms: functools.partial(type(self.norms).forward, _View(self.norms, norms))}
+            norms = {family.norms: functools.partial(type(self.norms).forward, View(self.norms, norms))}
         if plan.carry and plan.layer_shared:
             norms[family.layer_shared] = self.layer_shared
         return norms | ({family.moe: self.moe} if plan.block_shared else {})
@@ -265,6 +265,8 @@ def layer_class(base: type) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if self.farskip_plan is None:
             return base_call(self, hidden_states, *args, **kwargs)
+        if self.farskip_runtime is not None:
+            return self.farskip_runtime.call(self, base_call, hidden_states, *args, **kwargs)
         o, attention_input = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
         side = self.farskip_plan.family.side_output
         if side and isinstance(kwargs[side], tuple):
@@ -278,14 +280,17 @@ def layer_class(base: type) -> type:
         plan: Any = self.farskip_plan
         if plan is None:
             return base_forward(self, o, *args, **kwargs)
-        run = _Pass(self, o, args[0], kwargs)
-        out = base_forward(_View(self, run.overrides()), o, *args[1:], **kwargs)
+        if self.farskip_runtime is not None:
+            return self.farskip_runtime.forward(self, base_forward, o, *args, **kwargs)
+        run = LayerPass(self, o, args[0], kwargs)
+        out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out
         # Flat also beside a second output: re-entrant checkpointing sees no tensors inside tuples.
         return (out[0], run.partial(), out[1]) if isinstance(out, tuple) else (out, run.partial())
 
-    namespace = {"__call__": __call__, "forward": forward, "farskip_plan": None}
+    # What computes the layer in another order, with its communication beside it (`fcsd.overlap`).
+    namespace = {"__call__": __call__, "forward": forward, "farskip_plan": None, "farskip_runtime": None}
     return _generated(base, "FarSkipLayer", namespace)
 
 

@@ -24,6 +24,8 @@ from torch import nn
 from fcsd.config.training import TrainConfig
 from fcsd.errors import UserError
 
+Overlap = Literal["full", "forward", "off"]
+
 # From this size on activation checkpointing is on unless the recipe says otherwise.
 CHECKPOINTING_FROM = 1_000_000_000
 
@@ -37,6 +39,7 @@ class Engine:
     offload: FSDP2 keeps its shards in host memory.
     layer_classes: the classes that accelerate's configuration wants wrapped; checked, nothing else.
     expert_parallel: ranks that hold an MoE layer's experts among them, each some whole ones; ep only.
+    overlap: how much of the exchanges between them runs beside computation; None: all, where the model can.
     """
 
     name: Literal["one", "ddp", "fsdp2", "zero3", "ep"]
@@ -45,6 +48,7 @@ class Engine:
     offload: bool = False
     layer_classes: tuple[str, ...] = ()
     expert_parallel: int = 1
+    overlap: Overlap | None = None
 
     @property
     def shards(self) -> bool:
@@ -52,8 +56,10 @@ class Engine:
         return self.name in ("fsdp2", "zero3", "ep")
 
 
-def requested_engine(world: int, device: torch.device, expert_parallel: int = 1) -> Engine:
-    """Return the engine that accelerate's configuration and `--expert-parallel` ask for.
+def requested_engine(
+    world: int, device: torch.device, expert_parallel: int = 1, overlap: Overlap | None = None
+) -> Engine:
+    """Return the engine that accelerate's configuration, `--expert-parallel` and `--overlap` ask for.
 
     world: number of processes. device: of this one.
 
@@ -61,6 +67,11 @@ def requested_engine(world: int, device: torch.device, expert_parallel: int = 1)
         UserError: a configuration that is not supported, or that would shard nothing.
     """
     _check_expert_parallel(expert_parallel, world)
+    if overlap is not None and expert_parallel == 1:
+        raise UserError(
+            f"--overlap {overlap}: is for the exchanges of --expert-parallel N, which is not given; add it, or leave"
+            " --overlap out"
+        )
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         raise UserError("accelerate's configuration: Megatron-LM is not supported; use FSDP2 or DeepSpeed")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
@@ -74,7 +85,7 @@ def requested_engine(world: int, device: torch.device, expert_parallel: int = 1)
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return _fsdp2(replicas)
     if expert_parallel != 1:
-        return Engine("ep", expert_parallel=expert_parallel)
+        return Engine("ep", expert_parallel=expert_parallel, overlap=overlap)
     if replicas > 1:
         raise UserError("accelerate's configuration: parallelism_config needs distributed_type: FSDP")
     return Engine("ddp" if world > 1 else "one")
@@ -230,10 +241,14 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
         return None
     from transformers.distributed import DistributedConfig
 
+    from fcsd.overlap import IMPLEMENTATIONS
+
     return DistributedConfig(
         fsdp_size=world,
         ep_size=engine.expert_parallel,
-        ep_implementation="all_to_all",
+        ep_implementation="all_to_all"
+        if engine.overlap == "off"
+        else IMPLEMENTATIONS[engine.overlap or "full"],
         fsdp_mixed_precision=bf16,
     )
 

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 
 from fcsd.artifact import Stage
-from fcsd.distributed.engine import Engine, requested_engine
+from fcsd.distributed.engine import Engine, Overlap, requested_engine
 from fcsd.distributed.failure import watch_ranks
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
@@ -97,17 +97,18 @@ def _begin(stage: Stage) -> str:
     return state
 
 
-def join_launch(*, expert_parallel: int = 1) -> Launch:
+def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> Launch:
     """Join the other processes of the launch, with gloo where there is no accelerator.
 
     expert_parallel: ranks that hold the experts of an MoE layer among them; 1: every rank holds all.
+    overlap: how much of what they send each other runs beside computation; None: all, where the model can.
 
     Raises:
         UserError: accelerate was asked for several processes and started one; more processes than devices; a
             configuration that is not supported, or that would shard nothing.
     """
     state = _process_state()
-    engine = requested_engine(state.num_processes, state.device, expert_parallel)
+    engine = requested_engine(state.num_processes, state.device, expert_parallel, overlap)
     ranks = ALONE
     if state.num_processes > 1:
         ranks = Ranks(state.process_index, state.num_processes, lockstep=engine.shards)

@@ -27,6 +27,7 @@ _INKLING = Family(
     causal_lm="InklingForCausalLM",
     decoder_layer="InklingDecoderLayer",
     moe_block="InklingMoE",
+    overlap_refused="its router weighs its shared experts, which therefore cannot run by themselves",
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",
@@ -107,6 +108,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="dbrx",
+        spread_refused="transformers has no plan for its experts, whose weights are one matrix",
         config="DbrxConfig",
         decoder_layer="DbrxBlock",
         moe_block="DbrxFFN",
@@ -119,6 +121,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="jetmoe",
+        spread_refused="transformers has no plan for its experts, which attention has, too",
         since="5.5",
         config="JetMoeConfig",
         moe_block="JetMoeMoE",
@@ -137,6 +140,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="gemma4_text",
+        spread_refused="transformers fails to load it over several ranks (overlapping meshes)",
         upstream="models/gemma4/modeling_gemma4.py",
         config="Gemma4TextConfig",
         causal_lm="Gemma4ForCausalLM",

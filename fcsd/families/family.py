@@ -106,6 +106,13 @@ class Family:
     fuses_rows: str | None = None
     """Tensor that transformers (5.23) concatenates from several of the checkpoint. Where it shards while it loads, each
     rank takes its rows of every one of them: the rows of the whole are mixed up, and the model is silently wrong."""
+    spread_refused: str | None = None
+    """Why no rank can have some of the experts only: a clause that ends "--expert-parallel: "; None: it can."""
+    scaled_experts: str | None = None
+    """Pattern of the modules that hold the experts, where these take rows that are scaled already (so that transformers
+    has no plan for them): one dense product over all experts, of which a token's own are not zero."""
+    overlap_refused: str | None = None
+    """Why the exchanges of its experts cannot run beside computation: a clause; None: they can."""
     since: str = "5.23"
     """Lowest transformers that a FarSkip checkpoint has been loaded with, to the original's equations; older ones may
     lack the family, or compute something else."""

@@ -1,5 +1,7 @@
 """Multimodal families: the text stack inside a wrapper is rewired, the rest is left alone."""
 
+from dataclasses import replace
+
 from fcsd.families.adapted import ROWS as ADAPTED
 from fcsd.families.family import Family, wrapper
 from fcsd.families.standard import ROWS as STANDARD
@@ -58,14 +60,20 @@ TEXT_ROWS: tuple[Family, ...] = (
 _STACKS = {row.model_type: row for row in (*STANDARD, *ADAPTED, *TEXT_ROWS)}
 
 WRAPPERS: tuple[Family, ...] = (
-    wrapper(_STACKS["llama4_text"], "llama4", "Llama4", base_model="Llama4ForConditionalGeneration"),
+    replace(
+        wrapper(_STACKS["llama4_text"], "llama4", "Llama4", base_model="Llama4ForConditionalGeneration"),
+        scaled_experts="language_model.model.layers.*.feed_forward.experts",
+    ),
     wrapper(_STACKS["aria_text"], "aria", "Aria"),
     wrapper(_STACKS["qwen3_5_moe_text"], "qwen3_5_moe", "Qwen3_5Moe"),
-    wrapper(
-        _STACKS["minimax_m3_vl_text"],
-        "minimax_m3_vl",
-        "MiniMaxM3VL",
-        causal_lm="MiniMaxM3SparseForConditionalGeneration",
+    replace(
+        wrapper(
+            _STACKS["minimax_m3_vl_text"],
+            "minimax_m3_vl",
+            "MiniMaxM3VL",
+            causal_lm="MiniMaxM3SparseForConditionalGeneration",
+        ),
+        fuses_rows="gate_up_proj.weight",
     ),
     wrapper(_STACKS["dots3_note_text"], "dots3_note", "Dots3Note"),
     wrapper(_STACKS["gemma4_text"], "gemma4", "Gemma4"),
@@ -111,6 +119,7 @@ WRAPPERS: tuple[Family, ...] = (
     ),
     Family(
         model_type="ernie4_5_vl_moe",
+        overlap_refused="its MoE blocks have two sets of experts, for text and for images",
         config="Ernie4_5_VLMoeConfig",
         causal_lm="Ernie4_5_VLMoeForConditionalGeneration",
         moe_block="Ernie4_5_VLMoeMoeBlock",
@@ -123,6 +132,7 @@ WRAPPERS: tuple[Family, ...] = (
     ),
     Family(
         model_type="qwen3_vl_moe",
+        spread_refused="transformers fails to load it over several ranks (its experts are transposed)",
         config="Qwen3VLMoeConfig",
         causal_lm="Qwen3VLMoeForConditionalGeneration",
         decoder_layer="Qwen3VLMoeTextDecoderLayer",

@@ -62,6 +62,7 @@ ROWS = (
     ),
     Family(
         model_type="llama4_text",
+        scaled_experts="model.layers.*.feed_forward.experts",
         since="5.5",
         upstream="models/llama4/modeling_llama4.py",
         config="Llama4TextConfig",

@@ -56,6 +56,24 @@ def plot_losses(
     _save(figure, path)
 
 
+def plot_timelines(timelines: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], path: Path) -> None:
+    """Draw when each model computes and when its link is busy (paper Fig. 10 to 12), one above the other.
+
+    timelines: name -> row -> (begin, end) in ms.
+    """
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=(2 * _SIZE[0], 1.4 * len(timelines)), sharex=True, squeeze=False
+    )
+    for axis, (name, rows) in zip(axes[:, 0], timelines.items(), strict=True):
+        for place, (row, intervals) in enumerate(rows.items()):
+            bars = [(begin, end - begin) for begin, end in intervals]
+            axis.broken_barh(bars, (-place - 0.4, 0.8), color=f"C{place}", label=row)
+        axis.set(yticks=[-place for place in range(len(rows))], yticklabels=list(rows))
+        _title(axis, name)
+    axes[-1, 0].set(xlabel="ms")
+    _save(figure, path)
+
+
 def plot_scores(
     curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path, colours: Colours | None = None
 ) -> None:

@@ -3,6 +3,7 @@
 Not covered: what only the data say (columns, templates, lengths); a stage checks those when it begins.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.suites import dataset_location
 from fcsd.families import family_of, moe_mask
+from fcsd.families.family import read_field, text_config
+from fcsd.overlap import refusal
 from fcsd.stages.context import Run
 
 
@@ -80,6 +83,39 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         check_settings(train, recipe.data, launch)
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
         dataset_location(recipe.early_stopping.task, run.data_root)
+
+
+def check_overlap(run: Run) -> None:
+    """Check what the launch is to overlap against the model; on the first rank, say where less of it will.
+
+    Raises:
+        UserError: --expert-parallel does not divide the experts; --overlap for a model that cannot.
+    """
+    engine, folder = run.launch.engine, run.original.folder
+    if engine.name != "ep":
+        return
+    checkpoint = read_checkpoint(folder)
+    family, config = checkpoint.family, load_config(checkpoint)
+    assert family is not None
+    experts = read_field(text_config(config, family), family.num_experts)
+    if isinstance(experts, int) and experts % engine.expert_parallel:
+        raise UserError(
+            f"--expert-parallel {engine.expert_parallel}: does not divide the {experts} experts of {folder}; change it"
+        )
+    reason = refusal(family, config)
+    mask = moe_mask(config, family)
+    if reason is None and not any(
+        mask[k] for k in resolve_layers(run.recipe.connectivity.spec().layers, mask)
+    ):
+        reason = "connectivity.layers rewires no MoE layer"
+    if reason is not None and engine.overlap in ("full", "forward"):
+        raise UserError(f"--overlap {engine.overlap}: {folder} cannot: {reason}; leave --overlap out")
+    if reason is not None and engine.overlap is None and run.launch.first:
+        print(f"overlap: off: {reason}", file=sys.stderr)
+    if reason is None and run.recipe.objective.l2_coefficient is not None and run.launch.first:
+        print(
+            "overlap: layers whose streams objective l2 compares wait for their own combine", file=sys.stderr
+        )
 
 
 def check_settings(train: TrainConfig, data: DataConfig, launch: Launch, where: str = "") -> None:

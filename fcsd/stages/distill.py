@@ -26,7 +26,7 @@ from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 from fcsd.models.load import dtype_of, load_checkpoint, to_dtype
 from fcsd.report.plots import plot_sweep
-from fcsd.stages.checks import check_training
+from fcsd.stages.checks import check_overlap, check_training
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 from fcsd.stages.scoring import early_stopping, score_settings, scored_data
@@ -44,6 +44,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         _tell_choice(read_json(folder / "manifest.json")["results"], launch)
         return stage
     check_training(run, recipe.sweep.batch_size_tokens)
+    check_overlap(run)
     rows, record = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
@@ -87,6 +88,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
         remove_checkpoints(folder, launch)
         return stage
     check_training(run)
+    check_overlap(run)
     rows, record = training_rows(plan.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows)

@@ -177,7 +177,7 @@ MUTANTS = {
         ("gemma4_text",),
     ),
     "norms inside a module: the module is called as it is": (
-        "functools.partial(type(self.norms).forward, _View(self.norms, norms))",
+        "functools.partial(type(self.norms).forward, View(self.norms, norms))",
         "self.norms",
         ("dbrx",),
     ),

@@ -1,0 +1,22 @@
+"""Expert parallelism whose communication runs beside computation, both ways, for rewired models.
+
+    model = load_model(…, distributed_config=DistributedConfig(fsdp_size=W, ep_size=N, ep_implementation="farskip"))
+    attach(model, "full")
+
+Not covered: regular layers, which have nothing to compute meanwhile; tensor and pipeline parallelism; CUDA graphs.
+"""
+
+from fcsd.overlap.attach import Overlap, attach, attach_loaded, detach
+from fcsd.overlap.experts import IMPLEMENTATIONS, OverlappedEP
+from fcsd.overlap.support import refusal, with_plan
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Overlap",
+    "OverlappedEP",
+    "attach",
+    "attach_loaded",
+    "detach",
+    "refusal",
+    "with_plan",
+]

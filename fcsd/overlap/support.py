@@ -1,0 +1,91 @@
+"""Which models can overlap, how far, and why others cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.modeling_utils import AttentionInterface
+
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES
+from fcsd.families.family import Family
+from fcsd.overlap.experts import IMPLEMENTATIONS
+from fcsd.text import markdown
+
+_JITTER = ("router_jitter_noise", "input_jitter_noise")
+
+
+def refusal(family: Family, config: Any = None) -> str | None:
+    """Return why a model cannot overlap, a clause; None: it can. config: of the model, None: of any of its family."""
+    if family.spread_refused is not None:
+        return family.spread_refused
+    if family.fuses_rows is not None:
+        return f"transformers loads {family.fuses_rows} wrongly where it shards while it loads"
+    if family.overlap_refused is not None:
+        return family.overlap_refused
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in _JITTER:
+        # PhiMoE's routers sample inside a module, which is called once.
+        if (getattr(config, name, 0) or 0) > 0 and (family.model_type, name) != ("phimoe", _JITTER[0]):
+            return (
+                f"{name} {getattr(config, name)}: a block that is entered twice would draw twice; set it to 0"
+            )
+    return None
+
+
+def with_plan(distributed_config: Any, family: Family | None) -> Any:
+    """Return a `DistributedConfig` that spreads the experts of a family for which transformers has no plan."""
+    named = getattr(distributed_config, "ep_implementation", None) in IMPLEMENTATIONS.values()
+    if family is None or family.scaled_experts is None or not named:
+        return distributed_config
+    plan = dict.fromkeys(
+        (f"{family.scaled_experts}.{name}" for name in ("gate_up_proj", "down_proj")), "grouped_gemm"
+    )
+    plan[family.scaled_experts] = "ep_dispatch_experts"
+    # Nor do transformers' rules for FSDP match its layers' names: all of it would be gathered as one.
+    stack = family.scaled_experts.partition("layers.*")[0]
+    units = dict.fromkeys((f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight")
+    return dataclasses.replace(distributed_config, ep_plan=plan, fsdp_plan=units)
+
+
+def in_flight_between_layers(family: Family) -> bool:
+    """Return whether a layer's combine can be waited for in the next layer.
+
+    Otherwise the layer keeps its forward pass, and its exchanges run beside its shared expert only.
+    """
+    plain = not (family.norms or family.side_output or family.stream_edit)
+    return family.layout == "pre_norm" and family.additive and plain
+
+
+def support(family: Family) -> str:
+    """Return a family's cell of the table in docs/overlap.md."""
+    if (reason := refusal(family)) is not None:
+        return f"refused: {reason}"
+    return "between layers" if in_flight_between_layers(family) else "inside the layer"
+
+
+def overlap_table() -> str:
+    """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
+    return markdown(
+        ["family", "overlap"], [[name, support(row)] for name, row in sorted(FAMILIES.items())], left=2
+    )
+
+
+def check_transformers() -> None:
+    """Raise UserError for a transformers whose interfaces are not those that this was written for."""
+    expected: dict[Any, list[str]] = {
+        AllToAllEP.__init__: ["self", "experts", "ep_mesh", "tp_mesh"],
+        AllToAllEP.__call__: ["self", "hidden_states", "top_k_index", "top_k_weights"],
+        AttentionInterface.get_interface: ["self", "attn_implementation", "default"],
+    }
+    for function, names in expected.items():
+        if list(inspect.signature(function).parameters) != names:
+            import transformers
+
+            raise UserError(
+                f"transformers {transformers.__version__}: {function.__qualname__} is not the one that overlap was"
+                f" written for ({', '.join(names)}); install transformers 5.23, or use --overlap off"
+            )

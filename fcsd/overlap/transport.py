@@ -1,0 +1,72 @@
+"""What carries the rows of an exchange: `start` returns at once, `wait` when the rows are there.
+
+On a GPU `wait` makes the current stream wait, not the host; nothing here names a stream. Both tensors are the
+exchange's until it has been waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Work(Protocol):
+    """Something that is under way."""
+
+    def wait(self) -> Any:
+        """Return when it is done, or make the current stream wait for it."""
+
+
+class Transport(Protocol):
+    """Sends rows from each rank of a group to each."""
+
+    def start(
+        self, received: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]
+    ) -> Work:
+        """Begin to send `send[r]` rows of `sent` to rank r, and to fill `received` with `receive[r]` rows of rank r."""
+
+
+class AllToAll:
+    """The all-to-all of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+
+    def start(
+        self, received: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]
+    ) -> Work:
+        """See `Transport`."""
+        work: Work = dist.all_to_all_single(
+            received, sent, list(receive), list(send), group=self.group, async_op=True
+        )
+        return work
+
+
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def groups_beside(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups for rows and for counts of this rank's expert-parallel group; all ranks of the world call this.
+
+    Counts have a group of their own: on the rows' they would queue behind an exchange that is under way. On a GPU the
+    rows have one, too, whose stream has a high priority, so that a waiting kernel of it starts before compute's.
+    """
+    own = tuple(dist.get_process_group_ranks(group))
+    if own in _groups and _groups[own][1] in dist.distributed_c10d._world.pg_map:
+        return _groups[own]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for ranks in sorted(set(everyone)):  # every rank makes all groups, in one order
+        counts = dist.new_group(list(ranks))
+        rows = _urgent_group(list(ranks)) if "nccl" in dist.get_backend_config(group) else group
+        if ranks == own:
+            _groups[own] = rows, counts
+    return _groups[own]
+
+
+def _urgent_group(ranks: list[int]) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.new_group(ranks, pg_options=options)
