@@ -31,6 +31,7 @@ from tests.connectivity.test_export import run_without_fcsd
 from tests.float64 import BOUND, error, logits_in_float64
 from tests.reference.images import image_inputs
 from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
+from tests.reference.parts import arguments_found_once
 from tests.support import assert_same_model
 
 NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)
@@ -116,9 +117,13 @@ def test_a_rewired_wrapper_computes_the_equations_with_and_without_images(name):
     cases = [(selection, *SIDES[0]) for selection in ("all", "moe", {"first": 2}, [0, 2], [2, 3])]
     cases += [("all", *sides) for sides in SIDES[1:]]
     for inputs in (image_inputs(name), text_only()):
-        for selection, *sides in cases:
+        with arguments_found_once():
+            references = [
+                reference(model, resolve_layers(selection, mask), inputs, *sides)[0]
+                for selection, *sides in cases
+            ]
+        for (selection, *sides), expected in zip(cases, references, strict=True):
             layers = resolve_layers(selection, mask)
-            expected, _ = reference(model, layers, inputs, *sides)
             assert convert_model(model, Connectivity(selection, *sides), regular_ok=True) == layers
             assert error(logits(model, inputs), expected) < BOUND, (selection, sides)
             unconvert_model(model)

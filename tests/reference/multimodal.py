@@ -15,6 +15,7 @@ from torch.nn.functional import linear, silu, softmax
 
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
+from tests.reference.parts import found_once
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -194,6 +195,35 @@ def text_stack(model: Any) -> tuple[Any, Any]:
     return model.model.language_model, model.lm_head
 
 
+def _captured(
+    model: Any, stack: Any, inputs: dict[str, Any]
+) -> tuple[Tensor, list[dict[str, Any]], list[tuple[Tensor, Tensor]]]:
+    """(input of the first layer, keyword arguments of every layer, what DeepStack adds) of the model's own loop."""
+    first: list[Tensor] = []
+    arguments: list[dict[str, Any]] = []
+    visual: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first.append(args[0])
+        arguments.append(dict(kwargs))
+
+    def keep_visual(hidden_states: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+        visual.append((mask, features))
+        return hidden_states
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in stack.layers]
+    if deepstack := hasattr(stack, "_deepstack_process"):
+        stack._deepstack_process = keep_visual
+    try:
+        model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if deepstack:
+            del stack._deepstack_process
+    return first[0], arguments, visual
+
+
 def multimodal_reference_forward(
     model: Any,
     layers: Sequence[int],
@@ -222,30 +252,8 @@ def multimodal_reference_forward(
     """
     model_type, config = model.config.model_type, model.config.get_text_config()
     stack, lm_head = text_stack(model)
-    first: list[Tensor] = []
-    arguments: list[dict[str, Any]] = []
-    visual: list[tuple[Tensor, Tensor]] = []
-
-    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first.append(args[0])
-        arguments.append(dict(kwargs))
-
-    def keep_visual(hidden_states: Tensor, mask: Tensor, features: Tensor) -> Tensor:
-        visual.append((mask, features))
-        return hidden_states
-
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in stack.layers]
-    if deepstack := hasattr(stack, "_deepstack_process"):
-        stack._deepstack_process = keep_visual
-    try:
-        model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        if deepstack:
-            del stack._deepstack_process
-
-    o = first[0]
+    o, arguments, visual = found_once(lambda: _captured(model, stack, inputs), model, *inputs.values())
+    arguments = [dict(each) for each in arguments]
     is_image = None
     if model_type == "ernie4_5_vl_moe":
         types = arguments[0].get("moe_mm_token_type_ids")

@@ -43,7 +43,7 @@ def _softmax_router(
     return indices, weights * scale
 
 
-_known: dict[tuple[int, ...], tuple[Tensor, list[dict[str, Any]]]] | None = None
+_known: dict[tuple[int, ...], Any] | None = None
 
 
 @contextlib.contextmanager
@@ -64,14 +64,21 @@ def layer_arguments(
 
     `stack` is `model.model.layers` unless given.
     """
-    key = (id(model), id(input_ids), *map(id, inputs.values()))
-    if _known is None or key not in _known:
-        found = _layer_arguments(model, input_ids, model.model.layers if stack is None else stack, inputs)
-        if _known is None:
-            return found
-        _known[key] = found
-    first, arguments = _known[key]
+    layers = model.model.layers if stack is None else stack
+    first, arguments = found_once(
+        lambda: _layer_arguments(model, input_ids, layers, inputs), model, input_ids, *inputs.values()
+    )
     return first, [dict(each) for each in arguments]
+
+
+def found_once(find: Callable[[], Any], *on: Any) -> Any:
+    """What `find` gives; inside `arguments_found_once` it is called once for the same objects."""
+    key = tuple(map(id, on))
+    if _known is None:
+        return find()
+    if key not in _known:
+        _known[key] = find()
+    return _known[key]
 
 
 def _layer_arguments(
