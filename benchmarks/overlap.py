@@ -20,6 +20,9 @@ Modes, interleaved step by step; a ratio is the median over rounds of (time of `
 blocking and full with activation checkpointing. Experts are spread, nothing else is: gathered weights would drown the
 tokens on the link.
 
+--link netns (root; `ip` and `tc`): two network namespaces joined by a pair of interfaces whose rate tbf limits, so that
+an exchange takes --exchange-ms; gloo's own messages go over it. They are removed at the end, whatever happens.
+
 The emulated link is a thread (a stream of high priority on a GPU) that is busy for bytes / rate, one exchange after the
 other. On the GPU the group has one rank, which stands for one of --virtual-ranks: what it would send the others is what
 occupies the link, by `torch.cuda._sleep`; the rows themselves are copied. Hidden there is what the profiler's trace
@@ -30,15 +33,18 @@ router 5), and the link's rate is such that an exchange takes --exchange-ms.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import queue
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -360,9 +366,7 @@ class Bench:
         if options.device == "cuda":
             self.link = CudaLink(options.rate_gb_s * 1e9, options.virtual_ranks)
         elif options.link == "emulated":
-            world = torch.distributed.get_world_size()
-            sent = options.rows * options.length * options.top_k * (options.dim + 1) * 4 * (world - 1) / world
-            self.link = Link(options.exchange_ms / 1e3 / sent)
+            self.link = Link(options.exchange_ms / 1e3 / exchanged_bytes(options))
 
     def prepare(self, mode: str) -> Any:
         from fcsd.overlap import attach, detach
@@ -536,7 +540,7 @@ def printed(table: dict[str, dict[str, float]]) -> str:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    made.add_argument("--link", choices=["emulated", "plain"], default="emulated")
+    made.add_argument("--link", choices=["emulated", "plain", "netns"], default="emulated")
     made.add_argument("--compute", choices=["sleeps", "real"], help="default: sleeps on a CPU, real on a GPU")
     made.add_argument("--model", choices=["shared", "none"], default="shared")
     made.add_argument(
@@ -554,6 +558,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, help="tokens a sequence")
     for name in ("layers", "dim", "expert-dim", "experts", "top-k", "heads"):
         made.add_argument(f"--{name}", type=int)
+    made.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # a process that --link netns has started
+    made.add_argument("--store", help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path)
     made.add_argument("--traces", help="folder for the profiler's traces (GPU)")
     return made
@@ -575,6 +581,8 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     for name, value in zip(_SIZE_NAMES, _SIZES["cuda" if cuda else options.compute], strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if options.link == "netns":
+        options.length = 512  # tbf lets the first 32 kB through at once
     if options.modes is None:
         skipped = {"beside"} if options.model == "none" else set()
         if options.checkpointing:
@@ -583,13 +591,93 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
+@contextlib.contextmanager
+def namespaces(rate_bits: float) -> Iterator[list[str]]:
+    """Two network namespaces, whose interfaces towards each other are called as they are."""
+    names = [f"fcsd{os.getpid() % 10000}-{end}" for end in (0, 1)]
+
+    def run(*words: str) -> None:
+        subprocess.run(words, check=True)
+
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        run(
+            "ip",
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            names[1],
+            "netns",
+            names[1],
+        )
+        for end, name in enumerate(names):
+            inside = ("ip", "netns", "exec", name)
+            run(*inside, "ip", "addr", "add", f"10.44.0.{end + 1}/24", "dev", name)
+            run(*inside, "ip", "link", "set", name, "up")
+            run(*inside, "ip", "link", "set", "lo", "up")
+            limit = ("rate", f"{int(rate_bits)}bit", "burst", "32kb", "latency", "400ms")
+            run(*inside, "tc", "qdisc", "replace", "dev", name, "root", "tbf", *limit)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def in_namespaces(options: argparse.Namespace, arguments: list[str], store: str) -> Any:
+    rate = exchanged_bytes(options) * 8 / (options.exchange_ms / 1e3)
+    with namespaces(rate) as names:
+        started = [
+            subprocess.Popen(
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    sys.executable,
+                    __file__,
+                    *arguments,
+                    "--rank",
+                    str(end),
+                    "--store",
+                    store,
+                ],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": name},
+            )
+            for end, name in enumerate(names)
+        ]
+        if any(process.wait() for process in started):
+            raise SystemExit("a rank has failed; see above")
+    return json.loads(Path(f"{store}.json").read_text())
+
+
+def exchanged_bytes(options: argparse.Namespace) -> float:
+    """What leaves a CPU rank in one exchange, on average."""
+    rows = options.rows * options.length * options.top_k
+    return rows * (options.dim + 1) * 4 * (options.ranks - 1) / options.ranks
+
+
 def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = complete(parser().parse_args(arguments))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        if options.ranks == 1:
+        if options.rank is not None:
+            found = rank(options.rank, options, options.store)
+            if options.rank == 0:
+                Path(f"{options.store}.json").write_text(json.dumps(found))
+            return {}
+        if options.link == "netns":
+            found = in_namespaces(options, arguments, store)
+        elif options.ranks == 1:
             found = rank(0, options, store)
         else:
             context = multiprocessing.get_context("spawn")

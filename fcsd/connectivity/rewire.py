@@ -384,6 +384,7 @@ def unrewire(model: nn.Module) -> None:
                 delattr(module, name)
         if "farskip_base" in vars(type(module)):
             module.__dict__.pop("farskip_plan", None)
+            module.__dict__.pop("farskip_runtime", None)
             module.__class__ = type(module).farskip_base  # type: ignore[attr-defined]
 
 

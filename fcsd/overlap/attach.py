@@ -93,6 +93,10 @@ def detach(model: nn.Module) -> None:
 
 def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> LayerRuntime:
     block = getattr(layer, family.moe)
+    if layer._compiled_call_impl is not None:
+        raise UserError(
+            f"layer {index} is compiled as a whole; compile attention and MLPs inside of it, or use --overlap off"
+        )
     here = {family.moe, family.in_norm, family.mlp_norm, family.layer_shared}
     can = any(asks_registry(child) for name, child in layer._modules.items() if name not in here)
     if split == "core" and not can:
@@ -101,8 +105,10 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
         )
     chosen: Split = split or ("core" if can else "end")
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
-    if ep is None or not is_one_of(block, family.moe_block):
-        return LayerRuntime(None, None, chosen, index, not in_flight_between_layers(family))
+    moe = is_one_of(block, family.moe_block)
+    if ep is None or not moe:
+        # An MoE block that is not spread has nothing to send; its layer hands on a pair, as without a runtime.
+        return LayerRuntime(None, None, chosen, index, moe or not in_flight_between_layers(family))
     shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
     names = BlockNames(
         _own_forward(block),

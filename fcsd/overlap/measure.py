@@ -98,9 +98,9 @@ def timeline(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> 
     """Return when a traced step computed and when its link was busy, in ms from its beginning."""
     events, busy, kernels = _read(trace, link)
     if kernels:
-        work = [
-            event for event in kernels if event not in busy and not _OTHER_COMMUNICATION.search(event["name"])
-        ]
+        names = {event["name"] for event in busy}
+        own = [event for event in kernels if event["name"] not in names]
+        work = [event for event in own if not _OTHER_COMMUNICATION.search(event["name"])]
     else:
         threads = {event["tid"] for event in busy}
         ops = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] not in threads]

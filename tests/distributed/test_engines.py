@@ -667,7 +667,8 @@ def refusal(rank: int, folder: Path) -> str:
 
     os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))
     AcceleratorState._reset_state(reset_partial_state=True)
-    launch = join_launch(expert_parallel=2, overlap="off")  # fcsd has a plan for Llama 4, transformers has none
+    # fcsd has a plan for Llama 4, transformers has none.
+    launch = join_launch(expert_parallel=2, overlap="off")
     with pytest.raises(UserError) as error:
         load_checkpoint(
             ModelFolder(ModelConfig(path=str(folder)), folder),

@@ -80,6 +80,11 @@ def test_models_and_machines_that_cannot_overlap_are_refused(monkeypatch: pytest
         UserError, match=r"split core: attention of layer 0 asks no attention registry .* use end"
     ):
         attach(model, split="core")
+    layer = model.model.layers[0]
+    layer._compiled_call_impl = layer.forward  # what `compile` sets
+    with pytest.raises(UserError, match=r"^layer 0 is compiled as a whole; compile attention and MLPs"):
+        attach(model)
+    layer._compiled_call_impl = None
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_connections(CPU)
     with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
