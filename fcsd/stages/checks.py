@@ -57,9 +57,7 @@ def check_run(run: Run) -> None:
                 _check_layers(one.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
-    if any(
-        _unfinished(layout.evaluation(name)) for name in ("original", "converted", MAIN, *recipe.variants)
-    ):
+    if any(_unfinished(layout.evaluation(name)) for name in run.model_names):
         _check_evaluation(run)
 
 

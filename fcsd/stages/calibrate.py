@@ -1,0 +1,71 @@
+"""Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep."""
+
+import sys
+from typing import Any
+
+from fcsd.artifact import Stage
+from fcsd.calibrate.checkpoint import calibrate_checkpoint, take_rows
+from fcsd.config.data import DataConfig
+from fcsd.config.layout import MAIN
+from fcsd.config.recipe import Recipe
+from fcsd.errors import UserError
+from fcsd.models.load import ModelFolder
+from fcsd.stages.context import Run
+from fcsd.stages.rows import data_inputs, left_out, training_rows
+
+
+def calibrate(run: Run, variant: str | None = None) -> Stage:
+    """Leave the converted model with calibrated weights; a variant with the same settings shares the main one's."""
+    one = run.variant(variant)
+    if variant is not None and _settings(one.recipe) == _settings(run.recipe):
+        variant, one = None, run
+    recipe, launch = one.recipe, one.launch
+    plan = recipe.calibration
+    if plan is None:
+        raise UserError(
+            f"recipe {recipe.name}: has no `calibration` section; add one (see docs/calibration.md)"
+        )
+    data, folder = _data(recipe), run.layout.calibration(variant or MAIN)
+    inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})
+    stage = Stage(folder, "calibrate", _settings(recipe), inputs)
+    if launch.begin(stage) == "finished":
+        return stage
+    rows, record = training_rows(data, one.tokenizer, one)
+    results = calibrate_checkpoint(
+        one.original,
+        folder / "model",
+        recipe.connectivity.spec(),
+        take_rows(rows, plan.tokens),
+        ridge=plan.ridge,
+        launch=launch,
+    )
+    model = {"path": recipe.model_path, "revision": recipe.model.revision}
+    launch.finish(stage, {"model": model, **results, **left_out(record, folder, launch)}, folder / "model")
+    if launch.first:
+        print(f"calibrate: {results['tokens']:,} tokens, {len(results['layers'])} layers", file=sys.stderr)
+    return stage
+
+
+def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
+    """Return the calibrated checkpoint that a distillation starts from, made if need be; None where it does not."""
+    one = run.variant(variant)
+    if not one.recipe.starts_calibrated:
+        return None
+    return ModelFolder(one.original.config, calibrate(run, variant).folder / "model")
+
+
+def _data(recipe: Recipe) -> DataConfig:
+    """Return the data section of the calibration text: the training's, unless the section names its own."""
+    assert recipe.calibration is not None
+    changes: dict[str, Any] = {} if recipe.calibration.text is None else {"train": recipe.calibration.text}
+    return recipe.data.model_copy(update=changes)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    if recipe.calibration is None:
+        return {}
+    return {
+        **recipe.model_dump(mode="json", include={"model", "connectivity", "seed"}),
+        "calibration": recipe.calibration.model_dump(mode="json", exclude={"starts_training", "text"}),
+        "data": _data(recipe).model_dump(mode="json", exclude={"heldout", "heldout_examples", "loss_on"}),
+    }
