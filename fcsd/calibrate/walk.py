@@ -81,7 +81,9 @@ def walk(
     ridge: float,
     ranks: Ranks = ALONE,
 ) -> Iterator[dict[str, Any] | None]:
-    """Take `state` behind each next layer, up to the last of `layers`; yield that layer's result, None if it has none.
+    """Take `state` behind each next layer, up to the last of `layers`; yield its result, None if it has none.
+
+    While a result is looked at, the layer is still loaded.
 
     All ranks call this, each with its share of the batches, at least one.
 
@@ -99,8 +101,8 @@ def walk(
                 state.results.append(result)
             else:
                 _hand_on(models, state, batches, index)
-        state.next_layer = index + 1
-        yield result
+            state.next_layer = index + 1
+            yield result
 
 
 def _hand_on(models: Models, state: State, batches: Sequence[Batch], index: int) -> None:

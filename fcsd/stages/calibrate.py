@@ -34,6 +34,7 @@ def calibrate(run: Run, variant: str | None = None) -> Stage:
     results = calibrate_checkpoint(
         one.original,
         folder / "model",
+        folder / "partial",
         recipe.connectivity.spec(),
         take_rows(rows, plan.tokens),
         ridge=plan.ridge,
