@@ -156,8 +156,8 @@ def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Rank
         return State(0, [_first_stream(models, batch) for batch in batches])
     if found["ranks"] != ranks.size:
         raise UserError(
-            f"{work}: was begun with {found['ranks']} processes, which share the rows, and this launch has {ranks.size};"
-            f" launch {found['ranks']}, or remove the folder to begin again"
+            f"{work}: was begun with {found['ranks']} processes, which share the rows, and this launch has"
+            f" {ranks.size}; launch {found['ranks']}, or remove the folder to begin again"
         )
     tensors = load_file(_streams(work, found["next_layer"], ranks))
     both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -129,7 +129,7 @@ class Layerwise:
             settings = LoadStateDictConfig(
                 device_map={"": self.device},
                 dtype=torch.float32,
-                weight_mapping=get_model_conversion_mapping(self.model),
+                weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
             )
             logging.disable_progress_bar()
             convert_and_load_state_dict_in_model(self.model, slices, settings)
@@ -147,11 +147,11 @@ class Layerwise:
         """Compute the buffers that no file holds, as `from_pretrained` does: by the model's own initialisation."""
         left_out = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
         for module in root.modules():
-            meta = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+            meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
             if module in left_out or not meta:
                 continue
-            for name in meta:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device=self.device)
+            for name, buffer in meta.items():
+                module._buffers[name] = torch.empty_like(buffer, device=self.device)
             self._body_of(module)._init_weights(module)
 
     def _body_of(self, module: nn.Module) -> Any:

@@ -338,7 +338,8 @@ def _merged(one: tuple[float, int] | None, other: tuple[float, int]) -> tuple[fl
     return other if one is None or one[1] < other[1] else one
 
 
-def _first_tensor(values: Any) -> Tensor | None:
+def first_tensor(values: Any) -> Tensor | None:
+    """Return the first tensor of a value, at any depth; None where it has none."""
     return next(_tensors(values), None)
 
 
@@ -363,7 +364,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     ]
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = kwargs.get("hidden_states", _first_tensor(args))
+        given = kwargs.get("hidden_states", first_tensor(args))
         named = paths[module] in (family.attention, family.moe)
         if given is None or (_key(given) not in normed and not (named and family.layout != "pre_norm")):
             return
@@ -375,7 +376,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         follow.inside.append(side)
 
     def leave(module: nn.Module, _: Any, out: Any) -> None:
-        tensor = _first_tensor(out)
+        tensor = first_tensor(out)
         if any(paths[module] in modules for modules in sides.values()):
             follow.inside.pop()
         if module in norms and tensor is not None:
@@ -388,7 +389,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     hooks += [child.register_forward_pre_hook(enter, with_kwargs=True) for child in branches]
     try:
         with torch.no_grad(), follow:
-            out = _first_tensor(run())
+            out = first_tensor(run())
     finally:
         for hook in hooks:
             hook.remove()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fcsd.calibrate.solve import LeastSquares
 from fcsd.calibrate.steps import Steps, Stream
-from fcsd.calibrate.trace import Group, Place, Roles, Side, trace_layer
+from fcsd.calibrate.trace import Group, Place, Roles, Side, first_tensor, trace_layer
 from fcsd.data.batches import NO_LOSS, Batch
 from fcsd.distributed.ranks import ALONE, Ranks
 
@@ -228,8 +228,9 @@ def _inputs_of(layer: nn.Module, sides: Sequence[Side], stop: bool = False) -> I
 
     def hook(name: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = kwargs.get("hidden_states")
-            found[name] = given if given is not None else next(a for a in args if isinstance(a, Tensor))
+            given = kwargs.get("hidden_states", first_tensor(args))
+            assert given is not None
+            found[name] = given
             if stop and len(found) == len(names):
                 raise _Enough
 
@@ -253,7 +254,9 @@ def _outputs_of(layer: nn.Module, groups: Sequence[Group]) -> Iterator[list[Tens
 
     def hook(name: str) -> Any:
         def after(module: nn.Module, args: Any, out: Any) -> None:
-            parts[name] = out if isinstance(out, Tensor) else out[0]
+            found_first = first_tensor(out)
+            assert found_first is not None
+            parts[name] = found_first
 
         return after
 

@@ -1,14 +1,20 @@
 """Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep."""
 
+import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from fcsd.artifact import Stage
-from fcsd.calibrate.checkpoint import calibrate_checkpoint, take_rows
+from fcsd.calibrate.checkpoint import calibratable, calibrate_checkpoint, take_rows
 from fcsd.config.data import DataConfig
 from fcsd.config.layout import MAIN
 from fcsd.config.recipe import Recipe
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
+from fcsd.families.structure import packing_of
+from fcsd.files import read_json, write_json
 from fcsd.models.load import ModelFolder
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
@@ -30,6 +36,8 @@ def calibrate(run: Run, variant: str | None = None) -> Stage:
     stage = Stage(folder, "calibrate", _settings(recipe), inputs)
     if launch.begin(stage) == "finished":
         return stage
+    if data.packing and packing_of(one.original.load_config()) == "leaks":
+        data = data.model_copy(update={"packing": False})
     rows, record = training_rows(data, one.tokenizer, one)
     results = calibrate_checkpoint(
         one.original,
@@ -55,11 +63,37 @@ def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
     return ModelFolder(one.original.config, calibrate(run, variant).folder / "model")
 
 
+def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
+    """Calibrate the model of a recipe that has nothing else to do, and leave it in `out`, with the stage's manifest.
+
+    The recipe's own folder holds what is not finished; it is removed at the end.
+
+    Raises:
+        UserError: `out` exists; as `calibrate`.
+    """
+    run = Run(recipe, launch)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
+    calibratable(run.original)
+    stage = calibrate(run)
+
+    def leave() -> None:
+        record = read_json(stage.folder / "manifest.json")
+        for file in ("decontamination.json", "bad_rows.json"):
+            if (stage.folder / file).is_file():
+                os.replace(stage.folder / file, stage.folder / "model" / file)
+        write_json(stage.folder / "model" / "manifest.json", record)
+        os.replace(stage.folder / "model", out)
+        shutil.rmtree(recipe.folder)
+
+    launch.ranks.from_first(leave)
+
+
 def _data(recipe: Recipe) -> DataConfig:
     """Return the data section of the calibration text: the training's, unless the section names its own."""
     assert recipe.calibration is not None
-    changes: dict[str, Any] = {} if recipe.calibration.text is None else {"train": recipe.calibration.text}
-    return recipe.data.model_copy(update=changes)
+    text = recipe.calibration.text
+    return recipe.data if text is None else recipe.data.model_copy(update={"train": text})
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
