@@ -19,7 +19,7 @@ ORDER = [
     ["distributed"],
     ["models", "data", "tiny"],
     ["losses"],
-    ["distill", "evaluate", "calibrate"],  # side by side: none knows of another
+    ["distill", "evaluate", "calibration"],  # side by side: none knows of another
     ["layers", "cost", "chat"],
     ["report"],
     ["publish"],

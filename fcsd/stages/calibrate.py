@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.artifact import Stage
-from fcsd.calibrate.checkpoint import calibratable, calibrate_checkpoint, take_rows
+from fcsd.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
 from fcsd.config.data import DataConfig
 from fcsd.config.layout import MAIN
 from fcsd.config.recipe import Recipe

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibrate.solve import LeastSquares
-from fcsd.calibrate.steps import Steps, Stream
-from fcsd.calibrate.trace import Group, Place, Roles, Side, first_tensor, trace_layer
+from fcsd.calibration.solve import LeastSquares
+from fcsd.calibration.steps import Steps, Stream
+from fcsd.calibration.trace import Group, Place, Roles, Side, first_tensor, trace_layer
 from fcsd.data.batches import NO_LOSS, Batch
 from fcsd.distributed.ranks import ALONE, Ranks
 

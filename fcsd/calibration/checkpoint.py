@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from fcsd.calibrate.model import batches_of, check_enough, shown
-from fcsd.calibrate.shards import Layerwise, own_copies, write_changed
-from fcsd.calibrate.steps import Stream
-from fcsd.calibrate.walk import State, real_tokens, walk
+from fcsd.calibration.model import FIELD, batches_of, check_enough, check_vocabulary, shown
+from fcsd.calibration.shards import Layerwise, own_copies, write_changed
+from fcsd.calibration.steps import Stream
+from fcsd.calibration.walk import State, real_tokens, walk
 from fcsd.connectivity import convert_checkpoint
 from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_checkpoint_json
 from fcsd.connectivity.rewire import rewired_layers
@@ -36,9 +36,6 @@ from fcsd.errors import UserError
 from fcsd.files import read_json, write_json, writing
 from fcsd.losses.head import refuse_packing
 from fcsd.models.load import ModelFolder
-
-FIELD = "farskip_calibration"
-"""Key of a config: its checkpoint's weights were changed by a calibration."""
 
 
 def calibrate_checkpoint(
@@ -58,7 +55,7 @@ def calibrate_checkpoint(
         rows: of `fcsd.data.dataset.build_dataset`; each rank works on its share.
 
     Returns:
-        tokens, seconds, and for each layer what was solved (`fcsd.calibrate.model.calibrate_model`).
+        tokens, seconds, and for each layer what was solved (`fcsd.calibration.model.calibrate_model`).
 
     Raises:
         UserError: a checkpoint that is converted, calibrated or quantised; too little text; sums that cannot be solved.
@@ -121,16 +118,6 @@ def calibratable(original: ModelFolder) -> Checkpoint:
             " checkpoint that they were quantised from, then quantise the result"
         )
     return checkpoint
-
-
-def check_vocabulary(batches: Sequence[Batch], vocab_size: int) -> None:
-    """Raise UserError where the text has ids that the model does not know: it is of another tokenizer."""
-    largest = max(int(batch["input_ids"].max()) for batch in batches)
-    if largest >= vocab_size:
-        raise UserError(
-            f"calibration text: has the token id {largest}, and the model {vocab_size} tokens; the rows were made with"
-            " another tokenizer, make them with the model's own"
-        )
 
 
 def _prepare(

@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from fcsd.calibrate.fold import fold
-from fcsd.calibrate.steps import Steps, Stream
-from fcsd.calibrate.trace import Place
+from fcsd.calibration.fold import fold
+from fcsd.calibration.steps import Steps, Stream
+from fcsd.calibration.trace import Place
 from fcsd.connectivity import rewire
 from fcsd.connectivity.checkpoint import Checkpoint
 from fcsd.connectivity.load import config_and_class

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fcsd.calibrate.fold import fold
-from fcsd.calibrate.steps import Steps, Stream
-from fcsd.calibrate.trace import Place
-from fcsd.calibrate.walk import State, real_tokens, walk
+from fcsd.calibration.fold import fold
+from fcsd.calibration.steps import Steps, Stream
+from fcsd.calibration.trace import Place
+from fcsd.calibration.walk import State, real_tokens, walk
 from fcsd.connectivity.convert import farskip_layers
 from fcsd.data.batches import Batch, Collator
 from fcsd.distributed.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.errors import UserError
 from fcsd.families import base_model_type, family_of
 from fcsd.losses.head import refuse_packing
+
+FIELD = "farskip_calibration"
+"""Key of a config: its checkpoint's weights were changed by a calibration."""
 
 RIDGE = 1e-3
 BATCH_TOKENS = 4096
@@ -61,7 +64,8 @@ def calibrate_model(
     Args:
         student: a converted model.
         teacher: the original, of the same family and width.
-        rows: of `fcsd.data.dataset.build_dataset`; all ranks give the same, each works on its share.
+        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); all ranks give the same, each works on its
+            share.
         ridge: λ relative to the mean diagonal.
 
     Returns:
@@ -72,7 +76,8 @@ def calibrate_model(
         UserError: a student that is not converted, models that do not belong together or are sharded; too little text.
     """
     layers = _check_pair(student, teacher)
-    batches = ranks.deal(batches_of(rows))
+    batches = ranks.deal(batches_of(_as_rows(rows)))
+    check_vocabulary(batches, teacher.config.get_text_config().vocab_size)
     check_enough(batches, teacher.config.get_text_config().hidden_size, ranks)
     for batch in batches:
         refuse_packing(student, batch["labels"], batch["position_ids"])
@@ -91,7 +96,16 @@ def calibrate_model(
                     bar.set_postfix_str(shown(result))
     finally:
         student.train(modes[0]), teacher.train(modes[1])
+    tokens = sum(int(real_tokens(batch).sum()) for batch in batches)
+    student.config.farskip_calibration = {"tokens": tokens, "ridge": ridge, "layers": layers}
     return state.results
+
+
+def _as_rows(rows: Any) -> Sequence[Any]:
+    if not isinstance(rows, Tensor):
+        return rows  # type: ignore[no-any-return]
+    positions = torch.arange(rows.shape[1])
+    return [{"input_ids": row, "position_ids": positions, "labels": row} for row in rows.cpu()]
 
 
 def _begin(steps: Steps, batch: Batch, device: torch.device) -> Stream:
@@ -104,6 +118,8 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
         raise UserError(
             f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
         )
+    if hasattr(student.config, FIELD):
+        raise UserError(f"{type(student).__name__}: is calibrated already, and a second round makes it worse")
     one, other = (base_model_type(model.config.model_type) for model in (student, teacher))
     widths = [model.config.get_text_config().hidden_size for model in (student, teacher)]
     if one != other or widths[0] != widths[1] or getattr(teacher.config, "farskip", None) is not None:
@@ -131,6 +147,16 @@ def batches_of(rows: Sequence[Any]) -> list[Batch]:
         collate([rows[k] for k in range(start, min(start + size, len(rows)))])
         for start in range(0, len(rows), size)
     ]
+
+
+def check_vocabulary(batches: Sequence[Batch], vocab_size: int) -> None:
+    """Raise UserError where the text has ids that the model does not know: it is of another tokenizer."""
+    largest = max((int(batch["input_ids"].max()) for batch in batches), default=0)
+    if largest >= vocab_size:
+        raise UserError(
+            f"calibration text: has the token id {largest}, and the model {vocab_size} tokens; the rows were made with"
+            " another tokenizer, make them with the model's own"
+        )
 
 
 def check_enough(batches: Sequence[Batch], width: int, ranks: Ranks) -> int:

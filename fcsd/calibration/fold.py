@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibrate.trace import Place
+from fcsd.calibration.trace import Place
 
 
 @torch.no_grad()
