@@ -44,7 +44,8 @@ def run_stage(
     """Run one stage of a recipe, or all of them ("run"), as the command of that name; what is finished is found.
 
     Args:
-        stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that is there), report, publish or run.
+        stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that is there), report, publish or
+            run.
         recipe: a recipe, its path or shipped name, or what its file would hold.
         variant: of "distill", one of the recipe's variants.
         expert_parallel: ranks that hold the experts of an MoE layer among them.

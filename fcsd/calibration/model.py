@@ -53,7 +53,7 @@ class InMemory:
 def calibrate_model(
     student: Any,
     teacher: Any,
-    rows: Sequence[Any],
+    rows: Sequence[Any] | Tensor,
     *,
     ridge: float = RIDGE,
     ranks: Ranks = ALONE,

@@ -120,12 +120,7 @@ class Layerwise:
                         safe_open(self.checkpoint.folder / file, framework="pt")
                     )
                 slices[name] = by_file[file].get_slice(name)
-            for name in wanted:
-                first = next(iter(self._in_files({name: state[name]})), None)
-                if first in slices:
-                    self._dtypes[name] = (
-                        slices[first][:0].dtype if slices[first].get_shape() else torch.float32
-                    )
+            self._note_dtypes(wanted, slices)
             settings = LoadStateDictConfig(
                 device_map={"": self.device},
                 dtype=torch.float32,
@@ -137,6 +132,17 @@ class Layerwise:
         for name in wanted:
             if self.model.get_parameter_or_buffer(name).is_meta:
                 raise AssertionError(f"{self.checkpoint.folder}: '{name}' was not loaded")
+
+    def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
+        """Note in which dtype the files hold each weight."""
+        dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
+        found = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+        state = self.model.state_dict() if len(found) > 1 else {}
+        for (
+            name
+        ) in names:  # conversions may need several weights at once, so they are asked only if it matters
+            in_files = self._in_files({name: state[name]}) if state else {}
+            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(found)))
 
     def _owner(self, name: str) -> nn.Module:
         module: nn.Module = self.model.get_submodule(name.rpartition(".")[0])
