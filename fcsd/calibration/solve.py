@@ -13,12 +13,14 @@ from torch import Tensor
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 
+_NOISE = 1e-12  # float32 gives 1e-14, squared and relative
+
 
 @dataclass(frozen=True)
 class Solution:
     """A map (K·D, D) in float64, and |XJ - Y|²/|Y|² before it, |XA - Y|²/|Y|² after it.
 
-    map: None where X and Y are the same to the last bit, and nothing is to be changed.
+    map: None where X and Y are the same, but for rounding, and nothing is to be changed.
     """
 
     map: Tensor | None
@@ -74,7 +76,7 @@ class LeastSquares:
         size, inputs = self.xx.shape[0], self.xx.shape[0] // self.width
         towards = torch.eye(self.width, dtype=torch.float64, device=self.xx.device).repeat(inputs, 1)
         before = self._residual(towards)
-        if not self.different.item():
+        if not self.different.item() or before < _NOISE:
             return Solution(None, before, before)
         weight = ridge * self.xx.diagonal().mean()
         gram = self.xx + weight * torch.eye(size, dtype=torch.float64, device=self.xx.device)

@@ -338,6 +338,13 @@ def _merged(one: tuple[float, int] | None, other: tuple[float, int]) -> tuple[fl
     return other if one is None or one[1] < other[1] else one
 
 
+def _separate(layer: nn.Module) -> None:
+    """Give weights that are views of one tensor, as some conversions leave them, storages of their own."""
+    for parameter in layer.parameters():
+        if parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
 def first_tensor(values: Any) -> Tensor | None:
     """Return the first tensor of a value, at any depth; None where it has none."""
     return next(_tensors(values), None)
@@ -348,6 +355,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
 
     run: calls the layer on a few tokens, without gradients; returns what it gives.
     """
+    _separate(layer)
     follow = _Follow(layer)
     holder: nn.Module = getattr(layer, family.norms) if family.norms else layer
     names = (family.in_norm, *(family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)))
