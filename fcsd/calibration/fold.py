@@ -19,8 +19,11 @@ def fold(layer: nn.Module, places: Iterable[Place], found: Tensor, side: Literal
     """
     for name, axis in places:
         weight = layer.get_parameter(name)
-        matrix = (found.T if side == "reads" else found).to(weight.device)
-        if weight.ndim == 3 and axis:  # an expert at a time: float64 of all of them is large
+        # In float32 at least: what is rounded is the product, to the weight's dtype.
+        matrix = (found.T if side == "reads" else found).to(
+            weight.device, torch.promote_types(weight.dtype, torch.float32)
+        )
+        if weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
             for expert in weight:
                 _fold(expert, axis - 1, matrix)
         else:
@@ -29,4 +32,4 @@ def fold(layer: nn.Module, places: Iterable[Place], found: Tensor, side: Literal
 
 def _fold(weight: Tensor, axis: int, matrix: Tensor) -> None:
     moved = weight.movedim(axis, -1)
-    moved.copy_((moved.double() @ matrix).to(weight.dtype))
+    moved.copy_((moved.to(matrix.dtype) @ matrix).to(weight.dtype))
