@@ -3,9 +3,10 @@
     python -m benchmarks.calibration layers [--num-layers 2] [--shrink 1] [--tokens 8192] [--device cuda]
     python -m benchmarks.calibration families
 
-`layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated from
-folder to folder. Seconds a layer, the operations a second that this is (`fcsd.cost.calibration`), and by how much the
-process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens, before and after.
+`layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
+from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.cost.calibration`), and by how much
+the process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens, before and
+after.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from fcsd.calibration.checkpoint import calibrate_checkpoint
 from fcsd.calibration.model import calibrate_model
 from fcsd.config.model import ModelConfig
 from fcsd.connectivity import Connectivity, convert_model
+from fcsd.connectivity.checkpoint import read_checkpoint
+from fcsd.cost.calibration import calibration_flops
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import Launch
 from fcsd.families import FAMILIES
@@ -65,9 +68,24 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
             ridge=1e-3,
             launch=Launch(torch.device(device), Engine("one")),
         )
+        checkpoint = read_checkpoint(folder / "base")
         size = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors")) / 2**20
+    width, experts = 2048 // shrink, 128 // shrink
+    matrices = {
+        name: shape for name, shape in checkpoint.shapes.items() if ".layers." in name and len(shape) == 2
+    }
+    size_of = {name: shape[0] * shape[1] for name, shape in matrices.items()}
+    active = sum(number * (8 / experts if ".experts." in name else 1) for name, number in size_of.items())
+    flops = calibration_flops(
+        forward=2 * active,
+        tokens=found["tokens"],
+        num_layers=num_layers,
+        hidden_size=width,
+        num_parameters=sum(size_of.values()),
+    )
     return {
         "tokens": found["tokens"],
+        "operations_a_second": round(flops / found["seconds"] / 1e9) * 1e9,
         "seconds_a_layer": round(found["seconds"] / num_layers, 2),
         "checkpoint_mib": round(size),
         "grew_mib": round(_peak_mib() - start),
