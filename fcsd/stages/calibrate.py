@@ -8,7 +8,6 @@ from typing import Any
 
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
-from fcsd.config.data import DataConfig
 from fcsd.config.layout import MAIN
 from fcsd.config.recipe import Recipe
 from fcsd.distributed.launch import Launch
@@ -31,7 +30,7 @@ def calibrate(run: Run, variant: str | None = None) -> Stage:
         raise UserError(
             f"recipe {recipe.name}: has no `calibration` section; add one (see docs/calibration.md)"
         )
-    data, folder = _data(recipe), run.layout.calibration(variant or MAIN)
+    data, folder = recipe.data, run.layout.calibration(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})
     stage = Stage(folder, "calibrate", _settings(recipe), inputs)
     if launch.begin(stage) == "finished":
@@ -89,18 +88,11 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     launch.ranks.from_first(leave)
 
 
-def _data(recipe: Recipe) -> DataConfig:
-    """Return the data section of the calibration text: the training's, unless the section names its own."""
-    assert recipe.calibration is not None
-    text = recipe.calibration.text
-    return recipe.data if text is None else recipe.data.model_copy(update={"train": text})
-
-
 def _settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.calibration is None:
         return {}
     return {
         **recipe.model_dump(mode="json", include={"model", "connectivity", "seed"}),
-        "calibration": recipe.calibration.model_dump(mode="json", exclude={"starts_training", "text"}),
-        "data": _data(recipe).model_dump(mode="json", exclude={"heldout", "heldout_examples", "loss_on"}),
+        "calibration": recipe.calibration.model_dump(mode="json", exclude={"starts_training"}),
+        "data": recipe.data.model_dump(mode="json", exclude={"heldout", "heldout_examples", "loss_on"}),
     }

@@ -104,8 +104,6 @@ def test_a_teacher_that_is_a_linear_map_away_is_recovered() -> None:
     assert kl(teacher, student, held_out) > 1e-2
     calibrate_model(student, teacher, text(64), ridge=1e-13, progress=False)
     assert kl(teacher, student, held_out) < 1e-12
-    wanted = teacher.model.layers[0].self_attn.q_proj.weight / scale
-    torch.testing.assert_close(layer.self_attn.q_proj.weight, wanted, rtol=1e-6, atol=1e-8)
 
 
 def test_padding_is_no_text() -> None:
