@@ -387,7 +387,9 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         tensor = first_tensor(out)
         if any(paths[module] in modules for modules in sides.values()):
             follow.inside.pop()
-        if module in norms and tensor is not None:
+        if module in norms and not isinstance(out, Tensor):
+            branches.append(module)  # no norm, though it reads the stream as one does (gemma4's router)
+        elif module in norms and tensor is not None:
             normed[_key(tensor)] = None
             follow.inputs.pop(_key(tensor), None)
         mark = follow.sums.get(_key(tensor)) if tensor is not None else None

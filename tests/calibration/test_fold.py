@@ -26,6 +26,9 @@ BOTH = {ADDS.format("self_attn"), ADDS.format("mlp")}
 INKLING = BOTH | {NO_NORM.format("attn_sconv"), NO_NORM.format("mlp_sconv")}
 GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
 # A norm, a convolution or a gate a channel lies behind the branch; everything else of all families is folded.
+INDEXER = (
+    "what self_attn reads, where aten.native_layer_norm takes it"  # a norm of its own before the queries
+)
 LEFT = {
     "afmoe": BOTH,
     "kolibri1": BOTH,
@@ -38,6 +41,7 @@ LEFT = {
     "gemma4_text": GEMMA4,
     "gemma4": GEMMA4,
     "muse_spark": BOTH,
+    "mistral_large4": {INDEXER},
 }
 
 
@@ -103,7 +107,10 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         def near(identity: Tensor = identity) -> Tensor:
             return identity + 0.1 * torch.randn(identity.shape, generator=generator, dtype=torch.float64)
 
-        reads = {side: near() for side in roles.sides}
+        whole = [
+            side for side in roles.sides if not (side.modules == ("self_attn",) and INDEXER in roles.left)
+        ]
+        reads = {side: near() for side in whole}
         adds = {group: near() for group in roles.groups}
         for places, side in [(r.readers, "reads") for r in reads] + [(g.writers, "writes") for g in adds]:
             fold(layer, places, identity, side)
@@ -125,7 +132,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         plain_error = (found["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
         layer.load_state_dict(before)
-        assert len(reads) >= 2
+        assert len(roles.sides) >= 2
         left |= set(roles.left)
     assert left == LEFT.get(model_type, set())
 
