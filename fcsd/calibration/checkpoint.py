@@ -66,6 +66,8 @@ def calibrate_checkpoint(
     options = original.config.model_dump(
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
     )
+    if "flash" in options.get("attn_implementation", ""):
+        del options["attn_implementation"]  # its kernels know no float32
     models = Layerwise(checkpoint, connectivity, launch.device, **options)
     tokens = check_enough(batches, models.model.config.get_text_config().hidden_size, ranks)
     check_vocabulary(batches, models.model.config.get_text_config().vocab_size)

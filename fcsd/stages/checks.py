@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from fcsd.calibration.checkpoint import calibratable
 from fcsd.config.data import DataConfig
 from fcsd.config.layout import MAIN
 from fcsd.config.model import ConnectivityConfig
@@ -45,6 +46,8 @@ def check_run(run: Run) -> None:
         checkpoint = read_checkpoint(run.original.folder)
         assert checkpoint.family is not None
         mask = moe_mask(load_config(checkpoint), checkpoint.family)
+        if recipe.calibration is not None:
+            calibratable(run.original)
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):

@@ -267,6 +267,46 @@ def test_the_command_calibrates_and_tells_what_it_did(
         assert len(message.splitlines()) == 1
 
 
+def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_need_not(
+    base: Path, rows: Path, tmp_path: Path
+) -> None:
+    train = {
+        "max_steps": 1,
+        "batch_size_tokens": 128,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-9,
+    }
+    recipe = {
+        "name": "r",
+        "output_dir": str(tmp_path / "run"),
+        "model": {"path": str(base)},
+        "connectivity": {"layers": [1, 3]},
+        "calibration": {"tokens": 1500},
+        "data": {"train": [{"path": str(rows), "columns": {"text": "text"}}], "max_length": 64},
+        "train": train | {"warmup_steps": 0},
+        "variants": {"same": {"train.learning_rate": 2e-9}, "copied": {"calibration": None}},
+    }
+    for variant in (None, *recipe["variants"]):
+        fcsd.run_stage("distill", recipe, variant=variant)
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "calibrate").iterdir()] == [
+        "fcsd"
+    ]  # shared by the variant of its settings
+    calibrated, original = tensors(run / "calibrate" / "fcsd" / "model"), tensors(base)
+    assert any(not torch.equal(calibrated[name], original[name]) for name in original)
+    for folder, start in (
+        ("distill", calibrated),
+        ("variants/same", calibrated),
+        ("variants/copied", original),
+    ):
+        left = tensors(run / folder / "model")
+        assert max(float((value - start[name]).abs().max()) for name, value in left.items()) < 1e-6, folder
+    config = json.loads((run / "distill" / "model" / "config.json").read_text())
+    assert config["farskip_calibration"]["layers"] == [1, 3]
+    with pytest.raises(UserError, match="adapter_off takes the student's own weights for the original's"):
+        fcsd.run_stage("distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}})
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[Any, Any]]:
     teacher = tiny_model("qwen3_moe")
