@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcsd.api.evaluation import Comparison, Evaluation, compare, evaluate_model
-    from fcsd.api.models import convert, convert_checkpoint, load, unconvert
+    from fcsd.api.models import calibrate, convert, convert_checkpoint, load, unconvert
     from fcsd.api.recipes import load_recipe, run_stage
     from fcsd.connectivity.spec import Connectivity
     from fcsd.distill.fcsd_config import FCSDConfig
@@ -31,6 +31,7 @@ __all__ = [
     "FCSDConfig",
     "FCSDTrainer",
     "UserError",
+    "calibrate",
     "compare",
     "convert",
     "convert_checkpoint",
@@ -43,7 +44,7 @@ __all__ = [
 
 _MODULES = {
     "fcsd.api.evaluation": ("Comparison", "Evaluation", "compare", "evaluate_model"),
-    "fcsd.api.models": ("convert", "convert_checkpoint", "load", "unconvert"),
+    "fcsd.api.models": ("calibrate", "convert", "convert_checkpoint", "load", "unconvert"),
     "fcsd.api.recipes": ("load_recipe", "run_stage"),
     "fcsd.connectivity.spec": ("Connectivity",),
     "fcsd.distill.fcsd_config": ("FCSDConfig",),

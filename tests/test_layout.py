@@ -19,7 +19,7 @@ ORDER = [
     ["distributed"],
     ["models", "data", "tiny"],
     ["losses"],
-    ["distill", "evaluate"],  # side by side: neither knows of the other
+    ["distill", "evaluate", "calibration"],  # side by side: none knows of another
     ["layers", "cost", "chat"],
     ["report"],
     ["publish"],

@@ -116,12 +116,16 @@ def measure(
     started = time.perf_counter()
     folder = recipe.folder / "variants" / "method"
     running = out / "running" / f"{model}-{seed}.json"  # what the folder of an interrupted run belongs to
+    calibration = recipe.variant("method").calibration
+    calibrated = Run(recipe, launch).layout.calibration("method")
     if running.is_file() and read_json(running) != asked:
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(calibrated, ignore_errors=True)
     running.parent.mkdir(parents=True, exist_ok=True)
     write_json(running, asked)
     distill(Run(recipe, launch), "method")
     train = recipe.variant("method").train
+    used = read_json(calibrated / "manifest.json")["results"]["tokens"] if calibration is not None else 0
     curve = [
         [point["step"] * train.batch_size_tokens, point["score"]]
         for point in read_json(folder / "scores.json")["points"]
@@ -131,6 +135,7 @@ def measure(
         "seed": seed,
         "method": method,
         "curve": curve,  # [tokens, KL to the teacher on held-out text, nats a token]
+        "calibration_tokens": used,  # read before the curve begins
         "budget_tokens": train.max_steps * train.batch_size_tokens,
         "learning_rate": train.learning_rate,
         "seconds": round(time.perf_counter() - started, 1),
@@ -139,6 +144,7 @@ def measure(
     result.parent.mkdir(parents=True, exist_ok=True)
     write_json(result, found)
     shutil.rmtree(folder)
+    shutil.rmtree(calibrated, ignore_errors=True)
     running.unlink()
     print(f"  KL {curve[0][1]:.4f} -> {curve[-1][1]:.4f} in {found['seconds']} s", flush=True)
 

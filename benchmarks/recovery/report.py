@@ -53,7 +53,8 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         target = goal[row["seed"]]
         reached = tokens_to_reach(row["curve"], target["curve"][-1][1])
         own["kl"][row["seed"]] = row["curve"][-1][1]
-        own["share"][row["seed"]] = None if reached is None else reached / target["budget_tokens"]
+        used = row.get("calibration_tokens", 0)  # counted in full, though nothing is trained on them
+        own["share"][row["seed"]] = None if reached is None else (reached + used) / target["budget_tokens"]
         own["budget_tokens"] = row["budget_tokens"]
         own["is_baseline"] = row["method"] == plain
     return sorted(rows.values(), key=lambda row: sum(row["kl"].values()) / len(row["kl"]))
@@ -96,7 +97,7 @@ def write_report(out: Path, shown: list[str]) -> str:
     rows = {model: summary(results) for model, results in found.items()}
     parts = [
         "KL(teacher || student) on held-out text at the end, nats per token; tokens that a method needs to the KL with"
-        " which the baseline ends, as a share of the baseline's budget."
+        " which the baseline ends, as a share of the baseline's budget; those of a calibration are counted."
     ]
     for model, each in rows.items():
         parts += [f"## {model}", table(each)]
@@ -122,7 +123,8 @@ def plot(found: dict[str, list[dict[str, Any]]], path: Path, shown: list[str]) -
             if not any(fnmatch.fnmatch(name, pattern) for pattern in shown):
                 continue
             curves = [row["curve"] for row in results if row["method"] == name]
-            tokens = [point[0] for point in curves[0][1:]]
+            used = next(row.get("calibration_tokens", 0) for row in results if row["method"] == name)
+            tokens = [point[0] + used for point in curves[0][1:]]
             values = [[point[1] for point in curve[1:]] for curve in curves]
             middle = [
                 math.exp(sum(map(math.log, column)) / len(column)) for column in zip(*values, strict=True)

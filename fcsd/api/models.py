@@ -1,8 +1,9 @@
-"""Convert a model in memory or a checkpoint, and load either with its tokenizer.
+"""Convert and calibrate a model in memory, convert a checkpoint, and load either with its tokenizer.
 
 Not covered: models that are wrapped already (PEFT, FSDP, DDP): convert them before.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from fcsd.families import family_of, moe_mask
 from fcsd.models.load import find_model, load_tokenizer
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 Model = TypeVar("Model")
@@ -80,6 +82,37 @@ def unconvert(model: Model) -> Model:
         raise UserError(f"{type(model).__name__}: is not converted, nothing to undo")
     unconvert_model(model)
     return model
+
+
+def calibrate(
+    student: Model, teacher: Any, rows: "Sequence[Any] | torch.Tensor", *, ridge: float = 1e-3
+) -> list[dict[str, Any]]:
+    """Fold closed-form maps into the weights of a converted model, in place, that bring it back towards its original.
+
+        model, tokenizer = fcsd.load(path, layers="all")
+        original, _ = fcsd.load(path)
+        fcsd.calibrate(model, original, rows)
+
+    No gradient, no new parameter: each rewired layer in order reads and adds what the original's does, as far as a
+    linear map can say (docs/calibration.md). A model larger than memory: `fcsd calibrate`, one layer at a time.
+
+    Args:
+        student: a converted model that is not sharded, with the original's weights.
+        teacher: the original.
+        rows: token ids (N, T), every token of which is text; or rows of a training set (input_ids, position_ids,
+            labels). At least 4 x hidden size tokens; 128 x are better.
+        ridge: pull of the maps towards the identity, relative to the mean diagonal of the Gram matrix.
+
+    Returns:
+        What was solved, layer by layer: squared residuals before and after, and what could not be folded.
+
+    Raises:
+        UserError: a student that is not converted, or calibrated already; models that do not belong together; too
+            little text, or text of another tokenizer; sums that are singular or not finite.
+    """
+    from fcsd.calibration.model import calibrate_model
+
+    return calibrate_model(student, teacher, rows, ridge=ridge)
 
 
 def convert_checkpoint(

@@ -17,7 +17,7 @@ from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.files import release_folders
 
-STAGES = ("pretrain", "convert", "sweep", "distill", "evaluate", "report", "publish", "run")
+STAGES = ("pretrain", "convert", "calibrate", "sweep", "distill", "evaluate", "report", "publish", "run")
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | list[str] | None = None) -> Recipe:
@@ -46,7 +46,8 @@ def run_stage(
     """Run one stage of a recipe, or all of them ("run"), as the command of that name; what is finished is found.
 
     Args:
-        stage: pretrain, convert, sweep, distill, evaluate (every model that is there), report, publish or run.
+        stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that is there), report, publish or
+            run.
         recipe: a recipe, its path or shipped name, or what its file would hold.
         variant: of "distill", one of the recipe's variants.
         expert_parallel: ranks that hold the experts of an MoE layer among them.
@@ -78,6 +79,7 @@ def run_stage(
 
 
 def _run(stage: str, run: Any, variant: str | None) -> Path:
+    from fcsd.stages.calibrate import calibrate
     from fcsd.stages.convert import convert
     from fcsd.stages.distill import distill, sweep
     from fcsd.stages.pretrain import pretrain
@@ -86,8 +88,8 @@ def _run(stage: str, run: Any, variant: str | None) -> Path:
 
     if stage == "distill":
         return Path(distill(run, variant).folder)
-    if stage in ("pretrain", "convert", "sweep"):
-        stages = {"pretrain": pretrain, "convert": convert, "sweep": sweep}
+    if stage in ("pretrain", "convert", "calibrate", "sweep"):
+        stages = {"pretrain": pretrain, "convert": convert, "calibrate": calibrate, "sweep": sweep}
         return Path(stages[stage](run).folder)
     if stage in ("report", "publish"):
         steps = {"report": report, "publish": publish}

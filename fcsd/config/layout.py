@@ -2,6 +2,7 @@
 
 pretrain/            model from scratch (only with a `pretrain` section)
 convert/             the original, rewired, untrained
+calibrate/NAME/      the same with calibrated weights, for the main distillation or a variant
 sweep/               batch size and learning rate
 distill/             the main distillation
 variants/NAME/       further distillations
@@ -15,7 +16,12 @@ publish/             the folder that goes to the Hub
 from pathlib import Path
 
 MAIN = "fcsd"  # name of the main distillation in results and report
-_TRAINED_IN = {"original": "pretrain", "converted": "convert", MAIN: "distill"}
+_TRAINED_IN = {
+    "original": "pretrain",
+    "converted": "convert",
+    "calibrated": f"calibrate/{MAIN}",
+    MAIN: "distill",
+}
 
 
 class RunLayout:
@@ -32,12 +38,16 @@ class RunLayout:
         self.publish = root / "publish"
 
     def stage(self, name: str) -> Path:
-        """Return the folder of the stage that leaves the model `name`: original, converted, fcsd, or a variant."""
+        """Return the folder of the stage that leaves a model: original, converted, calibrated, fcsd, or a variant."""
         return self.root / _TRAINED_IN.get(name, f"variants/{name}")
 
     def model(self, name: str) -> Path:
         """Return the checkpoint of the model `name`."""
         return self.stage(name) / "model"
+
+    def calibration(self, name: str) -> Path:
+        """Return the folder of the calibrated weights that the distillation `name` may start from."""
+        return self.root / "calibrate" / name
 
     def evaluation(self, name: str) -> Path:
         """Return the folder of the results of the model `name`."""

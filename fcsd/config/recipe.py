@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import DataConfig
 from fcsd.config.model import (
     AdapterConfig,
@@ -35,6 +36,7 @@ from fcsd.errors import UserError
 
 _VARIANT_SECTIONS = (
     "connectivity",
+    "calibration",
     "data",
     "objective",
     "teacher",
@@ -98,6 +100,7 @@ class Recipe(Strict):
     pretrain: PretrainConfig | None = None
     model: ModelConfig = ModelConfig()
     connectivity: ConnectivityConfig = ConnectivityConfig()
+    calibration: CalibrationConfig | None = None
     data: DataConfig
     objective: ObjectiveConfig = KLObjectiveConfig()
     teacher: TeacherConfig | None = None  # null: backend sharded, where the objective has a teacher
@@ -148,6 +151,11 @@ class Recipe(Strict):
                 f"teacher.backend cache holds final hidden states, {what} compares those of every layer;"
                 " use sharded" + (" or adapter_off" if self.lora is not None else "")
             )
+        if teacher is not None and teacher.backend == "adapter_off" and self.starts_calibrated:
+            raise ValueError(
+                "teacher.backend adapter_off takes the student's own weights for the original's, which calibration has"
+                " changed; use sharded or cache, or set calibration.starts_training: false"
+            )
         for key in ("freeze_embeddings_and_head", "freeze_routers"):
             if self.lora is not None and getattr(self.objective, key):
                 raise ValueError(
@@ -181,6 +189,11 @@ class Recipe(Strict):
         if self.sweep is None or self.sweep.train_tokens is None:
             return self.train.max_steps
         return math.ceil(self.sweep.train_tokens / batch_size_tokens)
+
+    @property
+    def starts_calibrated(self) -> bool:
+        """Whether trainings start from calibrated weights."""
+        return self.calibration is not None and self.calibration.starts_training
 
     @property
     def folder(self) -> Path:

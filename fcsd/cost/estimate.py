@@ -9,6 +9,7 @@ import torch
 
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import did_you_mean
+from fcsd.cost.calibration import calibration_flops, calibration_row
 from fcsd.cost.changes import activation_bytes, changes, is_supported
 from fcsd.cost.hardware import GPUS, Gpu
 from fcsd.cost.memory import (
@@ -120,6 +121,7 @@ def estimate(
         else None,
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
+            *([] if pretrain else _calibration(recipe, variant, trace, setting, hardware)),
             *_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant),
         ],
         "assumptions": list(_assumptions(training, setting, hardware, trace)),
@@ -261,6 +263,24 @@ def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | N
         return []
     rows: list[dict[str, Any]] = estimate(recipe, hardware, pretrain=True)["totals"]
     return rows
+
+
+def _calibration(
+    recipe: Recipe, variant: str | None, trace: Trace, setting: Setting, hardware: Hardware
+) -> Iterator[dict[str, Any]]:
+    """Return the row of the calibration that precedes the training, with all layers as if they were rewired."""
+    one = recipe.variant(variant) if variant is not None else recipe
+    if one.calibration is None:
+        return
+    forward = sum(trace.flops["activations"].values()) / (setting.num_rows * setting.num_tokens)
+    flops = calibration_flops(
+        forward=forward,
+        tokens=one.calibration.tokens,
+        num_layers=trace.num_layers,
+        hidden_size=trace.hidden_size,
+        num_parameters=trace.num_parameters - trace.embeddings_and_head,
+    )
+    yield calibration_row(flops, one.calibration.tokens, _gpu(hardware), hardware.num_gpus, hardware.mfu)
 
 
 def _totals(

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcsd.connectivity.checkpoint import CONFIG, find_folder, read_checkpoint_json, read_config
-from fcsd.connectivity.load import load_model
+from fcsd.connectivity.checkpoint import (
+    CONFIG,
+    find_folder,
+    read_checkpoint,
+    read_checkpoint_json,
+    read_config,
+)
+from fcsd.connectivity.load import load_config, load_model
 from fcsd.connectivity.modeling import register
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
@@ -50,6 +56,10 @@ class ModelFolder:
     def weights(self) -> str:
         """The fingerprint of its weights, never of its path."""
         return weights_fingerprint(self.folder)
+
+    def load_config(self) -> Any:
+        """Return its config object, with upstream's defaults filled in."""
+        return load_config(read_checkpoint(self.folder))
 
 
 def find_model(config: "ModelConfig") -> ModelFolder:

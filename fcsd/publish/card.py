@@ -240,6 +240,9 @@ def _objective(training: Mapping[str, Any]) -> str:
 
 def _training(facts: Facts) -> str:
     training = facts.training
+    if (calibrated := _calibrated(facts)) and (training is None or training["stage"] == "calibrate"):
+        sources = _sources(training["settings"]) if training is not None else ""
+        return f"Rewired with fcsd, not trained. {calibrated}{sources}"
     if _untrained(facts):
         return "Rewired with fcsd, not trained: the weights are those of the original."
     if training is None:
@@ -270,10 +273,10 @@ def _training(facts: Facts) -> str:
             items = items_text(stopping["metric"], found["num_items"], found["num_items_total"])
             lines[-1] += f" ({score} on {items})"
         lines[-1] += "."
-    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
-    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
-    if sources:
-        lines.append(f"Data: {', '.join(f'`{source}`' for source in sources)}.")
+    if calibrated:
+        lines.append(f"Before the training: {calibrated}")
+    if sources := _sources(settings).strip():
+        lines.append(sources)
     if left_out := (results.get("decontamination") or {}).get("num_left_out"):
         lines.append(f"{left_out} examples that overlap with test items were left out.")
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
@@ -283,8 +286,25 @@ def _training(facts: Facts) -> str:
     return " ".join(lines)
 
 
+def _calibrated(facts: Facts) -> str:
+    """Say how a calibration changed the weights; "" where there was none."""
+    found = facts.config.get("farskip_calibration")
+    if found is None:
+        return ""
+    return (
+        f"Calibrated with fcsd: closed-form maps, solved on {found['tokens']:,} tokens against the original, are folded"
+        f" into the weights of {len(found['layers'])} layers, which are therefore not the original's."
+    )
+
+
+def _sources(settings: Mapping[str, Any]) -> str:
+    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
+    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
+    return f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
+
+
 def _limits(facts: Facts) -> str:
-    if facts.training is None or facts.training["stage"] == "convert":
+    if facts.training is None or facts.training["stage"] in ("convert", "calibrate"):
         return "Nothing is known about what it kept of the original beyond the results above."
     return (
         "It was trained on the data named above and evaluated on the tasks above; nothing else is known about what"

@@ -56,7 +56,9 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     models = {
         name: {
             "layers": _layers(layout, name),
-            "training": _training(training.get(name)),
+            "training": _calibration(layout.stage(name))
+            if name == "calibrated"
+            else _training(training.get(name)),
             "result": each["result"],
         }
         for name, each in evaluated.items()
@@ -117,6 +119,11 @@ def _layers(layout: RunLayout, name: str) -> str:
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
 
+def _calibration(path: Path) -> str:
+    results = read_json(path / "manifest.json")["results"]
+    return f"none; calibrated on {results['tokens']:,} tokens"
+
+
 def _training(path: Path | None) -> str:
     if path is None:
         return "-"
@@ -175,7 +182,12 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
     parts += [
         "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in nats per token on held-out text."
-        " `original` is the teacher, `converted` the same weights rewired and untrained.",
+        " `original` is the teacher, `converted` the same weights rewired and untrained"
+        + (
+            ", `calibrated` the same with closed-form maps folded into them."
+            if "calibrated" in report["models"]
+            else "."
+        ),
         fold("Every task of every model", table) if table.count("\n") > LONG_TABLE else table,
     ]
     if stopping is not None:

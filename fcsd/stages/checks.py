@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from fcsd.calibration.checkpoint import calibratable
 from fcsd.config.data import DataConfig
 from fcsd.config.layout import MAIN
 from fcsd.config.model import ConnectivityConfig
@@ -48,6 +49,8 @@ def check_run(run: Run) -> None:
         checkpoint = read_checkpoint(run.original.folder)
         assert checkpoint.family is not None
         mask = moe_mask(load_config(checkpoint), checkpoint.family)
+        if recipe.calibration is not None:
+            calibratable(run.original)
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
@@ -60,9 +63,7 @@ def check_run(run: Run) -> None:
                 _check_layers(one.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
-    if any(
-        _unfinished(layout.evaluation(name)) for name in ("original", "converted", MAIN, *recipe.variants)
-    ):
+    if any(_unfinished(layout.evaluation(name)) for name in run.model_names):
         _check_evaluation(run)
 
 

@@ -97,8 +97,14 @@ class Run:
             lambda: load_tokenizer(original.folder, trust_remote_code=original.config.trust_remote_code),
         )
 
+    @property
+    def model_names(self) -> list[str]:
+        """The names in the report of all models that the run makes, the original first."""
+        calibrated = ["calibrated"] if self.recipe.calibration is not None else []
+        return ["original", "converted", *calibrated, MAIN, *self.recipe.variants]
+
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
-        names = ("converted", MAIN, *self.recipe.variants)
-        found = {"original": self.original.folder, **{name: self.layout.model(name) for name in names}}
+        original, *names = self.model_names
+        found = {original: self.original.folder, **{name: self.layout.model(name) for name in names}}
         return {name: path for name, path in found.items() if path.is_dir()}

@@ -24,8 +24,9 @@ from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
-from fcsd.models.load import dtype_of, load_checkpoint, to_dtype
+from fcsd.models.load import ModelFolder, dtype_of, load_checkpoint, to_dtype
 from fcsd.report.plots import plot_sweep
+from fcsd.stages.calibrate import calibrated_start
 from fcsd.stages.checks import check_overlap, check_training
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
@@ -45,12 +46,13 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         return stage
     check_training(run, recipe.sweep.batch_size_tokens)
     check_overlap(run)
+    start = calibrated_start(run, None)
     rows, record = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
         description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
-        plan = _training_run(run, place, description, teacher, rows)
+        plan = _training_run(run, place, description, teacher, rows, start)
         train(replace(plan, train=settings, save_model=False, left=None))
 
     result = run_sweep(
@@ -80,7 +82,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     fill_cache: compute what a teacher cache lacks, where the recipe has one.
     """
     run.variant(variant)  # a wrong name is found before a sweep that is missing
-    run = _with_sweep(run).variant(variant)
+    whole, run = run, _with_sweep(run).variant(variant)
     plan, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once
     stage = Stage(folder, "distill", _training_settings(plan), inputs, MAY_CHANGE)
@@ -89,9 +91,10 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
         return stage
     check_training(run)
     check_overlap(run)
+    start = calibrated_start(whole, variant)
     rows, record = training_rows(plan.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
-    training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows)
+    training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
     with early_stopping(run, run.tokenizer) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
     launch.finish(stage, results | left_out(record, folder, launch), folder / "model")
@@ -170,11 +173,16 @@ def _teacher_source(run: Run, rows: Any) -> TeacherSource:
 
 
 def _training_run(
-    run: Run, folder: Path, description: str, teacher: PreTrainedModel | Teacher | None, rows: Any
+    run: Run,
+    folder: Path,
+    description: str,
+    teacher: PreTrainedModel | Teacher | None,
+    rows: Any,
+    start: ModelFolder | None,
 ) -> TrainingRun:
-    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it."""
+    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it, `start` as `calibrated_start`."""
     recipe = run.recipe
-    student, save_dtype = _student(run)
+    student, save_dtype = _student(run, start)
     adapters = None
     if recipe.lora is not None:
         adapters = add_adapters(student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype))
@@ -199,15 +207,15 @@ def _training_run(
     )
 
 
-def _student(run: Run) -> tuple[PreTrainedModel, torch.dtype]:
-    """Load the rewired model; return it with the dtype of the checkpoint it came from.
+def _student(run: Run, start: ModelFolder | None) -> tuple[PreTrainedModel, torch.dtype]:
+    """Load the rewired model, with calibrated weights where there are; return it with the dtype of its checkpoint.
 
     In the training dtype; in its own under adapters, for then it is not trained and may be the teacher, too, and with
     FSDP2 and ZeRO-3, where it gets the training dtype when it is sharded.
     """
     recipe, launch = run.recipe, run.launch
     student = load_checkpoint(
-        run.original,
+        start or run.original,
         recipe.connectivity.spec(),
         weights=launch.loads_weights,
         distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=recipe.train.bf16),
@@ -226,6 +234,8 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
         include={"model", "data", "train", "connectivity", "objective", "lora", "seed"},
         exclude={"data": {"heldout", "heldout_examples"}},
     )
+    if recipe.starts_calibrated and recipe.calibration is not None:
+        settings["calibration"] = recipe.calibration.model_dump(mode="json")
     return settings | {"early_stopping": score_settings(recipe.early_stopping)}
 
 

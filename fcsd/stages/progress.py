@@ -12,7 +12,7 @@ from fcsd.distill.checkpoints import checkpoints, step_of
 from fcsd.evaluate.progress import Progress, Work
 from fcsd.stages.context import Run
 
-PRETRAINING, CONVERSION, SWEEP = "pre-training", "conversion", "sweep"
+PRETRAINING, CONVERSION, CALIBRATION, SWEEP = "pre-training", "conversion", "calibration", "sweep"
 LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
@@ -43,6 +43,8 @@ def run_progress(run: Run, **where: Any) -> Progress:
             )
         )
     stages.append((CONVERSION, layout.convert, Work(1, "files", 0)))
+    if recipe.calibration is not None:
+        stages.append((CALIBRATION, layout.stage("calibrated"), Work(1, "files", 0)))
     batch = float(recipe.train.batch_size_tokens)
     if recipe.sweep is not None:
         sweep = recipe.sweep
@@ -58,7 +60,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
         steps = one.train.max_steps if "train.max_steps" in changes else recipe.steps_with(round(tokens))
         work = _training(folder, steps, tokens, teacher=one.objective.has_teacher)
         stages.append((distillation(name), folder, work))
-    for name in ("original", "converted", MAIN, *recipe.variants):
+    for name in run.model_names:
         stages.append((evaluation(name), layout.evaluation(name), Work(1, "evaluations", 1)))
     if recipe.evaluation.layer_study:
         stages.append((LAYERS, layout.layers, Work(1, "studies", 1)))

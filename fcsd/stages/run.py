@@ -9,12 +9,14 @@ from fcsd.evaluate.stage import evaluate_stage
 from fcsd.layers.study import Study, study_layers
 from fcsd.models.load import ModelFolder
 from fcsd.report.plots import plot_layers
+from fcsd.stages.calibrate import calibrate
 from fcsd.stages.checks import check_run
 from fcsd.stages.context import Run
 from fcsd.stages.convert import convert
 from fcsd.stages.distill import distill, sweep
 from fcsd.stages.pretrain import pretrain
 from fcsd.stages.progress import (
+    CALIBRATION,
     CONVERSION,
     LAYERS,
     PRETRAINING,
@@ -51,6 +53,9 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
         pretrain(replace(run, launch=launch.with_copies()))
     run.begin(CONVERSION)
     convert(run)
+    if recipe.calibration is not None:
+        run.begin(CALIBRATION)
+        calibrate(run)
     if recipe.sweep is not None:
         run.begin(SWEEP)
         sweep(run, fill_cache=True)

@@ -1,0 +1,35 @@
+"""Fold a map into weights: they then read x A in the place of x, or write u B in the place of u."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.calibration.trace import Place
+
+
+@torch.no_grad()
+def fold(layer: nn.Module, places: Iterable[Place], found: Tensor, side: Literal["reads", "writes"]) -> None:
+    """Change the weights of a layer in place, each in its own dtype.
+
+    Args:
+        found: (D, D), rows are what is mapped: x A, u B.
+        places: names of parameters in the layer, and the axis of each that the map is multiplied with.
+    """
+    for name, axis in places:
+        weight = layer.get_parameter(name)
+        # In float32 at least: what is rounded is the product, to the weight's dtype.
+        matrix = (found.T if side == "reads" else found).to(
+            weight.device, torch.promote_types(weight.dtype, torch.float32)
+        )
+        if weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
+            for expert in weight:
+                _fold(expert, axis - 1, matrix)
+        else:
+            _fold(weight, axis, matrix)
+
+
+def _fold(weight: Tensor, axis: int, matrix: Tensor) -> None:
+    moved = weight.movedim(axis, -1)
+    moved.copy_((moved.to(matrix.dtype) @ matrix).to(weight.dtype))

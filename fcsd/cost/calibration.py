@@ -1,0 +1,36 @@
+"""Estimate how long a calibration takes: its operations, most of them forward passes in float32."""
+
+from typing import Any
+
+from fcsd.cost.hardware import Gpu
+
+PASSES = 3.5
+"""Forward passes of a layer: one of the original; of the student one for what the branches add and one with the
+calibrated weights, and its attention once more."""
+
+
+def calibration_flops(
+    *, forward: float, tokens: int, num_layers: int, hidden_size: int, num_parameters: int
+) -> float:
+    """Count the operations of a calibration.
+
+    Args:
+        forward: of one token's forward pass.
+        num_layers: that are rewired. num_parameters: of these layers, each of which a map is multiplied into.
+    """
+    sums = 20 * hidden_size**2  # two problems of D inputs and one of 2 D, XᵀX and XᵀY, a token
+    return tokens * (PASSES * forward + num_layers * sums) + 2 * hidden_size * num_parameters
+
+
+def calibration_row(
+    flops: float, tokens: int, gpu: Gpu, num_gpus: int, mfu: tuple[float, float]
+) -> dict[str, Any]:
+    """Return the row of the totals: hours at the two ends of the share of the peak that is reached."""
+    peak = gpu.float32_tflops * 1e12 * num_gpus
+    return {
+        "stage": "calibration",
+        "runs": 1,
+        "steps": 1,
+        "tokens": tokens,
+        "hours": [flops / (peak * share) / 3600 for share in (mfu[1], mfu[0])],
+    }

@@ -1,0 +1,98 @@
+"""Calibrate the converted model of a recipe, or of one of its variants: the stage between conversion and sweep."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from fcsd.artifact import Stage
+from fcsd.calibration.checkpoint import calibratable, calibrate_checkpoint, take_rows
+from fcsd.config.layout import MAIN
+from fcsd.config.recipe import Recipe
+from fcsd.distributed.launch import Launch
+from fcsd.errors import UserError
+from fcsd.families.structure import packing_of
+from fcsd.files import read_json, write_json
+from fcsd.models.load import ModelFolder
+from fcsd.stages.context import Run
+from fcsd.stages.rows import data_inputs, left_out, training_rows
+
+
+def calibrate(run: Run, variant: str | None = None) -> Stage:
+    """Leave the converted model with calibrated weights; a variant with the same settings shares the main one's."""
+    one = run.variant(variant)
+    if variant is not None and _settings(one.recipe) == _settings(run.recipe):
+        variant, one = None, run
+    recipe, launch = one.recipe, one.launch
+    plan = recipe.calibration
+    if plan is None:
+        raise UserError(
+            f"recipe {recipe.name}: has no `calibration` section; add one (see docs/calibration.md)"
+        )
+    data, folder = recipe.data, run.layout.calibration(variant or MAIN)
+    inputs = launch.ranks.from_first(lambda: {"original": one.original.weights, **data_inputs(data, one)})
+    stage = Stage(folder, "calibrate", _settings(recipe), inputs)
+    if launch.begin(stage) == "finished":
+        return stage
+    if data.packing and packing_of(one.original.load_config()) == "leaks":
+        data = data.model_copy(update={"packing": False})
+    rows, record = training_rows(data, one.tokenizer, one)
+    results = calibrate_checkpoint(
+        one.original,
+        folder / "model",
+        folder / "partial",
+        recipe.connectivity.spec(),
+        take_rows(rows, plan.tokens),
+        ridge=plan.ridge,
+        launch=launch,
+    )
+    model = {"path": recipe.model_path, "revision": recipe.model.revision}
+    launch.finish(stage, {"model": model, **results, **left_out(record, folder, launch)}, folder / "model")
+    if launch.first:
+        print(f"calibrate: {results['tokens']:,} tokens, {len(results['layers'])} layers", file=sys.stderr)
+    return stage
+
+
+def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
+    """Return the calibrated checkpoint that a distillation starts from, made if need be; None where it does not."""
+    one = run.variant(variant)
+    if not one.recipe.starts_calibrated:
+        return None
+    return ModelFolder(one.original.config, calibrate(run, variant).folder / "model")
+
+
+def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
+    """Calibrate the model of a recipe that has nothing else to do, and leave it in `out`, with the stage's manifest.
+
+    The recipe's own folder holds what is not finished; it is removed at the end.
+
+    Raises:
+        UserError: `out` exists; as `calibrate`.
+    """
+    run = Run(recipe, launch)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
+    calibratable(run.original)
+    stage = calibrate(run)
+
+    def leave() -> None:
+        record = read_json(stage.folder / "manifest.json")
+        for file in ("decontamination.json", "bad_rows.json"):
+            if (stage.folder / file).is_file():
+                os.replace(stage.folder / file, stage.folder / "model" / file)
+        write_json(stage.folder / "model" / "manifest.json", record)
+        os.replace(stage.folder / "model", out)
+        shutil.rmtree(recipe.folder)
+
+    launch.ranks.from_first(leave)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    if recipe.calibration is None:
+        return {}
+    return {
+        **recipe.model_dump(mode="json", include={"model", "connectivity", "seed"}),
+        "calibration": recipe.calibration.model_dump(mode="json", exclude={"starts_training"}),
+        "data": recipe.data.model_dump(mode="json", exclude={"heldout", "heldout_examples", "loss_on"}),
+    }
