@@ -185,10 +185,27 @@ class _Layer:
         return ys
 
     def _inputs(self, place: int, sides: list[Side]) -> dict[str, Tensor]:
-        """Run the student's layer until it has given these branches what they read."""
+        """Return what the student gives these branches: by its norms, or by its layer, run until it has done so."""
+        family = self.models.student.family
+        names = family.in_norm, family.mlp_norm
+        plain = self.layer.farskip_plan.outdated and (family.layout, family.residual) == ("pre_norm", "sum")
+        if plain and isinstance(names[0], str) and isinstance(names[1], str):
+            return self._normed(place, sides, names[0], names[1])
         with _inputs_of(self.layer, sides, stop=True) as found, contextlib.suppress(_Enough):
             self._step(place)
         return {name: _rows(value, self.masks[place]) for name, value in found.items()}
+
+    @torch.no_grad()
+    def _normed(self, place: int, sides: list[Side], in_norm: str, mlp_norm: str) -> dict[str, Tensor]:
+        family, stream = self.models.student.family, _on(self.student[place], self.models.device)
+        norms = getattr(self.layer, family.norms) if family.norms else self.layer
+        found: dict[str, Tensor] = {}
+        for side in sides:
+            name = side.modules[0]
+            mlp = name == family.moe
+            x = stream["o"] if mlp else stream.get("partial", stream["o"])
+            found[name] = _rows(getattr(norms, mlp_norm if mlp else in_norm)(x), self.masks[place])
+        return found
 
     def _outputs(self, ridge: float) -> list[float]:
         groups = self.roles.groups

@@ -4,9 +4,9 @@ from typing import Any
 
 from fcsd.cost.hardware import Gpu
 
-PASSES = 3.5
+PASSES = 3
 """Forward passes of a layer: one of the original; of the student one for what the branches add and one with the
-calibrated weights, and its attention once more."""
+calibrated weights."""
 
 
 def calibration_flops(
