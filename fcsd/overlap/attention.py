@@ -47,7 +47,11 @@ def between(attention: nn.Module, callback: Callable[[], None]) -> Iterator[None
         RuntimeError: it has asked the registry for nothing.
     """
     attention.__dict__[_CALLBACK] = callback
-    yield
+    try:
+        yield
+    except BaseException:
+        attention.__dict__.pop(_CALLBACK, None)
+        raise
     if attention.__dict__.pop(_CALLBACK, None) is not None:
         raise RuntimeError(
             f"{type(attention).__name__} did not call a registered attention function; attach with split='end'"

@@ -80,6 +80,6 @@ def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(size: int, tmp_pat
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
     page = (ROOT / "docs" / "overlap.md").read_text(encoding="utf-8")
     assert f"<!-- overlap -->\n{overlap_table()}\n<!-- /overlap -->" in page, (
-        "put fcsd.overlap.support.overlap_table() there"
+        "python -m tests.reference.upstream writes it"
     )
     assert page.count("| refused: ") == len(FAMILIES) - len(NAMES)

@@ -21,10 +21,12 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.families import FAMILIES, Family
+from fcsd.overlap.support import overlap_table
 from fcsd.report.table import families_table
 
 SNAPSHOT = Path("tests/files/upstream.json")
 PAGE = Path("docs/families.md")
+OVERLAP = Path("docs/overlap.md")
 README = Path("README.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
 
@@ -117,6 +119,14 @@ def with_families(page: str) -> str:
     return f"{before}{FAMILIES_BEGIN}\n{families_table()}\n{FAMILIES_END}\n{after}"
 
 
+def with_overlap(page: str) -> str:
+    """Put the families' overlap between the markers of docs/overlap.md."""
+    before, rest = page.split("<!-- overlap -->\n")
+    return (
+        f"{before}<!-- overlap -->\n{overlap_table()}\n<!-- /overlap -->{rest.split('<!-- /overlap -->')[1]}"
+    )
+
+
 def with_count(readme: str) -> str:
     """Put the number of supported families into the README's "N model families"."""
     return re.sub(r"\b\d+ model families", f"{len(FAMILIES)} model families", readme)
@@ -124,5 +134,5 @@ def with_count(readme: str) -> str:
 
 if __name__ == "__main__":
     SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
-    for file, updated in ((PAGE, with_families), (README, with_count)):
+    for file, updated in ((PAGE, with_families), (OVERLAP, with_overlap), (README, with_count)):
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")
