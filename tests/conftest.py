@@ -40,12 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`--shuffle`: no test may need another one before it."""
+    """`--shuffle`: no test may need another one before it. Else long tests go to the workers first, so that none is
+    left alone with one at the end."""
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
         places = {file: order.random() for file in sorted({item.path for item in items})}
         order.shuffle(items)
         items.sort(key=lambda item: places[item.path])
+    elif hasattr(config, "workerinput"):  # without workers a module's fixtures would be made twice
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(tryfirst=True)
