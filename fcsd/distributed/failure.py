@@ -110,7 +110,7 @@ class Watch:
 
     def _end(self) -> None:
         failure = self._failure()
-        self.store.add("told", 1)
+        self.store.set(f"told/{self.rank}", "1")
         if failure["rank"] != self.rank and not self._stopped.wait(_GRACE_S):
             self._exit("", failure["status"])
 
@@ -162,9 +162,9 @@ class Watch:
         try:
             if any(word in f"{type(error).__name__} {error}" for word in _COLLECTIVE):
                 text = self._behind(error) or text
-            if self._claim(text, status):
-                return text, status
-            return None, self._failure()["status"]
+            first = self._claim(text, status)
+            self.store.set(f"told/{self.rank}", "1")  # the thread may not look any more
+            return (text, status) if first else (None, self._failure()["status"])
         except Exception:  # the store's host has ended before this process
             return text, status
 
@@ -179,10 +179,9 @@ class Watch:
 
     def wait_until_told(self) -> None:
         """See the function of this name."""
-        begun = time.monotonic()
+        begun, told = time.monotonic(), [f"told/{rank}" for rank in range(self.world_size)]
         try:
-            # `add` of nothing is how a counter is read; this rank's own thread counts too.
-            while time.monotonic() - begun < _GRACE_S and self.store.add("told", 0) < self.world_size:
+            while time.monotonic() - begun < _GRACE_S and not self.store.check(told):
                 self._stopped.wait(_PERIOD_S / 5)
         except Exception:  # the store's host has ended: whoever was to be told has heard of that
             return

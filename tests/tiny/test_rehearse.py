@@ -117,6 +117,10 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
     assert mbpp.column_names[:3] == ["task_id", "code", "prompt"]
 
 
+# The recipes' own micro-batch, a row or two, is that of the distillations; elsewhere it would be most of the time.
+FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=16"]
+
+
 def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
     """Distil a rehearsal; the results in its manifest."""
     # The sweep, which the distillation would wait for, is trained in a test of its own.
@@ -152,13 +156,14 @@ def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
             continue  # another coefficient of the same loss
         seen.add(kind)
         options = ["--set", "early_stopping=null", "--set", "data.decontaminate=null", "--variant", variant]
-        assert distilled(path, tmp_path / "r", *options)["steps"] == 2
+        assert distilled(path, tmp_path / "r", *FEW_MICRO_BATCHES, *options)["steps"] == 2
 
 
 @pytest.mark.slow
 def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(tmp_path: Path) -> None:
     path, folder = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml", tmp_path / "r"
     small = ["--rehearse", str(folder), "--set", "data.decontaminate=null", "--set", "early_stopping=null"]
+    small += FEW_MICRO_BATCHES
     assert main(["sweep", str(path), *small]) == 0
     choice = read_json(folder / "run" / "sweep" / "manifest.json")["results"]
     assert len(choice["candidates"]) == 6
