@@ -27,6 +27,7 @@ from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
 from fcsd.models.load import find_model
+from fcsd.publish.push import push
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.reference.ranks import run_ranks
 
@@ -257,6 +258,12 @@ def test_the_command_calibrates_and_tells_what_it_did(
     assert not (tmp_path / "out.partial").exists()
     model, tokenizer = fcsd.load(out)
     assert model.config.farskip["layers"] == [1, 2, 3] and tokenizer("Line 1")["input_ids"]
+    push(out, "me/model", dry_run=tmp_path / "push")
+    card = (tmp_path / "push" / "README.md").read_text()
+    assert (
+        "are folded into the weights of 3 layers, which are therefore not the original's. Data: `text.jsonl`"
+        in card
+    )
     for again in (out, base):  # a calibrated model, and a folder that is there
         capsys.readouterr()
         assert (
