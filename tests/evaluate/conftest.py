@@ -1,5 +1,6 @@
 """No data set cached outside the test's own folders."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
     yield
     datasets.config.HF_DATASETS_CACHE = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_look_at_the_machine() -> Iterator[None]:
+    """lm-eval notes pip's list, compilers and drivers beside every evaluation: a second and a half each."""
+    from torch.utils import collect_env
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collect_env, "get_pretty_env_info", functools.cache(collect_env.get_pretty_env_info))
+        yield
 
 
 @pytest.fixture(scope="session")
