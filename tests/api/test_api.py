@@ -196,7 +196,9 @@ def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(benc
     results = [read_json(each / "manifest.json")["results"] for each in (folder, again)]
     assert results[0]["last_loss"] == results[1]["last_loss"]
     assert fcsd.run_stage("convert", plain) == bench.folder / "plain" / "convert"
-    with pytest.raises(UserError, match="run_stage: no stage 'destill'; allowed: pretrain, convert, calibrate, sweep"):
+    with pytest.raises(
+        UserError, match="run_stage: no stage 'destill'; allowed: pretrain, convert, calibrate, sweep"
+    ):
         fcsd.run_stage("destill", path)
     with pytest.raises(UserError, match="stage 'convert' has no variants"):
         fcsd.run_stage("convert", path, variant="sft")

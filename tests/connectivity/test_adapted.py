@@ -130,14 +130,14 @@ MUTANTS = {
     ),
     "the average of shared and routed is forgotten": (" * self.plan.shared_scale", "", ("cohere2_moe",)),
     "what the residual connection keeps is forgotten": (
-        "rest = self.kept(1, self.after_attention)",
+        "rest = self.kept(1, rest)",
         "rest = self.after_attention",
         ("beam", "minimax", "gemma4_text"),
     ),
     "a depth is taken for a factor": ('if rule == "depth" else value', "if False else value", ("beam",)),
     "a factor is taken for a depth": ('if rule == "depth" else value', "if True else value", ("minimax",)),
     "parallel: the MLP reads what attention reads": (
-        "x = self.norm(family.in_norm, self.o)",
+        "x = self.normed_stream(self.o)",
         "x = self.norm(family.in_norm, self.a)",
         ("cohere2_moe",),
     ),
@@ -147,8 +147,8 @@ MUTANTS = {
         ("cohere2_moe",),
     ),
     "post-norm: attention reads the full stream": (
-        "hidden_states = self.norm(self.family.in_norm, self.a)",
-        "hidden_states = self.norm(self.family.in_norm, self.o)",
+        "hidden_states = self.normed_stream(self.a)",
+        "hidden_states = self.normed_stream(self.o)",
         ("flex_olmo", "minimax"),
     ),
     "post-norm: the MLP sees attention": (
@@ -157,12 +157,12 @@ MUTANTS = {
         ("flex_olmo", "minimax"),
     ),
     "post-norm: the norm before the MLP is left out": (
-        "x = self.norm(family.mlp_norm, self.kept(0, self.norm(family.in_norm, self.o)))",
-        "x = self.kept(0, self.norm(family.in_norm, self.o))",
+        "x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))",
+        "x = self.kept(0, self.normed_stream(self.o))",
         ("minimax",),
     ),
     "post-norm: the norm of the stream is left out": (
-        "x = self.norm(family.mlp_norm, self.kept(0, self.norm(family.in_norm, self.o)))",
+        "x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))",
         "x = self.norm(family.mlp_norm, self.kept(0, self.o))",
         ("minimax",),
     ),
