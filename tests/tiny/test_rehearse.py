@@ -118,7 +118,7 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
 
 
 # The recipes' own micro-batch, a row or two, is that of the distillations; elsewhere it would be most of the time.
-FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=16"]
+FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=8"]
 
 
 def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
