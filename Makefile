@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-WORKERS ?= 2
-# Two workers on two cores: one thread each. Multi-rank tests fork further.
+# Three workers, for two cores: a test waits for processes that it starts for a quarter of its time. One thread each.
+WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .PHONY: setup demo test test-cpus test-extras test-transformers check bench docs clean
