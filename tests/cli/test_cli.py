@@ -40,7 +40,8 @@ def test_every_command_explains_itself_and_its_arguments(
 
 def test_the_commands_are_these() -> None:
     assert set(commands()) == {
-        "convert", "unconvert", "calibrate", "families", "recipe", "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
+        "convert", "unconvert", "calibrate", "families", "recipe",
+        "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
         "evaluate", "compare", "tiny-data", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace",
     }  # fmt: skip
