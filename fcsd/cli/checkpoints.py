@@ -140,7 +140,7 @@ def add_commands(command: Command) -> None:
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="new folder; OUT.partial holds what is not finished"
     )
-    parser.add_argument("--layers", default="all", help=LAYERS_HELP)
+    parser.add_argument("--layers", default="all", help=LAYERS_HELP.removesuffix(" (default: all)"))
     sides_arguments(parser)
     parser.add_argument(
         "--text",

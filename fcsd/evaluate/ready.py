@@ -75,11 +75,11 @@ def score_file(
     for row, lines in rows:
         if row.kind == "code":
             options: dict[str, Any] = {"partial": partial, "thinking": thinking, "progress": progress}
-            found = _code(row, lines, data_root, scorer, evalplus_data, allow_weak_sandbox, options)
+            found = _code(samples, row, lines, data_root, scorer, evalplus_data, allow_weak_sandbox, options)
             kept[row.task], totals[row.task], layers = *found[:2], found[2] or layers
         else:
             kept[row.task], totals[row.task] = _answers(
-                row, suite, lines, data_root, partial, thinking or bool(row.thinking)
+                samples, row, suite, lines, data_root, partial, thinking or bool(row.thinking)
             )
     tasks = {row.task: task_result(row, kept[row.task], totals[row.task], data_root) for row, _ in rows}
     graded = sum(map(len, kept.values()))
@@ -166,6 +166,7 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _code(
+    file: Path,
     row: CodeTaskConfig,
     lines: Lines,
     data_root: Path | None,
@@ -178,12 +179,12 @@ def _code(
     problems = load_problems(row, data_root)
     programs = programs_of(lines, problems, thinking=options["thinking"] or bool(row.thinking))
     if not programs:
-        raise UserError(f"task {row.task}: the file holds no sample of it")
+        raise UserError(f"{file}: holds no sample of task {row.task}")
     missing = [problem.task_id for problem in problems if problem.task_id not in programs]
     if missing and not options["partial"]:
         raise UserError(
-            f"task {row.task}: {len(missing)} of {len(problems)} problems have no sample (the first is {missing[0]});"
-            " add them, or grade the others alone with --partial"
+            f"{file}: {len(missing)} of {len(problems)} problems have no sample (the first is {missing[0]});"
+            f" add them, or grade the others of task {row.task} alone with --partial"
         )
     graded = [problem for problem in problems if problem.task_id in programs]
     layers: dict[str, Any] | None = None
@@ -206,6 +207,7 @@ def _code(
 
 
 def _answers(
+    file: Path,
     row: LMEvalTaskConfig,
     suite: SuiteConfig,
     lines: Lines,
@@ -220,4 +222,6 @@ def _answers(
     # How the model was asked is not known here, and no tokenizer is: prompts are hashed as plain text.
     plain = row.model_copy(update={"chat_template": False, "system_prompt": None, "thinking": None})
     tasks = load_task(plain, suite, data_root, None)
-    return grade_answers(plain, tasks, lines, partial=partial, thinking=thinking), num_items(tasks, None)
+    return grade_answers(file, plain, tasks, lines, partial=partial, thinking=thinking), num_items(
+        tasks, None
+    )

@@ -307,7 +307,7 @@ TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]  # no time in 
         ("s.jsonl", json.dumps(SOLUTIONS).encode(), "{file}, line 1: a JSON object is needed, got list"),
         ("s.jsonl", samples_text(*SOLUTIONS, {"task_id": "Mbpp/7", "solution": "x"}),
          "{file}, line 4: 'Mbpp/7' is not a problem of this data set (it has 1000, 1001, 1002)"),
-        ("s.jsonl", samples_text(*SOLUTIONS[:2]), "task mbpp_plus: 1 of 3 problems have no sample (the first is 1002)"),
+        ("s.jsonl", samples_text(*SOLUTIONS[:2]), "{file}: 1 of 3 problems have no sample (the first is 1002)"),
         ("s.jsonl", samples_text({"task_id": 1000, "text": "x"}), "{file}, line 1: no 'solution' (a whole program)"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """`fcsd score`: samples from a file, by our scorer, by lm-eval, and by a stand-in for EvalPlus."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -175,11 +176,13 @@ def test_evalplus_grades_in_a_process_of_its_own(root: Path, tmp_path: Path, eva
         score_file(path, "mbpp_plus", **options)
 
 
-def test_without_the_package_the_error_says_what_to_install(root: Path, tmp_path: Path) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("evalplus") is not None:
-        pytest.skip("evalplus is installed")
+def test_without_the_package_the_error_says_what_to_install(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *p: None if name == "evalplus" else find(name, *p)
+    )
     path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": "x"} for i in range(3)))
     with pytest.raises(UserError, match=r"not installed; pip install 'fcsd\[evalplus\]'"):
         score_file(path, "mbpp_plus", data_root=root, scorer="evalplus")

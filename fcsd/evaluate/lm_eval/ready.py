@@ -7,6 +7,7 @@ Not covered: tasks that are scored by likelihood, which no text tells.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import LM
@@ -58,7 +59,7 @@ class Ready(LM):
 
 
 def grade_answers(
-    row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines, *, partial: bool, thinking: bool
+    file: Path, row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines, *, partial: bool, thinking: bool
 ) -> list[dict[str, Any]]:
     """Grade the lines that are of this row's tasks: the samples, as of a model that is evaluated.
 
@@ -67,6 +68,7 @@ def grade_answers(
     mean counts; where the task itself asks several times (`repeats`), it gets them all at once.
 
     Args:
+        file: which the lines are of, for messages.
         tasks: those of the row, loaded without a chat template.
         partial: documents without an answer are left out.
         thinking: answers begin with thoughts, which end at `</think>` and are cut off.
@@ -85,7 +87,7 @@ def grade_answers(
     if missing:
         total = sum(map(len, documents.values()))
         raise UserError(
-            f"task {row.task}: {len(missing)} of {total} documents have no answer (the first is {missing[0]});"
+            f"{file}: task {row.task}: {len(missing)} of {total} documents have no answer (the first is {missing[0]});"
             " add them, or grade the others alone with --partial"
         )
     tasks = {name: task for name, task in tasks.items() if documents[name]}
