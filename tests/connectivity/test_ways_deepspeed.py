@@ -13,7 +13,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_model
 from tests.float64 import ROUNDINGS, in_float64
-from tests.reference.ranks import run_ranks
+from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
@@ -96,6 +96,7 @@ def zero3(rank, cases):
 
 def test_zero3_has_the_loss_and_gradients_of_one_process(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import_what_deepspeed_imports()
     cases = [(family, False, False) for family in FAMILY_NAMES]
     cases += [("qwen3_moe", True, False), ("deepseek_v3", True, True)]
     for results in run_ranks(zero3, 2, cases):

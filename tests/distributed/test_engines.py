@@ -38,7 +38,7 @@ from fcsd.losses.head import attach_loss_head, final_hidden
 from fcsd.models.load import ModelFolder, load_checkpoint
 from fcsd.tiny.models import tiny_config, tiny_model
 from tests.float64 import ROUNDINGS, in_float64
-from tests.reference.ranks import run_ranks
+from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.support import ROOT, Bench, start
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -61,6 +61,7 @@ def environment(config: Path) -> dict[str, str]:
         fields = load_config_from_file(str(config)).deepspeed_config
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         found = prepare_deepspeed_cmd_env(args)[1]
+        import_what_deepspeed_imports()
     else:
         found = prepare_multi_gpu_env(args)
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
