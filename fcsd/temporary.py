@@ -31,9 +31,17 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
-    """Make a folder in the system's temporary directory that nobody else can read; it is removed at the end."""
+    """Make a folder in the system's temporary directory that nobody else can read; it is removed at the end.
+
+    name: begins with `fcsd-`, by which `sweep_scratch` finds what is left of it.
+    """
     with _owned(Path(tempfile.gettempdir()), name, 0o700) as made:
         yield made
+
+
+def sweep_scratch() -> None:
+    """Remove the scratch folders whose owners were killed."""
+    sweep(Path(tempfile.gettempdir()), "fcsd-")
 
 
 @contextlib.contextmanager

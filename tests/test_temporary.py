@@ -5,16 +5,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fcsd import temporary
+from fcsd.cli.main import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
 from fcsd.evaluate.code import scorer
 from fcsd.files import new_folder, write_text
-from fcsd.temporary import beside
+from fcsd.temporary import beside, scratch_folder
 from fcsd.tiny.models import tiny_model
 from tests.support import ROOT, in_a_fork
 
@@ -137,6 +139,24 @@ def test_the_cache_of_a_killed_process_goes_with_the_next_process(tmp_path: Path
     assert str(living.pid) in left.name and oct(left.stat().st_mode)[-3:] == "700"
     living.kill()
     living.wait()
+
+
+def test_a_command_that_needs_no_folder_removes_those_of_killed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an evaluation that was killed when all was written: the second one finds it finished."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def work() -> None:
+        with scratch_folder("fcsd-data"), scratch_folder("fcsd-task"):
+            die()
+
+    killed_in(work, tmp_path)
+    (tmp_path / "fcsd-own-notes").mkdir()
+    with scratch_folder("fcsd-push") as living:
+        assert len(list(tmp_path.iterdir())) == 4
+        assert main(["families"]) == 0
+        assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "fcsd-own-notes", living])
 
 
 def test_a_sandbox_that_cannot_start_leaves_no_folder(

@@ -12,6 +12,7 @@ from fcsd.cli.options import CommandParser, Help
 from fcsd.distributed import failure as rank_failure
 from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 from fcsd.files import release_folders
+from fcsd.temporary import sweep_scratch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not first:
         os.environ.setdefault("TQDM_DISABLE", "1")  # its bars stand for all, those of libraries too
     try:
+        sweep_scratch()  # of commands that were killed, also where this one needs no folder
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
     except (UserError, ScorerError) as error:
