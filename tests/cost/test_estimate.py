@@ -532,7 +532,7 @@ def test_the_step_of_every_family_is_followed_without_data(model_type: str, tmp_
             {
                 "name": "r", "output_dir": str(tmp_path), "model": {"path": str(tmp_path / "model")},
                 "data": {"train": [{"path": "nowhere.jsonl"}], "max_length": 32},
-                "train": {"batch_size_tokens": 64, "per_device_train_batch_size": 2},
+                "train": {"batch_size_tokens": 64, "per_device_train_batch_size": 2, "gradient_checkpointing": False},
             }
         )
     )  # fmt: skip
