@@ -69,9 +69,8 @@ def asks_registry(attention: nn.Module) -> bool:
     config = getattr(attention, "config", None)
     if getattr(config, "_attn_implementation", "eager") == "eager":
         return False
-    return _names_registry(type(attention))
+    kind: Any = type(attention)
+    return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
 
 
-@functools.cache
-def _names_registry(attention: type) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(attention)
+_source = functools.cache(inspect.getsource)

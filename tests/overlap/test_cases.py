@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fcsd.connectivity import Connectivity, load_model
+from fcsd.connectivity.rewire import regular
 from fcsd.overlap import detach
 from fcsd.overlap.schedule import LayerFacts, schedule
 from fcsd.tiny.models import tiny_model
@@ -95,8 +96,11 @@ def cases(rank: int, folder: Path, families: tuple[str, ...]) -> dict[Any, Any]:
     return found
 
 
+READ = ("streams", "hook", "block", "while it is read", "regular")
+
+
 def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
-    """What a reader of layers sees, and generation with a cache."""
+    """What a reader of layers sees, the original in the same model, and generation with a cache."""
     model.eval(), one.eval()
     attached(model, "full")
     with torch.no_grad():
@@ -118,6 +122,8 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
             )
             again = each(x, use_cache=False).logits
             hook.remove()
+        with regular(model), regular(one):
+            original = [each(x, use_cache=False).logits for each in (model, one)]
         settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         mask = torch.ones_like(x)
         made = [each.generate(x, attention_mask=mask, **settings) for each in (model, one)]
@@ -127,6 +133,8 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
         "hook": float((seen[0] - expected[2]).abs().max()),
         "block": float((blocks[0][0] - blocks[1][0]).abs().max()),
         "while it is read": float((whole(after) - again).abs().max()),
+        "regular": float((whole(original[0]) - original[1]).abs().max()),
+        "is another model": bool((original[1] - again).abs().max() > 0.01),
         "same afterwards": torch.equal(whole(before), whole(after)),
         "overlaps again": order.index("start dispatch 2") > order.index("wait combine 1") > 0,
         "tokens": torch.equal(*made),
@@ -187,8 +195,13 @@ def test_what_is_out_of_the_ordinary_changes_no_bit(found: Any, case: str) -> No
 def test_who_reads_a_layer_gets_the_whole_stream_and_generation_the_tokens_of_one_process(found: Any) -> None:
     for family in ("qwen2_moe", "deepseek_v3"):
         facts = found[family, "reads"]
-        assert max(facts[what] for what in ("streams", "hook", "block", "while it is read")) < 1e-4, facts
-        assert facts["same afterwards"] and facts["overlaps again"] and facts["tokens"], facts
+        assert max(facts[what] for what in READ) < 1e-4, facts
+        assert (
+            facts["is another model"]
+            and facts["same afterwards"]
+            and facts["overlaps again"]
+            and facts["tokens"]
+        ), facts
 
 
 # ---- memory
