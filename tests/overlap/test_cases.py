@@ -36,7 +36,7 @@ def outcome(
 
     one: the model of one process, on the rank whose turn it is to compute with it.
     """
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     attached(model, "blocking")
     blocking = step(model, *batches)
     _, steps = attached(model, "full")

@@ -92,7 +92,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
     """With compiled attention and shared experts; dynamo alone, whose graphs run eagerly."""
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     parts = [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp.shared_expert)]
     for part in parts:
         part.compile(backend="eager")
