@@ -118,7 +118,8 @@ class LayerRuntime:
                 if family.layout == "post_norm":
                     rewired.after_attention = x
                 run.until(None)
-                rewired.shared_output = run.gated_shared() if plan.block_shared else None
+                if plan.block_shared:
+                    rewired.shared_output = run.gated_shared()
                 return run.output
             run.m = x
             run.until(None)
