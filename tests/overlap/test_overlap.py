@@ -1,5 +1,6 @@
 """Overlapped expert parallelism on two gloo ranks: the bits of the blocking exchanges, one process's gradients."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,15 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
 
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
-    """With compiled attention and shared experts; dynamo alone, whose graphs run eagerly."""
+    """With compiled attention and shared expert in a layer between others; dynamo alone, whose graphs run eagerly."""
     model.activation_checkpointing_disable()
-    parts = [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp.shared_expert)]
+    layer = model.model.layers[2]
+    parts = (layer.self_attn, layer.mlp.shared_expert)
     for part in parts:
         part.compile(backend="eager")
-    found = same(step(model, x), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's, which looks at the gradient of all that it traces
+        found = same(step(model, x), expected)
     for part in parts:
         part._compiled_call_impl = None
     return found
