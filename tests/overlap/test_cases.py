@@ -99,34 +99,34 @@ def cases(rank: int, folder: Path, families: tuple[str, ...]) -> dict[Any, Any]:
 READ = ("streams", "hook", "block", "while it is read", "regular")
 
 
+@torch.no_grad()
 def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
     """What a reader of layers sees, the original in the same model, and generation with a cache."""
     model.eval(), one.eval()
     attached(model, "full")
-    with torch.no_grad():
-        before = model(x, use_cache=False).logits
-        streams = model(x, output_hidden_states=True, use_cache=False).hidden_states
-        expected = one(x, output_hidden_states=True, use_cache=False).hidden_states
-        records, _ = attached(model, "full")
-        after = model(x, use_cache=False).logits
-        seen: list[torch.Tensor] = []
-        hook = model.model.layers[1].register_forward_hook(
-            lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    before = model(x, use_cache=False).logits
+    streams = model(x, output_hidden_states=True, use_cache=False).hidden_states
+    expected = one(x, output_hidden_states=True, use_cache=False).hidden_states
+    records, _ = attached(model, "full")
+    after = model(x, use_cache=False).logits
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[1].register_forward_hook(
+        lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    model(x, use_cache=False)
+    hook.remove()
+    blocks: list[Any] = [[], []]
+    for each, outputs in zip((model, one), blocks, strict=True):
+        hook = each.model.layers[2].mlp.register_forward_hook(
+            lambda _m, _a, out, to=outputs: to.append(out[0])
         )
-        model(x, use_cache=False)
+        again = each(x, use_cache=False).logits
         hook.remove()
-        blocks: list[Any] = [[], []]
-        for each, outputs in zip((model, one), blocks, strict=True):
-            hook = each.model.layers[2].mlp.register_forward_hook(
-                lambda _m, _a, out, to=outputs: to.append(out[0])
-            )
-            again = each(x, use_cache=False).logits
-            hook.remove()
-        with regular(model), regular(one):
-            original = [each(x, use_cache=False).logits for each in (model, one)]
-        settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        mask = torch.ones_like(x)
-        made = [each.generate(x, attention_mask=mask, **settings) for each in (model, one)]
+    with regular(model), regular(one):
+        original = [each(x, use_cache=False).logits for each in (model, one)]
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(x)
+    made = [each.generate(x, attention_mask=mask, **settings) for each in (model, one)]
     order = [f"{event} {r.kind} {r.layer}" for event, r in records if r.kind != "counts"]
     return {
         "streams": max(float((a - b).abs().max()) for a, b in zip(streams, expected, strict=True)),
