@@ -1,6 +1,7 @@
 """Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
 weights."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,21 +132,27 @@ def config_and_class(
     return config, farskip_model_class(family)
 
 
-def _check_architectures(checkpoint: Checkpoint) -> None:
-    """Refuse a class in the config's `architectures` that transformers knows, but for other model types.
-
-    Names that transformers does not know are those of code in a repository; they say nothing.
-    """
+@functools.cache
+def _types_by_class() -> dict[str, set[str]]:
+    """Return the model types for which transformers knows a class, by its name."""
     from transformers.models.auto import modeling_auto
 
-    family = checkpoint.family
-    assert family is not None
     types: dict[str, set[str]] = {}
     for attribute, mapping in vars(modeling_auto).items():
         if attribute.endswith("_MAPPING_NAMES"):
             for model_type, classes in mapping.items():
                 for name in (classes,) if isinstance(classes, str) else classes:
                     types.setdefault(name, set()).add(model_type)
+    return types
+
+
+def _check_architectures(checkpoint: Checkpoint) -> None:
+    """Refuse a class in the config's `architectures` that transformers knows, but for other model types.
+
+    Names that transformers does not know are those of code in a repository; they say nothing.
+    """
+    family, types = checkpoint.family, _types_by_class()
+    assert family is not None
     names = checkpoint.config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(

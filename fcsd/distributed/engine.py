@@ -85,6 +85,12 @@ def requested_engine(
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return _fsdp2(replicas)
     if expert_parallel != 1:
+        backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+        if backend != "no" and overlap != "off":
+            raise UserError(
+                f"accelerate's configuration: dynamo_backend {backend} compiles whole layers, whose exchanges then"
+                " cannot run beside their computation; set dynamo_backend: 'no' there, or use --overlap off"
+            )
         return Engine("ep", expert_parallel=expert_parallel, overlap=overlap)
     if replicas > 1:
         raise UserError("accelerate's configuration: parallelism_config needs distributed_type: FSDP")

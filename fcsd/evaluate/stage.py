@@ -15,6 +15,7 @@ from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.model import ModelConfig
 from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
+from fcsd.connectivity.checkpoint import read_config
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
@@ -29,6 +30,7 @@ from fcsd.files import new_folder, read_json
 from fcsd.losses.kl import mean_kl, read_original
 from fcsd.models.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.models.place import check_device_map, load_for_evaluation
+from fcsd.overlap import refusal
 
 FINISHED_TASKS = "finished-tasks"
 
@@ -131,6 +133,7 @@ def evaluate_checkpoint(
     check_batch_size(batch_size, ranks)
     tasks = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     model = find_model(config)
+    _check_overlap(model, launch)
     settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
     inputs = ranks.from_first(lambda: {**_identity(model), **test_set_fingerprints(tasks.tasks, data_root)})
     stage = Stage(output, "evaluate", settings, inputs)
@@ -149,6 +152,18 @@ def evaluate_checkpoint(
             loaded = load_for_evaluation(model, launch, device_map=device_map)
             result, samples = evaluate(loaded, config.path)
         _leave(stage, result, samples, launch)
+
+
+def _check_overlap(model: ModelFolder, launch: Launch) -> None:
+    asked = launch.engine.overlap
+    if asked not in ("full", "forward"):
+        return
+    _, family, connectivity = read_config(model.folder, any_family=True)
+    reason: str | None = "none of its layers is rewired"
+    if family is not None and connectivity is not None:
+        reason = refusal(family, model.load_config())
+    if reason is not None:
+        raise UserError(f"--overlap {asked}: {model.config.path} cannot: {reason}; leave --overlap out")
 
 
 def _identity(model: ModelFolder) -> dict[str, str]:

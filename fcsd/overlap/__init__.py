@@ -6,9 +6,9 @@
 Not covered: regular layers, which have nothing to compute meanwhile; tensor and pipeline parallelism; CUDA graphs.
 """
 
-from fcsd.overlap.attach import Overlap, attach, attach_loaded, detach
+from fcsd.overlap.attach import Overlap, attach, attach_loaded, check, check_connections, detach
 from fcsd.overlap.experts import IMPLEMENTATIONS, OverlappedEP
-from fcsd.overlap.support import refusal, with_plan
+from fcsd.overlap.support import check_transformers, refusal, with_plan
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -16,6 +16,9 @@ __all__ = [
     "OverlappedEP",
     "attach",
     "attach_loaded",
+    "check",
+    "check_connections",
+    "check_transformers",
     "detach",
     "refusal",
     "with_plan",

@@ -14,9 +14,9 @@ from fcsd.families import family_of
 from fcsd.families.family import Family
 from fcsd.overlap.attention import asks_registry, wrap_registry
 from fcsd.overlap.experts import IMPLEMENTATIONS
-from fcsd.overlap.layer import BlockNames, LayerRuntime, runtimes
+from fcsd.overlap.layer import BlockNames, LayerRuntime, check_checkpointing, runtimes
 from fcsd.overlap.schedule import Split
-from fcsd.overlap.support import check_transformers, in_flight_between_layers, refusal
+from fcsd.overlap.support import check_transformers, kept_inside, refusal
 
 Overlap = Literal["full", "forward", "blocking"]
 _OVERLAPS: dict[str, tuple[bool, bool]] = {
@@ -40,12 +40,10 @@ def attach(
     Raises:
         UserError: attached already; no layer is rewired; the experts are not spread by `farskip`.
     """
-    name = type(model).__name__
+    name, family = type(model).__name__, family_of(model.config)
     if next(runtimes(model), None) is not None:
         raise UserError(f"{name}: overlap is attached already; detach it first")
-    family = family_of(model.config)
-    if (reason := refusal(family, model.config)) is not None:
-        raise UserError(f"{name}: cannot overlap: {reason}; use --overlap off")
+    check(model, split)
     check_connections(next(model.parameters()).device)
     found: dict[int, tuple[Any, LayerRuntime]] = {}
     for k, layer in enumerate(decoder_layers(model, family)):
@@ -56,13 +54,44 @@ def attach(
             f"{name}: no MoE layer of it is rewired and spread by ep_implementation 'farskip', so nothing can overlap;"
             " use --overlap off"
         )
-    check_transformers()
     wrap_registry()
     for k, (layer, runtime) in found.items():
         if runtime.ep is not None:
             runtime.ep.open(k, _OVERLAPS[overlap], transport)
         layer.farskip_runtime = runtime
     return sum(runtime.ep is not None for _, runtime in found.values())
+
+
+def check(model: Any, split: Split | None = None) -> None:
+    """Raise UserError for what keeps a model from overlapping that can be told without its weights.
+
+    `check(load_model(folder, connectivity=…, weights=False), "core")` tells it before they are loaded: a family or a
+    configuration that is refused, layers that are compiled as a whole or checkpointed re-entrantly, a split that
+    attention does not have. `attach` checks the same.
+    """
+    family = family_of(model.config)
+    if (reason := refusal(family, model.config)) is not None:
+        raise UserError(f"{type(model).__name__}: cannot overlap: {reason}; use --overlap off")
+    check_transformers()
+    for k, layer in enumerate(decoder_layers(model, family)):
+        if getattr(layer, "farskip_plan", None) is None:
+            continue
+        if layer._compiled_call_impl is not None:
+            raise UserError(
+                f"layer {k} is compiled as a whole; compile attention and MLPs inside of it, or use --overlap off"
+            )
+        check_checkpointing(layer)
+        if split == "core" and _attention(family, layer) is None:
+            raise UserError(
+                f"split core: attention of layer {k} asks no attention registry (eager or linear attention); use end"
+            )
+
+
+def _attention(family: Family, layer: Any) -> str | None:
+    """Return the name of the module of a layer that can be cut in the middle, if there is one."""
+    here = {family.moe, family.in_norm, family.mlp_norm, family.layer_shared}
+    children = ((name, child) for name, child in layer._modules.items() if name not in here)
+    return next((name for name, child in children if asks_registry(child)), None)
 
 
 def check_connections(device: torch.device) -> None:
@@ -93,22 +122,13 @@ def detach(model: nn.Module) -> None:
 
 def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> LayerRuntime:
     block = getattr(layer, family.moe)
-    if layer._compiled_call_impl is not None:
-        raise UserError(
-            f"layer {index} is compiled as a whole; compile attention and MLPs inside of it, or use --overlap off"
-        )
-    here = {family.moe, family.in_norm, family.mlp_norm, family.layer_shared}
-    can = any(asks_registry(child) for name, child in layer._modules.items() if name not in here)
-    if split == "core" and not can:
-        raise UserError(
-            f"split core: attention of layer {index} asks no attention registry (eager or linear attention); use end"
-        )
-    chosen: Split = split or ("core" if can else "end")
+    attention = _attention(family, layer)
+    chosen: Split = split or ("core" if attention is not None else "end")
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
-    moe = is_one_of(block, family.moe_block)
+    moe, between = is_one_of(block, family.moe_block), kept_inside(family) is None
     if ep is None or not moe:
         # An MoE block that is not spread has nothing to send; its layer hands on a pair, as without a runtime.
-        return LayerRuntime(None, None, chosen, index, moe or not in_flight_between_layers(family))
+        return LayerRuntime(None, None, chosen, index, block_only=moe or not between)
     shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
     names = BlockNames(
         _own_forward(block),
@@ -118,7 +138,7 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
         family.shared_in_place,
         "router" if ep.scaled else None,
     )
-    return LayerRuntime(ep, names, chosen, index, not in_flight_between_layers(family))
+    return LayerRuntime(ep, names, chosen, index, attention, not between)
 
 
 def _own_forward(block: nn.Module) -> Any:

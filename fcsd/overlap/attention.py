@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,13 +31,18 @@ def wrap_registry() -> None:
 def _calling_back(attend: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(attend)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        callback = module.__dict__.pop(_CALLBACK, None)
-        if callback is not None:
-            callback()
+        _call_back(module)
         return attend(module, *args, **kwargs)
 
     setattr(run, _CALLBACK, True)
     return run
+
+
+@torch.compiler.disable  # compiled attention is cut in two there: the exchanges are no part of either graph
+def _call_back(module: nn.Module) -> None:
+    callback = module.__dict__.pop(_CALLBACK, None)
+    if callback is not None:
+        callback()
 
 
 @contextmanager
@@ -63,4 +69,8 @@ def asks_registry(attention: nn.Module) -> bool:
     config = getattr(attention, "config", None)
     if getattr(config, "_attn_implementation", "eager") == "eager":
         return False
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(attention))
+    kind: Any = type(attention)
+    return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+
+
+_source = functools.cache(inspect.getsource)

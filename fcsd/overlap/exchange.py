@@ -84,8 +84,12 @@ class Flight:
         """Return what has been received."""
         if self.work is not None:
             self.record.waiting = time.perf_counter()
-            with torch.profiler.record_function(_label("wait", self.record)):
-                self.work.wait()
+            try:
+                with torch.profiler.record_function(_label("wait", self.record)):
+                    self.work.wait()
+            except RuntimeError as error:  # a rank has died, or did not come here in time
+                error.add_note(f"while this rank waited for {_named(self.record)}")
+                raise
             self.record.waited = time.perf_counter()
             if self.port.records is not None:
                 self.port.records.append(("wait", self.record))
@@ -95,6 +99,10 @@ class Flight:
 
 def _label(event: str, record: Record) -> str:
     return f"farskip::{event} {record.kind} {'backward' if record.backward else 'forward'} {record.layer}"
+
+
+def _named(record: Record) -> str:
+    return f"the {record.kind} of layer {record.layer}, {'backward' if record.backward else 'forward'} pass"
 
 
 def _note_done(record: Record) -> None:

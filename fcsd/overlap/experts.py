@@ -89,30 +89,34 @@ class OverlappedEP(AllToAllEP):
         """
         expert_ids, choices = experts.reshape(-1), experts.shape[-1]
         order = torch.argsort(expert_ids, stable=True)
-        pending = self._start_counts(expert_ids) if sizes is None else None
+        row_bytes = rows.shape[1] * rows.element_size()
+        pending = self._start_counts(expert_ids, row_bytes) if sizes is None else None
         chosen, own_weights = rows[order // choices], weights.reshape(-1)[order]
         if self.scaled:
             chosen = chosen * own_weights.unsqueeze(-1)
             own_weights, weights = torch.ones_like(own_weights).detach(), torch.ones_like(weights)
         if pending is not None:
-            sizes = self._finish_counts(*pending)
+            sizes = self._finish_counts(*pending, row_bytes)
         assert sizes is not None
         exchange = Exchange(self.port, "dispatch", sizes.send, sizes.receive)
         token = DispatchStart.apply(chosen, own_weights, exchange)
         return Dispatch(sizes, order, weights.detach(), rows.shape[1], exchange, token)
 
-    def _start_counts(self, expert_ids: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def _start_counts(self, expert_ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, Any]:
+        """Tell each rank how many rows come for each of its experts, and in a last column of what size."""
         ranks = self.ep_mesh.size()
-        sent = expert_ids.new_zeros(self.num_here * ranks, dtype=torch.long)
-        sent = sent.scatter_add_(0, expert_ids, torch.ones_like(expert_ids)).view(ranks, -1)
+        counts = expert_ids.new_zeros(self.num_here * ranks, dtype=torch.long)
+        counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids)).view(ranks, -1)
+        sent = torch.cat([counts, torch.full_like(counts[:, :1], row_bytes)], 1)
         received = torch.empty_like(sent)
         each = [1] * ranks
         port = Port(self._counts, self.port.layer, records=self.port.records)
         return sent, received, port.launch("counts", False, received, sent, each, each)
 
-    def _finish_counts(self, sent: Tensor, received: Tensor, flight: Any) -> Sizes:
+    def _finish_counts(self, sent: Tensor, received: Tensor, flight: Any, row_bytes: int) -> Sizes:
         flight.wait()
-        sizes = torch.stack([sent.sum(1), received.sum(1)])
+        received, widths = received[:, :-1], received[:, -1]
+        sizes = torch.stack([sent[:, :-1].sum(1), received.sum(1), widths])
         if sizes.is_cuda:
             # Pinned, so that the copy is queued behind the sums and the host waits for it alone.
             pinned = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
@@ -121,7 +125,12 @@ class OverlappedEP(AllToAllEP):
             copied.record()
             copied.synchronize()
             sizes = pinned
-        send, receive = sizes.tolist()
+        send, receive, every = sizes.tolist()
+        if set(every) != {row_bytes}:
+            raise RuntimeError(
+                f"layer {self.port.layer}: this rank dispatches rows of {row_bytes} bytes, the ranks of its group rows"
+                f" of {every}: their models or precisions differ"
+            )
         return Sizes(received, send, receive)
 
     def finish_dispatch(self, dispatch: Dispatch) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ whole stream, where what was noted is given again and the MoE block is a closure
 
 A layer whose combine is waited for by the next returns `InFlight`, others the stream. Which step comes when is
 `fcsd.overlap.schedule`'s. A layer whose equations are others keeps its forward pass and its combine: only its block
-is taken in steps, beside its shared expert.
+is taken in steps, which begin before its attention.
 
 Not covered: what cannot overlap (`fcsd.overlap.attach` says so).
 """
@@ -45,14 +45,15 @@ class InFlight(NamedTuple):
 class LayerRuntime:
     """What `attach` gives a rewired layer.
 
-    ep: None for a dense layer. block_only: the layer keeps its own forward pass and its combine. log: told of the steps
-    of each forward pass, (layer, step).
+    ep: None for a dense layer. attention: name of the module that can be cut. block_only: the layer keeps its own
+    forward pass and its combine. log: told of the steps of each forward pass, (layer, step).
     """
 
     ep: OverlappedEP | None
     names: BlockNames | None
     split: Split
     index: int
+    attention: str | None = None
     block_only: bool = False
     log: list[tuple[int, str]] | None = field(default=None, repr=False)
 
@@ -60,11 +61,8 @@ class LayerRuntime:
         """Take apart what the layer before has left, outside hooks and checkpoint."""
         in_flight = hidden if isinstance(hidden, InFlight) else None
         keeps = layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
-        if keeps and layer._gradient_checkpointing_func.keywords.get("use_reentrant", True):
-            raise UserError(
-                "overlap: re-entrant activation checkpointing is not supported;"
-                " use gradient_checkpointing_kwargs {'use_reentrant': False}, or --overlap off"
-            )
+        if keeps:
+            check_checkpointing(layer)
         block = getattr(layer, layer.farskip_plan.family.moe)
         before = in_flight.handle if in_flight else None
         call = Call(before, output_is_read(layer), keeps, plain=output_is_read(block))
@@ -109,20 +107,56 @@ class LayerRuntime:
         kwargs: Any,
     ) -> Any:
         family, plan = layer.farskip_plan.family, layer.farskip_plan
+        run = None
+        if self.ep is not None and not call.plain:
+            steps = schedule(LayerFacts(split=self.split)) if plan.outdated else BLOCK
+            run = BlockRun(self.ep, self.names, getattr(layer, family.moe), call, steps, self.note)
 
-        def block(x: Tensor, *_: Any, **__: Any) -> Any:
-            run = BlockRun(self.ep, self.names, getattr(layer, family.moe), call, BLOCK, self.note)
+        def block(x: Any, *_: Any, **__: Any) -> Any:
+            assert run is not None
+            if plan.outdated:
+                if family.layout == "post_norm":
+                    rewired.after_attention = x
+                run.until(None)
+                if plan.block_shared:
+                    rewired.shared_output = run.gated_shared()
+                return run.output
             run.m = x
             run.until(None)
             return (run.output, run.gated_shared()) if plan.block_shared else run.output
 
-        own = {} if self.ep is None or call.plain else {family.moe: block}
+        own = {} if run is None else {family.moe: block}
         rewired = LayerPass(View(layer, own), o, attention_input, kwargs)
         overrides = own | rewired.overrides()
-        out = forward(View(layer, overrides), o, *args, **kwargs)
+        cut: Any = contextlib.nullcontext()
+        if run is not None and plan.outdated:
+            # What the block reads does not depend on this layer's attention, beside which its exchanges run.
+            run.m = _outdated(rewired)
+            run.pass_by("attention a")
+            if run.steps[0].name == "attention b":
+                run.pass_by("attention b")
+            else:
+                cut = between(getattr(layer, str(self.attention)), lambda: run.pass_by("attention b"))
+            overrides[family.moe] = block
+            if family.layout == "pre_norm":
+                overrides[family.mlp_norm] = lambda h: _noted(rewired, h, run.m)
+        with cut:
+            out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
             return out
         return (out[0], rewired.partial(), out[1]) if isinstance(out, tuple) else (out, rewired.partial())
+
+
+def _outdated(rewired: LayerPass) -> Any:
+    """Return what the MoE block of a layer reads that keeps its forward pass."""
+    family = rewired.family
+    stream = rewired.o if family.layout == "pre_norm" else rewired.normed_stream(rewired.o)
+    return stream if family.layout == "parallel" else rewired.norm(family.mlp_norm, rewired.kept(0, stream))
+
+
+def _noted(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:
+    rewired.after_attention = after_attention
+    return m
 
 
 class _LayerRun(BlockRun):
@@ -214,6 +248,16 @@ class _LayerRun(BlockRun):
         handle, partial = self.handle(self._multiplier()), self.rewired.partial()
         stream = handle.add(partial, handle.arrive(self.token))
         self.stream = (stream, partial) if self.plan.carry else stream
+
+
+def check_checkpointing(layer: Any) -> None:
+    """Raise UserError for a layer that is checkpointed re-entrantly, which overlap cannot tell from a first pass."""
+    enabled = getattr(layer, "gradient_checkpointing", False)
+    if enabled and layer._gradient_checkpointing_func.keywords.get("use_reentrant", True):
+        raise UserError(
+            "overlap: re-entrant activation checkpointing is not supported;"
+            " use gradient_checkpointing_kwargs {'use_reentrant': False}, or --overlap off"
+        )
 
 
 def output_is_read(module: nn.Module) -> bool:

@@ -51,20 +51,29 @@ def with_plan(distributed_config: Any, family: Family | None) -> Any:
     return dataclasses.replace(distributed_config, ep_plan=plan, fsdp_plan=units)
 
 
-def in_flight_between_layers(family: Family) -> bool:
-    """Return whether a layer's combine can be waited for in the next layer.
+def kept_inside(family: Family) -> str | None:
+    """Return why a layer has to wait for its own combine, a clause; None: the next layer can.
 
-    Otherwise the layer keeps its forward pass, and its exchanges run beside its shared expert only.
+    Such a layer keeps its forward pass; its exchanges run beside its own attention and shared expert.
     """
-    plain = not (family.norms or family.side_output or family.stream_edit)
-    return family.layout == "pre_norm" and family.additive and plain
+    if family.layout != "pre_norm":
+        norms_follow = family.layout == "post_norm"
+        return "its norms follow its branches" if norms_follow else "attention and experts read one stream"
+    if family.norms is not None:
+        return "a module of its own has its norms"
+    if family.side_output is not None:
+        return f"its layers hand on {family.side_output}, too"
+    if family.stream_edit is not None:
+        return "the model edits the stream between layers"
+    return None if family.additive else "a norm follows its experts"
 
 
 def support(family: Family) -> str:
     """Return a family's cell of the table in docs/overlap.md."""
     if (reason := refusal(family)) is not None:
         return f"refused: {reason}"
-    return "between layers" if in_flight_between_layers(family) else "inside the layer"
+    inside = kept_inside(family)
+    return "between layers" if inside is None else f"inside the layer: {inside}"
 
 
 def overlap_table() -> str:

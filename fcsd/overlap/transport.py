@@ -51,8 +51,9 @@ _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 def groups_beside(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups for rows and for counts of this rank's expert-parallel group; all ranks of the world call this.
 
-    Counts have a group of their own: on the rows' they would queue behind an exchange that is under way. On a GPU the
-    rows have one, too, whose stream has a high priority, so that a waiting kernel of it starts before compute's.
+    Counts have a group of their own: on the rows' they would queue behind an exchange that is under way. The rows have
+    one, too: on a GPU its stream has a high priority, so that a waiting kernel of it starts before compute's; and both
+    have the backend's timeout, where the launch's may be hours (a score is waited for on it).
     """
     own = tuple(dist.get_process_group_ranks(group))
     if own in _groups and _groups[own][1] in dist.distributed_c10d._world.pg_map:
@@ -61,7 +62,8 @@ def groups_beside(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Pro
     dist.all_gather_object(everyone, own)
     for ranks in sorted(set(everyone)):  # every rank makes all groups, in one order
         counts = dist.new_group(list(ranks))
-        rows = _urgent_group(list(ranks)) if "nccl" in dist.get_backend_config(group) else group
+        nccl = "nccl" in dist.get_backend_config(group)
+        rows = _urgent_group(list(ranks)) if nccl else dist.new_group(list(ranks))
         if ranks == own:
             _groups[own] = rows, counts
     return _groups[own]

@@ -29,7 +29,7 @@ from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.suites import dataset_location
 from fcsd.families import family_of, moe_mask
 from fcsd.families.family import read_field, text_config
-from fcsd.overlap import refusal
+from fcsd.overlap import check_connections, check_transformers, refusal
 from fcsd.stages.context import Run
 
 
@@ -90,7 +90,8 @@ def check_overlap(run: Run) -> None:
     """Check what the launch is to overlap against the model; on the first rank, say where less of it will.
 
     Raises:
-        UserError: --expert-parallel does not divide the experts; --overlap for a model that cannot.
+        UserError: --expert-parallel does not divide the experts; --overlap for a model, a transformers or an
+            environment that cannot.
     """
     engine, folder = run.launch.engine, run.original.folder
     if engine.name != "ep":
@@ -103,6 +104,9 @@ def check_overlap(run: Run) -> None:
         raise UserError(
             f"--expert-parallel {engine.expert_parallel}: does not divide the {experts} experts of {folder}; change it"
         )
+    if engine.overlap != "off":
+        check_transformers()
+        check_connections(run.launch.device)
     reason = refusal(family, config)
     mask = moe_mask(config, family)
     if reason is None and not any(

@@ -31,25 +31,42 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def step(model: Any, *batches: torch.Tensor) -> Gradients:
-    """Name -> gradient, whole, summed over the batches; "loss", the last one's."""
+    """Name -> gradient, this rank's part of it, summed over the batches; "loss", the last one's."""
     model.train()
     model.zero_grad(set_to_none=True)
     for x in batches:
         loss = model(x, labels=x, use_cache=False).loss
         loss.backward()
-    found = {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    found = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach()} | found
 
 
+def local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def same(one: Gradients, other: Gradients) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    """Whether all gradients are equal to the last bit, on all ranks."""
+    equal = one.keys() == other.keys() and all(torch.equal(local(one[n]), local(other[n])) for n in one)
+    if not torch.distributed.is_initialized():
+        return equal
+    everywhere = torch.tensor(int(equal))
+    torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
+    return bool(everywhere)
 
 
-def worst(actual: Gradients, expected: Gradients) -> float:
-    """The largest error of a gradient, relative to the largest of its tensor."""
-    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+def worst(actual: Gradients, expected: Gradients | None) -> float:
+    """The largest error of a gradient, relative to the largest of its tensor; 0 on a rank that expects nothing.
+
+    All ranks call this, which gathers the gradients.
+    """
+    found = {name: whole(gradient) for name, gradient in actual.items()}
+    if expected is None:
+        return 0.0
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     errors = [
-        float((actual[n] - g).abs().max() / g.abs().max())
+        float((found[n] - g).abs().max() / g.abs().max())
         for n, g in expected.items()
         if n != "loss" and g.any()
     ]

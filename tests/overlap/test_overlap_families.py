@@ -22,9 +22,12 @@ TIGHT = [
 
 
 def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool, bool, float]]:
-    """Family -> whether full, and full with checkpointing, have the bits of blocking; its error against one process."""
+    """Family -> whether full, and full with checkpointing, have the bits of blocking; its error against one process.
+
+    The ranks compute the references of one process by turns.
+    """
     found = {}
-    for name in names:
+    for number, name in enumerate(names):
         model = spread(folder / name, Connectivity("all"), 2)
         steps = []
         for overlap in ("blocking", "full", "full"):
@@ -33,7 +36,9 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
             steps.append(step(model, X.chunk(2)[rank]))
             if overlap == "full":
                 model.activation_checkpointing_enable(CHECKPOINTING)
-        one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
+        one = None
+        if number % 2 == rank:
+            one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
         found[name] = same(steps[1], steps[0]), same(steps[2], steps[0]), worst(steps[0], one)
     return found
 
@@ -41,8 +46,8 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
 def outcomes(folder: Path, names: list[str]) -> dict[str, Any]:
     for name in names:
         tiny_model(name).save_pretrained(folder / name)
-    found: dict[str, Any] = run_ranks(compared, 2, folder, names, timeout_s=400)[0]
-    return found
+    one, other = run_ranks(compared, 2, folder, names, timeout_s=400)
+    return {name: (*one[name][:2], max(one[name][2], other[name][2])) for name in names}
 
 
 @pytest.mark.slow
@@ -57,24 +62,27 @@ def test_a_family_that_overlaps_has_the_bits_of_blocking_and_one_processs_gradie
         assert name == "phimoe" or error < (5e-6 if name in TIGHT else 5e-5), (name, error)
 
 
-def four(rank: int, folder: Path, size: int) -> tuple[bool, float]:
-    model, one = (
-        spread(folder, Connectivity("all"), size),
-        load_model(folder, connectivity=Connectivity("all")),
-    )
-    attached(model, "blocking")
-    blocking = step(model, X[rank : rank + 1])
-    attached(model, "full")
-    return same(step(model, X[rank : rank + 1]), blocking), worst(blocking, step(one, X))
+def four(rank: int, folder: Path) -> dict[Any, Any]:
+    found = {}
+    for name in ("qwen3_moe", "deepseek_v3"):
+        one = None
+        if rank == 0:
+            one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
+        for size in (2, 4):
+            model = spread(folder / name, Connectivity("all"), size)
+            attached(model, "blocking")
+            blocking = step(model, X[rank : rank + 1])
+            attached(model, "full")
+            found[name, size] = same(step(model, X[rank : rank + 1]), blocking), worst(blocking, one)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(size: int, tmp_path: Path) -> None:
+def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) -> None:
     for name in ("qwen3_moe", "deepseek_v3"):
         tiny_model(name).save_pretrained(tmp_path / name)
-        for same_bits, error in run_ranks(four, 4, tmp_path / name, size):
-            assert same_bits and error < 5e-6, (name, error)
+    for case, (same_bits, error) in run_ranks(four, 4, tmp_path)[0].items():
+        assert same_bits and error < 5e-6, (case, error)
 
 
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:

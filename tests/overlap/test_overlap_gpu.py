@@ -1,6 +1,5 @@
 """Overlap on real streams: one GPU with an emulated link whose rows are NaN until they arrive, or two with NCCL."""
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.overlap.links import CudaLink
+from benchmarks.overlap.models import spread_experts
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.tiny.models import tiny_model
-from tests.overlap.ranks import attached, step, worst
+from tests.overlap.ranks import attached, step, whole, worst
 
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "overlap.py"
 DEVICES = torch.cuda.device_count()
 
 
 def late_link(group: Any) -> Any:
     """The benchmark's link, slow enough that whoever does not wait reads NaN."""
-    spec = importlib.util.spec_from_file_location("overlap_benchmark", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    link = module.CudaLink(bytes_per_second=1e6, ranks=8)
+    link = CudaLink(bytes_per_second=1e6, ranks=8)
     start = link.start
 
     def poisoned(received: Any, *rest: Any) -> Any:
@@ -34,33 +30,17 @@ def late_link(group: Any) -> Any:
     return link
 
 
-def spread_here(world: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-    import fcsd.overlap  # noqa: F401  # registers the implementation
-
-    model = tiny_model("qwen2_moe").cuda()
-    convert_model(model, Connectivity("all"))
-    mesh = init_device_mesh("cuda", (world, 1), mesh_dim_names=("ep", "tp"))
-    plan = {}
-    for name, _ in model.named_modules():
-        if name.endswith("mlp.experts"):
-            plan |= {f"{name}.gate_up_proj": "grouped_gemm", f"{name}.down_proj": "grouped_gemm"}
-            plan[name] = "ep_dispatch_experts"
-    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, ep_implementation="farskip")
-    return model
-
-
 def errors(rank: int, world: int, store: str, transport: Any) -> list[float]:
     """Of blocking exchanges, overlapped ones, and those with checkpointing, against the first."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
     try:
-        model = spread_here(world)
+        model = tiny_model("qwen2_moe").cuda()
+        convert_model(model, Connectivity("all"))
+        spread_experts(model)
         x = torch.randint(3, 99, (2, 64), generator=torch.Generator().manual_seed(rank)).cuda()
         attached(model, "blocking")
-        expected = step(model, x)
+        expected = {name: whole(gradient) for name, gradient in step(model, x).items()}
         attached(model, "full", transport=transport)
         found = [worst(step(model, x), expected)]
         model.activation_checkpointing_enable({"use_reentrant": False})

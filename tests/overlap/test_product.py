@@ -18,9 +18,19 @@ def test_llama_4_trains_spread_over_ranks_what_one_process_trains(bench: Bench) 
     tiny_model("llama4_text", vocab_size=vocabulary).save_pretrained(folder)
     for file in (*bench.base.glob("*token*"), *bench.base.glob("chat_template*")):
         shutil.copy(file, folder)
-    for name, overlap in (("full", "full"), ("forward", "forward")):
-        recipe = bench.recipe(name, model={"path": str(folder)})
-        assert launch("cpu_2_ep", ["distill", str(recipe), *EP, "--overlap", overlap]) == [0]
-    assert main(["distill", str(bench.recipe("one", model={"path": str(folder)}))]) == 0
+    train = {
+        "max_steps": 4,
+        "batch_size_tokens": 128,
+        "learning_rate": 1e-3,
+        "warmup_steps": 1,
+        "logging_steps": 1,
+    }
+    changes = {"model": {"path": str(folder)}, "train": train}
+    commands = [
+        ["distill", str(bench.recipe(overlap, **changes)), *EP, "--overlap", overlap]
+        for overlap in ("full", "forward")
+    ]
+    assert launch("cpu_2_ep", *commands) == [0, 0]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
     compare(bench, "one", "full")
     compare(bench, "one", "forward")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from fcsd.connectivity import Connectivity, convert_model
+from fcsd.config.model import ModelConfig
+from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distributed.engine import Engine, distributed_config, requested_engine
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
+from fcsd.evaluate.stage import evaluate_checkpoint
 from fcsd.families import FAMILIES
-from fcsd.overlap import attach, refusal
-from fcsd.overlap.attach import check_connections
-from fcsd.overlap.support import check_transformers
+from fcsd.overlap import attach, check, refusal
 from fcsd.stages.checks import check_overlap
 from fcsd.stages.context import Run
 from fcsd.tiny.models import tiny_config, tiny_model
@@ -24,7 +24,9 @@ from tests.support import Bench
 CPU = torch.device("cpu")
 
 
-def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_own() -> None:
+def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(
         UserError, match=r"^--overlap full: is for the exchanges of --expert-parallel N, which is"
     ):
@@ -34,12 +36,21 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
         engine = requested_engine(8, CPU, 4, overlap)
         assert engine == Engine("ep", expert_parallel=4, overlap=overlap)
         assert distributed_config(engine, 8).ep_implementation == name
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    for asked in (None, "full", "forward"):
+        with pytest.raises(
+            UserError, match=r"dynamo_backend inductor compiles whole layers.*set dynamo_backend: 'no'"
+        ):
+            requested_engine(8, CPU, 4, asked)  # type: ignore[arg-type]
+    assert requested_engine(8, CPU, 4, "off").overlap == "off" and requested_engine(8, CPU).name == "ddp"
 
 
-def checked(recipe: Path, overlap: Any, capsys: pytest.CaptureFixture[str], size: int = 2) -> str:
+def checked(
+    recipe: Path, overlap: Any, capsys: pytest.CaptureFixture[str], size: int = 2, device: torch.device = CPU
+) -> str:
     from fcsd.config.load import load_recipe
 
-    launch = Launch(CPU, Engine("ep", expert_parallel=size, overlap=overlap))
+    launch = Launch(device, Engine("ep", expert_parallel=size, overlap=overlap))
     check_overlap(Run(load_recipe(recipe), launch))
     return capsys.readouterr().err
 
@@ -69,7 +80,62 @@ def test_a_recipe_that_cannot_overlap_is_refused_or_where_nothing_was_asked_for_
     assert "streams objective l2 compares wait for their own combine" in checked(l2, None, capsys)
 
 
-def test_models_and_machines_that_cannot_overlap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_or_a_machine_that_cannot_overlap_is_refused_before_anything_is_loaded(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, gpu = bench.recipe("plain"), torch.device("cuda")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert checked(plain, None, capsys) == checked(plain, "off", capsys, device=gpu) == ""
+    with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
+        checked(plain, None, capsys, device=gpu)
+    monkeypatch.setattr(AllToAllEP, "__call__", lambda self, hidden_states: None)
+    assert checked(plain, "off", capsys) == ""
+    for overlap in (None, "full"):
+        with pytest.raises(
+            UserError, match=r"transformers 5\S+: .* is not the one that overlap was written for"
+        ):
+            checked(plain, overlap, capsys)
+
+
+def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    options: dict[str, Any] = {"connectivity": Connectivity("all"), "weights": False}
+    model = load_model(tmp_path, attn_implementation="eager", **options)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    check(model)
+    with pytest.raises(
+        UserError, match=r"split core: attention of layer 0 asks no attention registry .* use end"
+    ):
+        check(model, "core")
+    check(load_model(tmp_path, **options), "core")
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(
+        UserError, match=r"re-entrant activation checkpointing is not supported; use .* False"
+    ):
+        check(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    check(model)
+    model.model.layers[2].compile(backend="eager")
+    with pytest.raises(UserError, match=r"^layer 2 is compiled as a whole; compile attention and MLPs"):
+        check(model)
+
+
+def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(bench: Bench, tmp_path: Path) -> None:
+    launch = Launch(CPU, Engine("ep", expert_parallel=2, overlap="full"))
+    options: dict[str, Any] = {
+        "suite": "tiny",
+        "data_root": None,
+        "output": tmp_path,
+        "batch_size": 1,
+        "limit": 1,
+    }
+    with pytest.raises(
+        UserError, match=r"--overlap full: .* cannot: none of its layers is rewired; leave --overlap"
+    ):
+        evaluate_checkpoint(ModelConfig(path=str(bench.base)), launch, allow_weak_sandbox=True, **options)
+
+
+def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:
     model = tiny_model("qwen3_moe", attn_implementation="eager")
     with pytest.raises(
         UserError, match=r"no MoE layer of it is rewired and spread by ep_implementation 'farskip'"
@@ -84,15 +150,6 @@ def test_models_and_machines_that_cannot_overlap_are_refused(monkeypatch: pytest
     layer._compiled_call_impl = layer.forward  # what `compile` sets
     with pytest.raises(UserError, match=r"^layer 0 is compiled as a whole; compile attention and MLPs"):
         attach(model)
-    layer._compiled_call_impl = None
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    check_connections(CPU)
-    with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
-        check_connections(torch.device("cuda"))
-    check_transformers()
-    monkeypatch.setattr(AllToAllEP, "__call__", lambda self, hidden_states: None)
-    with pytest.raises(UserError, match=r"transformers 5\S+: .* is not the one that overlap was written for"):
-        check_transformers()
 
 
 def test_a_family_is_refused_for_what_its_row_or_its_configuration_says() -> None:

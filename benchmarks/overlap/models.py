@@ -1,0 +1,136 @@
+"""The benchmark's models: of a few layers, with their experts spread over all ranks, and sleeps in them."""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+SLEEPS_MS = {"a": 30.0, "b": 50.0, "shared": 25.0, "experts": 40.0, "router": 5.0, "share": 1.0}
+
+
+def config_of(options: argparse.Namespace) -> Any:
+    from transformers import AutoConfig
+
+    common = {
+        "vocab_size": 1000,
+        "hidden_size": options.dim,
+        "intermediate_size": options.dim * 2,
+        "moe_intermediate_size": options.expert_dim,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.heads,
+        "num_experts_per_tok": options.top_k,
+        "max_position_embeddings": 65536,
+    }
+    if options.model == "none":
+        own = {
+            "num_experts": options.experts,
+            "head_dim": options.dim // options.heads,
+            "norm_topk_prob": True,
+        }
+        return AutoConfig.for_model("qwen3_moe", **common, **own)
+    rope = max(8, options.dim // options.heads // 4)
+    return AutoConfig.for_model(
+        "deepseek_v3",
+        **common,
+        n_routed_experts=options.experts,
+        n_shared_experts=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        q_lora_rank=options.dim // 2,
+        kv_lora_rank=options.dim // 4,
+        qk_rope_head_dim=rope,
+        qk_nope_head_dim=options.dim // options.heads,
+        v_head_dim=options.dim // options.heads,
+    )
+
+
+def spread_experts(model: Any) -> None:
+    """Spread the experts of a model's MoE blocks (`mlp.experts`) over all ranks, and nothing else of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    import fcsd.overlap  # noqa: F401  # registers the implementation
+
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
+    plan = {}
+    for name, _ in model.named_modules():
+        if name.endswith("mlp.experts"):
+            plan |= {f"{name}.gate_up_proj": "grouped_gemm", f"{name}.down_proj": "grouped_gemm"}
+            plan[name] = "ep_dispatch_experts"
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, ep_implementation="farskip")
+
+
+def spread_model(options: argparse.Namespace, rewired: bool) -> Any:
+    """The model with its experts spread over all ranks, everything else whole."""
+    from transformers import AutoModelForCausalLM
+
+    from fcsd.connectivity import Connectivity, convert_model
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(config_of(options), dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    if rewired:
+        convert_model(model, Connectivity("all"))
+    spread_experts(model)
+    model.config.use_cache = False
+    return model.train()
+
+
+def in_steps(model: Any, transport: Any, overlaps: tuple[bool, bool], beside: bool) -> None:
+    """Let a regular model's blocks run in the runtime's steps, so that they use the same link."""
+    from fcsd.overlap import schedule
+    from fcsd.overlap.block import BlockNames, BlockRun, Call
+
+    router, start, shared_expert, *experts, finish = schedule.BLOCK
+    steps = schedule.BLOCK if beside else (router, start, *experts, shared_expert, finish)
+    for k, layer in enumerate(model.model.layers):
+        block = layer.mlp
+        shared = "shared_experts" if hasattr(block, "shared_experts") else None
+        names = BlockNames(type(block).forward, "experts", shared, None, False)
+        block.experts.farskip_ep.open(k, overlaps, transport)
+
+        def forward(x: Any, block: Any = block, names: Any = names) -> Any:
+            run = BlockRun(
+                block.experts.farskip_ep, names, block, Call(None, False, False, 1), steps, lambda _: None
+            )
+            run.m = x
+            run.until(None)
+            return run.output
+
+        block.forward = forward
+
+
+def add_sleeps(model: Any) -> None:
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, milliseconds: float) -> Any:
+            ctx.milliseconds = milliseconds
+            time.sleep(SLEEPS_MS["share"] * milliseconds / 1e3)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            time.sleep(SLEEPS_MS["share"] * 2 * ctx.milliseconds / 1e3)
+            return gradient, None
+
+    def sleeps(module: Any, milliseconds: float) -> None:
+        module.register_forward_pre_hook(lambda _, args: (Sleep.apply(args[0], milliseconds), *args[1:]))
+
+    for layer in model.model.layers:
+        attention, block = layer.self_attn, layer.mlp
+        sleeps(getattr(attention, "kv_a_proj_with_mqa", None) or attention.v_proj, SLEEPS_MS["a"])
+        sleeps(attention.o_proj, SLEEPS_MS["b"])
+        sleeps(block.gate, SLEEPS_MS["router"])
+        if hasattr(block, "shared_experts"):
+            sleeps(block.shared_experts, SLEEPS_MS["shared"])
+        ep = block.experts.farskip_ep
+        own = ep.experts_forward
+        ep.experts_forward = lambda x, *rest, own=own: own(Sleep.apply(x, SLEEPS_MS["experts"]), *rest)

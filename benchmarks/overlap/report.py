@@ -1,0 +1,59 @@
+"""What a run has measured, as a table."""
+
+import statistics
+from typing import Any
+
+
+def flat(measured: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{what} of {key}": getattr(value, what)
+        for key, value in measured.items()
+        for what in ("total", "exposed")
+    }
+
+
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of each mode: seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
+    first = next(iter(found))
+    table = {}
+    for mode, rounds in found.items():
+        row = {
+            "step": statistics.median(each["step"] for each in rounds),
+            "ratio": statistics.median(
+                base["step"] / each["step"] for base, each in zip(found[first], rounds, strict=True)
+            ),
+        }
+        for key in ("all", "forward", "backward", "dispatch", "combine"):
+            shares = [
+                1 - each[f"exposed of {key}"] / each[f"total of {key}"]
+                for each in rounds
+                if each.get(f"total of {key}")
+            ]
+            if shares:
+                row[f"hidden of {key}"] = statistics.median(shares)
+        totals = [each["total of all"] / each["step"] for each in rounds if "total of all" in each]
+        if totals:
+            row["communication / step"] = statistics.median(totals)
+        table[mode] = row
+    return table
+
+
+def printed(table: dict[str, dict[str, float]]) -> str:
+    keys = ("all", "forward", "backward", "dispatch", "combine")
+    head = [
+        "mode",
+        "ms a step",
+        "times as fast as the first",
+        "communication / step",
+        *(f"hidden, {k}" for k in keys),
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for mode, row in table.items():
+        shares = [f"{row[f'hidden of {key}']:.1%}" if f"hidden of {key}" in row else "-" for key in keys]
+        share = f"{row['communication / step']:.0%}" if "communication / step" in row else "-"
+        lines.append(
+            "| "
+            + " | ".join([mode, f"{row['step'] * 1e3:.0f}", f"{row['ratio']:.2f}", share, *shares])
+            + " |"
+        )
+    return "\n".join(lines)
