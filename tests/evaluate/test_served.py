@@ -9,17 +9,20 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import ServerConfig
+from fcsd.config.recipe import Recipe, ServerConfig
+from fcsd.config.strict import validate
 from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.connectivity.export import convert_checkpoint
 from fcsd.connectivity.load import load_model
 from fcsd.connectivity.spec import Connectivity
-from fcsd.distributed.launch import join_launch
+from fcsd.distributed.launch import Launch, join_launch
+from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
 from fcsd.evaluate import server as client
-from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint
+from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint, evaluate_stage
 from fcsd.evaluate.store import Journal
 from fcsd.files import read_json
+from fcsd.models.load import ModelFolder
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from fcsd.tiny.tasks import write_tiny_data
@@ -241,15 +244,15 @@ def elsewhere(engine: Engine, models: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        (stock, "code", "serves served, and not .*model as it is in float32: log-probabilities of 8 prompts differ by"),
-        (smaller, "code", r"HTTP 400\): Token id \d+ is out of vocabulary .*is it this model"),
-        (silent, "code", "returns no prompt_logprobs, .*--no-server-check"),
+        (stock, "likelihood", "serves served, and not .*model as it is in float32: .* 8 prompts differ by"),
+        (smaller, "likelihood", r"HTTP 400\): Token id \d+ is out of vocabulary .*is it this model"),
+        (silent, "likelihood", "returns no prompt_logprobs, .*--no-server-check"),
         (narrow, "code", r"takes 40 tokens, and task tiny_code needs \d+ .*--max-model-len"),
         (narrow, "likelihood", r"task tiny_choice: the server takes 40 tokens.*--max-model-len \d+"),
         (narrow, "generation", r"task tiny_answers: the server takes 40 tokens.*--max-model-len \d+"),
-        (page, "code", "answers /v1/models with HTTP 200 and text/html, not JSON"),
-        (locked, "code", rf"asks for a key; set {client.API_KEY} \(HTTP 401\)"),
-        (elsewhere, "code", "serves .*base, which is another model than .*vllm serve .*model"),
+        (page, "likelihood", "answers /v1/models with HTTP 200 and text/html, not JSON"),
+        (locked, "likelihood", rf"asks for a key; set {client.API_KEY} \(HTTP 401\)"),
+        (elsewhere, "likelihood", "serves .*base, which is another model than .*vllm serve .*model"),
     ],
 )  # fmt: skip
 def test_a_server_that_will_not_do_is_refused_in_one_line_before_the_first_task(
@@ -288,6 +291,44 @@ def test_a_key_opens_the_server_and_is_written_nowhere(
     assert "wrong" not in str(caught.value)
 
 
+def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_it_wants_next(
+    place: Path, tmp_path: Path, engine: Engine, url: str
+) -> None:
+    rows = {"path": str(place / "tiny" / "heldout.jsonl")}
+    raw = {
+        "name": "r", "output_dir": str(tmp_path / "run"), "model": {"path": str(place / "base")},
+        "data": {"train": [rows], "heldout": rows, "heldout_examples": 2},
+        "evaluation": {
+            "suite": "tiny", "data_root": str(place / "tiny" / "data"), "limit": 2,
+            "server": {"url": url, "concurrency": 2},
+        },
+    }  # fmt: skip
+    recipe = validate(Recipe, raw, "recipe")
+
+    def evaluate(name: str, server: ServerConfig | None, launch: Launch) -> dict[str, Any]:
+        original = ModelFolder(recipe.model.model_copy(update={"path": str(place / "base")}), place / "base")
+        config = recipe.model.model_copy(update={"path": str(place / name)})
+        stage = evaluate_stage(
+            name, ModelFolder(config, place / name), original, folder=tmp_path / name, data=recipe.data,
+            evaluation=recipe.evaluation.model_copy(update={"server": server}), launch=launch,
+        )  # fmt: skip
+        return dict(read_json(stage.folder / "results.json"))
+
+    server, launch = recipe.evaluation.server, join_launch()
+    with pytest.raises(UserError, match=r"serves served, and not .*/base as .*Serve it: vllm serve .*/base$"):
+        evaluate("base", server, launch)
+    result = evaluate("model", server, launch)
+    assert result["settings"]["server"]["check"]["mean_difference"] < 1e-4
+    assert result["kl_to_original"]["kl"] > 0, "in memory"
+    assert evaluate("model", server and ServerConfig(url="http://127.0.0.1:9"), launch) == result, (
+        "is finished"
+    )
+    with pytest.raises(UserError, match=r"another .*server|server.*differ|settings"):
+        evaluate("model", None, launch)
+    with pytest.raises(UserError, match="is asked by one process, and this launch has 2"):
+        evaluate("model", server, Launch(launch.device, launch.engine, Ranks(0, 2)))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -302,7 +343,6 @@ def test_a_wrong_address_is_an_error_of_one_line(
     options: list[str], message: str, place: Path, tmp_path: Path, capfd: Any
 ) -> None:
     words = ["evaluate", str(place / "model"), "--suite", "tiny", "--data-root", str(place / "tiny" / "data")]
-    with pytest.raises(SystemExit) as caught:
-        main([*words, "--output", str(tmp_path / "out"), *options])
+    assert main([*words, "--output", str(tmp_path / "out"), *options]) == 2
     said = capfd.readouterr().err
-    assert caught.value.code == 2 and message in said and said.count("\n") == 1 and "secret" not in said
+    assert message in said and said.count("\n") == 1 and "secret" not in said
