@@ -148,7 +148,7 @@ def compare_scores(model: Path, data: Path, folder: Path, server: Served) -> dic
         """Wait until so many answers are kept; the number of those that are."""
         while True:
             files = (folder / "served" / "finished-tasks").glob("*.jsonl")
-            kept = sum(text.count(b"[") for text in (file.read_bytes() for file in files))
+            kept = sum(text.count(b'\n["') for text in (file.read_bytes() for file in files))
             if kept >= lines or evaluation.poll() is not None:
                 return kept
             time.sleep(0.05)

@@ -76,7 +76,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _server(arguments: argparse.Namespace) -> "ServerConfig | None":
     """Return the server that is to be asked, if one is given."""
-    from fcsd.config.recipe import ServerConfig
+    from fcsd.config.recipe import EvaluationConfig, ServerConfig
     from fcsd.config.strict import validate
 
     if arguments.server is None:
@@ -84,6 +84,12 @@ def _server(arguments: argparse.Namespace) -> "ServerConfig | None":
             if getattr(arguments, option) not in (None, False):
                 raise UserError(f"--{option.replace('_', '-')} has no meaning without --server")
         return None
+    if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
+        raise UserError(
+            "--batch-size has no meaning with --server; how many are asked at a time is --concurrency"
+        )
+    if arguments.device_map is not None and arguments.no_server_check:
+        raise UserError("--device-map has no meaning with --server and --no-server-check: no model is loaded")
     given = {"url": arguments.server, "concurrency": arguments.concurrency}
     return validate(
         ServerConfig, {name: value for name, value in given.items() if value is not None}, "--server"
@@ -244,6 +250,12 @@ def _add_evaluate(command: Command) -> None:
         choices=["auto"],
         help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
     )
+    _server_arguments(parser)
+    sandbox_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         metavar="URL",
@@ -258,8 +270,6 @@ def _add_evaluate(command: Command) -> None:
         action="store_true",
         help="with --server: do not load MODEL to check that it is what the server serves; the result says so",
     )
-    sandbox_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_score(command: Command) -> None:

@@ -61,7 +61,7 @@ def check_identity(
             " that out"
         )
     length = min(_CHECK_TOKENS, (server.context or _CHECK_TOKENS + 1) - 1)
-    rows = [tokenizer(text)["input_ids"][:length] for text in _PROMPTS]
+    rows = [row for text in _PROMPTS if len(row := tokenizer(text)["input_ids"][:length]) > 1]
     try:
         told = ask(rows)
     except UserError as error:

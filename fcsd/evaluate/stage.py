@@ -96,16 +96,8 @@ def evaluate_stage(
     ) as evaluate:
         if backend is not None:
             backend.identify(lambda: load_for_evaluation(model, launch))
-        rows, known, loaded = None, None, None
-        if data.heldout is not None:
-            rows = heldout_rows(
-                data.heldout,
-                tokenizer,
-                num_examples=data.heldout_examples,
-                max_length=data.max_length,
-                packing=data.packing,
-                loss_on=data.loss_on,
-            )
+        rows, known, loaded = _heldout(data, tokenizer), None, None
+        if rows is not None:
             # First, and then it goes: a device may not hold two models.
             known = read_original(
                 load_for_evaluation(original, launch), rows, progress=True, ranks=launch.ranks
@@ -180,6 +172,20 @@ def evaluate_checkpoint(
                     backend.identify(lambda: load_for_evaluation(model, launch, device_map=device_map))
                 result, samples = evaluate.ask(backend, config.path)
         _leave(stage, result, samples, launch)
+
+
+def _heldout(data: DataConfig, tokenizer: Any) -> Any:
+    """Return the rows that the KL to the original is measured on, if there are any."""
+    if data.heldout is None:
+        return None
+    return heldout_rows(
+        data.heldout,
+        tokenizer,
+        num_examples=data.heldout_examples,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+    )
 
 
 def check_server(server: ServerConfig | None, launch: Launch) -> None:

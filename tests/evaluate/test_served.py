@@ -335,6 +335,11 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         (["--server", "http://127.0.0.1:9"], "server http://127.0.0.1:9 cannot be reached (All connection attempts"),
         (["--server", "localhost:8000"], "--server: url: an address such as http://localhost:8000 is needed"),
         (["--server", "http://me:secret@host"], "holds a name or password; give a key in the environment variable"),
+        (["--server", "http://a", "--batch-size", "8"], "--batch-size has no meaning with --server"),
+        (
+            ["--server", "http://a", "--device-map", "auto", "--no-server-check"],
+            "--device-map has no meaning with --server and --no-server-check",
+        ),
         (["--concurrency", "3"], "--concurrency has no meaning without --server"),
         (["--no-server-check"], "--no-server-check has no meaning without --server"),
     ],
