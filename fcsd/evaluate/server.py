@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import random
-import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,9 +28,8 @@ from fcsd.errors import UserError, one_line
 API_KEY = "FCSD_SERVER_API_KEY"
 PATIENCE_S = 300.0  # without any answer, until an evaluation gives up: a server restarts in minutes
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
-_LONGEST_WAIT_S = 15.0
+_LONGEST_WAIT_S, _TOLD_AFTER_S = 15.0, 10.0
 _TIMEOUT = httpx2.Timeout(10.0, read=3600.0, write=60.0, pool=None)  # a long answer comes in one piece
-_PARALLEL = re.compile(r"(?:tp|pp|dp)\d+|ep")
 Body = dict[str, Any]
 
 
@@ -40,6 +39,25 @@ class _Retry(Exception):
     def __init__(self, reason: str, after_s: float = 0.0):
         super().__init__(reason)
         self.after_s = after_s
+
+
+class _Outage:
+    """The time in which no request has come back."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.told = False
+
+    def lasted(self, url: str, reason: str, now_s: float) -> float:
+        """Return its seconds so far; a longer one is told once."""
+        self.since = now_s if self.since is None else self.since
+        if now_s - self.since > _TOLD_AFTER_S and not self.told:
+            self.told = True
+            minutes = f"{PATIENCE_S / 60:g} minutes"
+            print(
+                f"server {url} does not answer ({reason}); trying for {minutes}", file=sys.stderr, flush=True
+            )
+        return now_s - self.since
 
 
 class Server:
@@ -60,6 +78,7 @@ class Server:
         self.context: int | None = None
         self.facts: dict[str, Any] = {}
         self._parallelism: str | None = None
+        self._engine = ""
         key = os.environ.get(API_KEY)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -100,13 +119,9 @@ class Server:
             answer = self.ask(body)
         (choice,) = answer.get("choices") or [{}]
         self.prompt_logprobs = len(choice.get("prompt_logprobs") or ()) == 2
-        self._parallelism = self._parallelism_of(answer) or self._parallelism
-
-    def _parallelism_of(self, answer: Body) -> str | None:
-        words = str(answer.get("system_fingerprint") or "").split("-")
-        if words[0] != "vllm" or len(words) < 3:
-            return None
-        return "-".join(word for word in words[2:-1] if _PARALLEL.fullmatch(word)) or "one device"
+        self._engine = _engine_of(answer)
+        if words := self._engine.split("-")[2:]:
+            self._parallelism = "-".join(words)
 
     def ask(self, body: Body) -> Body:
         """Ask once, and return the whole answer; tried again only where the server asks for it."""
@@ -134,12 +149,12 @@ class Server:
     ) -> list[Any]:
         found: list[Any] = [None] * len(bodies)
         waiting = iter(range(len(bodies)))
-        failing: list[float | None] = [None]
+        outage = _Outage()
         pool = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
 
         async def worker(client: httpx2.AsyncClient) -> None:
             for number in waiting:
-                answer = await self._patiently(client, bodies[number], failing)
+                answer = await self._patiently(client, bodies[number], outage)
                 try:
                     found[number] = read(number, answer)
                 except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -157,36 +172,49 @@ class Server:
                 raise errors.exceptions[0] from None
         return found
 
-    async def _patiently(self, client: httpx2.AsyncClient, body: Body, failing: list[float | None]) -> Body:
-        """failing: since when no request has come back, shared by all that wait."""
+    async def _patiently(self, client: httpx2.AsyncClient, body: Body, outage: "_Outage") -> Body:
+        """outage: what all that wait share."""
         pause = 0.25
         own: float | None = None
+        dropped = False
         while True:
             try:
+                if dropped:  # it may have been started again, with something else
+                    self._require_same(self._checked(await client.get(f"{self.url}/v1/models"), "/v1/models"))
+                    dropped = False
                 response = await client.post(f"{self.url}/v1/completions", json={"model": self.model, **body})
                 answer = self._checked(response, "/v1/completions")
                 ended = {choice.get("finish_reason") for choice in answer.get("choices") or ()}
                 if not ended <= {"stop", "length"}:  # a server that is told to end cuts its answers off
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
-                if (now := self._parallelism_of(answer)) and self._parallelism and now != self._parallelism:
+                if self._engine and (now := _engine_of(answer)) != self._engine:
                     raise self.error(
-                        f"answers from another engine than before ({now}, not {self._parallelism}); serve with the"
-                        " former settings, or evaluate into another folder"
+                        f"answers from another engine than before ({now}, not {self._engine}); serve with the former"
+                        " settings, or evaluate into another folder"
                     )
-                failing[0] = None
+                outage.since, outage.told = None, False
                 return answer
             except (httpx2.TransportError, _Retry) as error:
-                now_s = time.monotonic()
-                first, own = failing[0] or now_s, own or now_s
-                failing[0] = first
-                if max(now_s - first, (now_s - own) / 4) > PATIENCE_S:
+                now_s, text = time.monotonic(), _reason(error)
+                own = own or now_s
+                if max(outage.lasted(self.url, text, now_s), (now_s - own) / 4) > PATIENCE_S:
                     raise self.error(
-                        f"has not answered for {PATIENCE_S:g} s ({_reason(error)}); start it again as it was, and"
+                        f"has not answered for {PATIENCE_S:g} s ({text}); start it again as it was, and"
                         " run the same command: answers that came are kept"
                     ) from None
+                dropped = isinstance(error, httpx2.TransportError)
                 after = error.after_s if isinstance(error, _Retry) else 0.0
             await asyncio.sleep(max(min(after, 60.0), pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_WAIT_S)
+
+    def _require_same(self, models: Body) -> None:
+        served = {str(card.get("id")): str(card.get("root") or "") for card in models.get("data") or ()}
+        if served.get(self.model) != self.root:
+            now = ", ".join(root or name for name, root in served.items())
+            raise self.error(
+                f"serves {now} now, and not {self.root or self.model} as before; start it again as it was, and run the"
+                " same command: answers that came are kept"
+            )
 
     def _get(self, path: str) -> Body:
         try:
@@ -231,6 +259,12 @@ class Server:
     def error(self, text: str) -> UserError:
         """Return an error that begins with the address."""
         return UserError(f"server {self.url} {text}")
+
+
+def _engine_of(answer: Body) -> str:
+    """Return what vLLM says of itself in an answer, as vllm-0.32.0-tp2-ep, without the hash of its settings."""
+    words = str(answer.get("system_fingerprint") or "").split("-")
+    return "-".join(words[:-1]) if words[0] == "vllm" else ""
 
 
 def _reason(error: Exception) -> str:

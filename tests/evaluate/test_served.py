@@ -140,10 +140,13 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
     (kept,) = (tmp_path / "cut" / FINISHED_TASKS).glob("*.jsonl")
     assert len(Journal(kept)) == 2
     kept.write_bytes(kept.read_bytes()[:-9])  # the last line is cut off, as a kill may do
-    engine.faults.clear()
+    engine.faults = [*["well"] * 10, "another"]
+    with pytest.raises(UserError, match="serves another/model now, and not served as before"):
+        evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
+    engine.faults, engine.root = [], "served"
     engine.bodies.clear()
     assert evaluated(place, tmp_path / "cut", url, suite=only("generation")) == whole
-    assert len(engine.bodies) == asked - 1
+    assert len(engine.bodies) == asked - 2
     assert not (tmp_path / "cut" / FINISHED_TASKS).exists()
 
 

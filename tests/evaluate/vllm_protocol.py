@@ -18,7 +18,8 @@ class Engine:
     """What is served, what was asked, and what is to go wrong.
 
     Attributes:
-        faults: taken one by one by the next completions: a status, or "drop", "abort", "html"; the rest is answered.
+        faults: taken one by one by the next completions: a status, or "drop", "abort", "html", "another" (it
+            ends, and something else is served under the same name); the rest is answered.
         bodies, keys: of every completion that was answered; the Authorization of every request.
     """
 
@@ -167,7 +168,9 @@ def serving(engine: Engine) -> Iterator[str]:
             if not self.allowed():
                 return
             fault = engine.faults.pop(0) if engine.faults else None
-            if fault == "drop":
+            if fault == "another":
+                engine.root = "another/model"
+            if fault in ("drop", "another"):
                 self.close_connection = True
                 self.connection.shutdown(2)
             elif fault == "html":
