@@ -177,7 +177,7 @@ class ServedBackend:
         found = [journal.get(body) for body in bodies]
         missing = [number for number, answer in enumerate(found) if answer is None]
         read = self._read_likelihood if what == "likelihood" else self._read_generation
-        requests = [_request(what, bodies[number]) for number in missing]
+        requests = [self._request(what, bodies[number]) for number in missing]
         with tqdm(
             total=len(bodies),
             initial=len(bodies) - len(missing),
@@ -196,6 +196,14 @@ class ServedBackend:
             found[number] = answer
         return found
 
+    def _request(self, what: str, body: Body) -> Body:
+        """Return what is sent. What ends an answer is ours alone where the server gives tokens, by which it is cut."""
+        if what == "likelihood":
+            return {"prompt": body["prompt"], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        if self.server.token_ids:
+            return {**body, "ignore_eos": True, "return_token_ids": True}
+        return {**body, "skip_special_tokens": True}
+
     def _read_likelihood(self, body: Body, answer: Body) -> tuple[list[float], list[int]]:
         entries = answer["choices"][0]["prompt_logprobs"]
         count = body["answer_tokens"]
@@ -208,18 +216,16 @@ class ServedBackend:
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | str:
         (choice,) = answer["choices"]
-        tokens = choice.get("token_ids")
+        tokens, most = choice.get("token_ids"), body["max_tokens"]
+        made = (answer.get("usage") or {}).get("completion_tokens", most) if tokens is None else len(tokens)
+        if choice.get("finish_reason") == "length" and made < most:
+            raise self.server.error(
+                f"ends answers after {made} tokens, and {most} may be written; lift that limit"
+            )
         if tokens is None:
             return str(choice["text"])
         end = next((place for place, token in enumerate(tokens) if token in self.ends), len(tokens))
         return [int(token) for token in tokens[: end + 1]]
-
-
-def _request(what: str, body: Body) -> Body:
-    """Return what is sent: what ends an answer is ours alone, not the server's."""
-    if what == "likelihood":
-        return {"prompt": body["prompt"], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    return {**body, "ignore_eos": True, "return_token_ids": True}
 
 
 def _configuration(model: ModelFolder) -> tuple[Any, Any]:

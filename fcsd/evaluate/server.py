@@ -66,7 +66,8 @@ class Server:
     Attributes:
         model: what the server calls the model; context: tokens of prompt and answer that it takes, None if it does not
         say; facts: engine, version, dtype and parallelism, as far as it tells, for records and keys.
-        root: what it was told to serve, a folder or a hub id; prompt_logprobs: whether it returns them.
+        root: what it was told to serve, a folder or a hub id; prompt_logprobs, token_ids: whether it returns
+        them, of the prompt and of an answer.
 
     Raises (all methods):
         UserError: one line that names the address: nothing answers, no such server, a key is asked for, a refusal.
@@ -74,7 +75,8 @@ class Server:
 
     def __init__(self, url: str, *, concurrency: int = 64):
         self.url, self.concurrency = url, concurrency
-        self.model, self.root, self.prompt_logprobs = "", "", False
+        self.model, self.root = "", ""
+        self.prompt_logprobs, self.token_ids = False, False
         self.context: int | None = None
         self.facts: dict[str, Any] = {}
         self._parallelism: str | None = None
@@ -111,14 +113,15 @@ class Server:
         self.facts["parallelism"] = self._parallelism
 
     def _probe(self) -> None:
-        """Learn from one answer whether it has `prompt_logprobs`, and what vLLM writes into its fingerprint."""
-        body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0.0}
+        """Learn from one answer what it holds, and what vLLM writes into its fingerprint."""
+        body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
         try:
             answer = self.ask({**body, "prompt_logprobs": 0})
         except UserError:
             answer = self.ask(body)
         (choice,) = answer.get("choices") or [{}]
         self.prompt_logprobs = len(choice.get("prompt_logprobs") or ()) == 2
+        self.token_ids = choice.get("token_ids") is not None
         self._engine = _engine_of(answer)
         if words := self._engine.split("-")[2:]:
             self._parallelism = "-".join(words)

@@ -269,6 +269,16 @@ def test_a_server_that_will_not_do_is_refused_in_one_line_before_the_first_task(
     assert all(body["max_tokens"] == 1 for body in engine.bodies), "no task was begun"
 
 
+def test_an_answer_that_the_server_cut_short_is_an_error(
+    place: Path, tmp_path: Path, engine: Engine, url: str
+) -> None:
+    engine.faults = ["well", *["short"] * 4]
+    with pytest.raises(
+        UserError, match="ends answers after 31 tokens, and 32 may be written; lift that limit"
+    ):
+        evaluated(place, tmp_path / "out", url, suite=only("generation"), server_check=False)
+
+
 def test_likelihoods_need_prompt_logprobs_and_answers_do_not(
     place: Path, in_memory: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:

@@ -19,7 +19,7 @@ class Engine:
 
     Attributes:
         faults: taken one by one by the next completions: a status, or "drop", "abort", "html", "another" (it
-            ends, and something else is served under the same name); the rest is answered.
+            ends, and something else is served under the same name), "short" (a limit of its own); the rest is answered.
         bodies, keys: of every completion that was answered; the Authorization of every request.
     """
 
@@ -168,6 +168,8 @@ def serving(engine: Engine) -> Iterator[str]:
             if not self.allowed():
                 return
             fault = engine.faults.pop(0) if engine.faults else None
+            if fault == "short":
+                body["max_tokens"] -= 1
             if fault == "another":
                 engine.root = "another/model"
             if fault in ("drop", "another"):
