@@ -58,14 +58,13 @@ class ServerConfig(Strict):
     @classmethod
     def _address_alone(cls, value: str) -> str:
         parts = urlsplit(value)
+        if "@" in parts.netloc:  # not a ValueError, whose message would show it
+            raise UserError(
+                "evaluation.server.url (--server): holds a name or password; leave it out, and give a key in the"
+                " environment variable FCSD_SERVER_API_KEY"
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(
-                f"an address such as http://localhost:8000 is needed, got {value.rpartition('@')[2]!r}"
-            )
-        if parts.username or parts.password:
-            raise ValueError(
-                "holds a name or password; give a key in the environment variable FCSD_SERVER_API_KEY"
-            )
+            raise ValueError("an address such as http://localhost:8000 is needed")
         return value.rstrip("/").removesuffix("/v1")
 
 
