@@ -172,14 +172,14 @@ def compare_scores(model: Path, data: Path, folder: Path, server: Served) -> dic
 
 
 def workload(vocabulary: int) -> list[tuple[list[int], int]]:
-    """Prompts of 16 to 256 tokens and answers of 8 to 256, both of mixed length (log-uniform)."""
+    """Prompts of 16 to 256 tokens and answers of 8 to 128, both of mixed length (log-uniform)."""
     rng = random.Random(0)
 
     def length(low: int, high: int) -> int:
         return round(low * (high / low) ** rng.random())
 
     return [
-        ([rng.randrange(6, vocabulary) for _ in range(length(16, 256))], length(8, 256))
+        ([rng.randrange(6, vocabulary) for _ in range(length(16, 256))], length(8, 128))
         for _ in range(GENERATIONS)
     ]
 
@@ -237,6 +237,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["scores", "time"])
     parser.add_argument("--limit", type=float, default=0.5)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the server goes, too
     folder = arguments.folder
     folder.mkdir(parents=True)
     result: dict[str, Any] = {}
@@ -273,8 +274,8 @@ def main() -> None:
     if arguments.only != "scores":
         torch.set_num_threads(1)
         model = tiny_model(
-            "qwen3_moe", vocab_size=2048, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256,
-            num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64, num_experts=16,
+            "qwen3_moe", vocab_size=2048, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+            num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32, num_experts=16,
             num_local_experts=16, num_experts_per_tok=4, max_position_embeddings=1024,
         )  # fmt: skip
         model.save_pretrained(folder / "larger")
