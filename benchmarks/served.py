@@ -7,12 +7,9 @@ on a CPU with a small random model:
 
 1. Suite tiny through the server and in memory; the server is killed in the middle and started again, then the client
    is. At least 99 % of the items must score the same, log-likelihoods lie within 1e-4 (float32).
-2. The same against regular connectivity where --model is a FarSkip checkpoint: it must be refused.
+2. With --plugin the model is converted first, and served by fcsd-serving; its original must be refused in its place.
 3. 200 generations of mixed length: processor time of the server's processes over that of transformers in batches of 16,
    ordered as fcsd orders them. At most --limit, 0.5.
-
---model: a FarSkip checkpoint instead of the regular one that is made here; it needs fcsd-serving in VENV, and a
-tokenizer and positions that suite tiny fits.
 """
 
 import argparse
@@ -31,6 +28,8 @@ from typing import Any
 
 import torch
 
+from fcsd.connectivity.export import convert_checkpoint
+from fcsd.connectivity.spec import Connectivity
 from fcsd.evaluate import server as client
 from fcsd.evaluate.server import Server
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -233,7 +232,9 @@ def main() -> None:
     )
     parser.add_argument("--vllm", type=Path, required=True, help="the command of an environment of its own")
     parser.add_argument("--folder", type=Path, required=True, help="new folder for models, data and results")
-    parser.add_argument("--model", type=Path, help="a FarSkip checkpoint for the scores")
+    parser.add_argument(
+        "--plugin", action="store_true", help="VENV has fcsd-serving: score a converted model"
+    )
     parser.add_argument("--only", choices=["scores", "time"])
     parser.add_argument("--limit", type=float, default=0.5)
     arguments = parser.parse_args()
@@ -241,24 +242,24 @@ def main() -> None:
     folder = arguments.folder
     folder.mkdir(parents=True)
     result: dict[str, Any] = {}
-    plugins = "" if arguments.model else "none"
+    plugins = "" if arguments.plugin else "none"
     if arguments.only != "time":
         write_tiny_data(
             folder / "tiny", num_train=16, num_distill=16, num_heldout=4, num_validation=4, num_test=ITEMS,
             vocab_size=512,
         )  # fmt: skip
-        model = arguments.model or folder / "small"
-        if arguments.model is None:
-            # Kernels of vLLM on a CPU want heads of 32 and more.
-            tiny_model(
-                "qwen3_moe", vocab_size=512, hidden_size=128, head_dim=32, max_position_embeddings=1024
-            ).save_pretrained(model)
-            tiny_tokenizer().save_pretrained(model)
+        model = original = folder / "small"
+        # Kernels of vLLM on a CPU want heads of 32 and more.
+        tiny_model(
+            "qwen3_moe", vocab_size=512, hidden_size=128, head_dim=32, max_position_embeddings=1024
+        ).save_pretrained(original)
+        tiny_tokenizer().save_pretrained(original)
+        if arguments.plugin:
+            model = folder / "converted"
+            convert_checkpoint(original, model, Connectivity("all"))
         with serving(arguments.vllm, model, folder, plugins) as server:
             result["scores"] = compare_scores(model, folder / "tiny" / "data", folder, server)
-        if arguments.model is not None:
-            original = folder / "original"
-            assert fcsd("unconvert", str(model), str(original)).wait() == 0
+        if arguments.plugin:
             with serving(arguments.vllm, original, folder, "none") as server:
                 server.wait()
                 words = [
