@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fcsd.config.suite import CodeTaskConfig, TaskConfig
+from fcsd.config.suite import CodeTaskConfig
 from fcsd.distributed.ranks import Ranks, input_device
 from fcsd.evaluate.batch import BatchSize, BatchSizer
 from fcsd.evaluate.code.generate import generate_completions
@@ -24,9 +24,6 @@ class Backend(Protocol):
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
         """Give the block in which all questions are asked; afterwards the model is as it was before."""
-
-    def check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
-        """Refuse a task that it cannot answer, before the first one is asked."""
 
     def begin(self, journal: Journal) -> None:
         """Start a task, whose single answers may be kept in `journal`."""
@@ -59,9 +56,6 @@ class InMemoryBackend:
         with preserved(self.model, self.tokenizer):
             self.model.eval()
             yield
-
-    def check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
-        """Do nothing: a task says itself what does not fit the model."""
 
     def begin(self, journal: Journal) -> None:
         """Do nothing: batches are answered together."""

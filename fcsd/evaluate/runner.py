@@ -209,8 +209,6 @@ class PreparedEvaluation:
         steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
         with backend.asking():
             for row in self.missing:
-                backend.check(row, self.prepared[row.task], self.settings["limit"])
-            for row in self.missing:
                 if self.progress and self.ranks.first:
                     steps.start(row.task)
                 backend.begin(self.store.journal(row) if self.store is not None else Journal())

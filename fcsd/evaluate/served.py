@@ -2,6 +2,7 @@
 
     server = Server(url); server.look(model.config.path)
     backend = ServedBackend(server, model, tokenizer)
+    backend.check(prepared)
     backend.identify(lambda: load_for_evaluation(model, launch))
     result, samples = prepared.ask(backend, name)
 
@@ -28,6 +29,7 @@ from fcsd.evaluate.code.generate import (
 )
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.identity import check_identity
+from fcsd.evaluate.runner import PreparedEvaluation
 from fcsd.evaluate.server import Body, Server
 from fcsd.evaluate.store import Journal
 from fcsd.models.load import ModelFolder
@@ -55,6 +57,15 @@ class ServedBackend:
         self._journal = Journal()
         self._wrapper: Any = None
 
+    def check(self, evaluation: PreparedEvaluation) -> None:
+        """Check that the server can answer every task that is to be run, without asking it.
+
+        Raises:
+            UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
+        """
+        for row in evaluation.missing:
+            self._check(row, evaluation.prepared[row.task], evaluation.settings["limit"])
+
     def identify(self, load: Callable[[], "PreTrainedModel"]) -> None:
         """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
 
@@ -73,8 +84,7 @@ class ServedBackend:
         """Do nothing: the tokenizer that lm-eval changes is a copy."""
         yield
 
-    def check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
-        """Refuse what the server cannot answer: likelihoods without `prompt_logprobs`, texts beyond its context."""
+    def _check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
         context = self.server.context
         if row.kind != "code":
             if row.kind == "likelihood" and not self.server.prompt_logprobs:

@@ -95,6 +95,7 @@ def evaluate_stage(
         ranks=launch.ranks,
     ) as evaluate:
         if backend is not None:
+            backend.check(evaluate)
             backend.identify(lambda: load_for_evaluation(model, launch))
         rows, known, loaded = _heldout(data, tokenizer), None, None
         if rows is not None:
@@ -168,6 +169,7 @@ def evaluate_checkpoint(
                     load_for_evaluation(model, launch, device_map=device_map), config.path
                 )
             else:
+                backend.check(evaluate)
                 if server_check:
                     backend.identify(lambda: load_for_evaluation(model, launch, device_map=device_map))
                 result, samples = evaluate.ask(backend, config.path)

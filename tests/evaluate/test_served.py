@@ -249,7 +249,7 @@ def elsewhere(engine: Engine, models: dict[str, Any]) -> None:
     [
         (stock, "likelihood", "serves served, and not .*model as it is in float32: .* 8 prompts differ by"),
         (smaller, "likelihood", r"HTTP 400\): Token id \d+ is out of vocabulary .*is it this model"),
-        (silent, "likelihood", "returns no prompt_logprobs, .*--no-server-check"),
+        (silent, "generation", "returns no prompt_logprobs, .*--no-server-check"),
         (narrow, "code", r"takes 40 tokens, and task tiny_code needs \d+ .*--max-model-len"),
         (narrow, "likelihood", r"task tiny_choice: the server takes 40 tokens.*--max-model-len \d+"),
         (narrow, "generation", r"task tiny_answers: the server takes 40 tokens.*--max-model-len \d+"),
