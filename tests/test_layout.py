@@ -36,6 +36,7 @@ ONLY_IN = {
     "detect_secrets": ["publish/secrets.py"],
     "peft": ["distill/teachers/lora.py"],
     "deepspeed": ["distributed/*"],
+    "httpx2": ["evaluate/server.py"],
     "trl": [],
     "vllm": [],
     "sglang": [],

@@ -21,6 +21,7 @@ from fcsd.cli.options import (
 from fcsd.errors import UserError
 
 if TYPE_CHECKING:
+    from fcsd.config.recipe import ServerConfig
     from fcsd.config.suite import SuiteConfig
 
 
@@ -62,6 +63,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         limit=arguments.limit,
         allow_weak_sandbox=arguments.allow_weak_sandbox,
         device_map=arguments.device_map,
+        server=_server(arguments),
+        server_check=not arguments.no_server_check,
     )
     if not launch.first:
         return
@@ -69,6 +72,28 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
         print(result_table(arguments.output))
+
+
+def _server(arguments: argparse.Namespace) -> "ServerConfig | None":
+    """Return the server that is to be asked, if one is given."""
+    from fcsd.config.recipe import EvaluationConfig, ServerConfig
+    from fcsd.config.strict import validate
+
+    if arguments.server is None:
+        for option in ("concurrency", "no_server_check"):
+            if getattr(arguments, option) not in (None, False):
+                raise UserError(f"--{option.replace('_', '-')} has no meaning without --server")
+        return None
+    if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
+        raise UserError(
+            "--batch-size has no meaning with --server; how many are asked at a time is --concurrency"
+        )
+    if arguments.device_map is not None and arguments.no_server_check:
+        raise UserError("--device-map has no meaning with --server and --no-server-check: no model is loaded")
+    given = {"url": arguments.server, "concurrency": arguments.concurrency}
+    return validate(
+        ServerConfig, {name: value for name, value in given.items() if value is not None}, "--server"
+    )
 
 
 def _suite(arguments: argparse.Namespace) -> "SuiteConfig":
@@ -225,8 +250,26 @@ def _add_evaluate(command: Command) -> None:
         choices=["auto"],
         help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
     )
+    _server_arguments(parser)
     sandbox_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="ask a server for all answers (`vllm serve MODEL`), after a check that it serves MODEL; its key, if it"
+        " wants one, is in FCSD_SERVER_API_KEY",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="with --server: requests at a time (default: 64)"
+    )
+    parser.add_argument(
+        "--no-server-check",
+        action="store_true",
+        help="with --server: do not load MODEL to check that it is what the server serves; the result says so",
+    )
 
 
 def _add_score(command: Command) -> None:

@@ -8,6 +8,7 @@ folder in which the command runs. `--set train.learning_rate=4e-5` replaces one 
 import math
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -47,6 +48,26 @@ _VARIANT_SECTIONS = (
 )
 
 
+class ServerConfig(Strict):
+    """A server that answers for the model that is evaluated, by HTTP."""
+
+    url: str  # as http://localhost:8000
+    concurrency: PositiveInt = 64  # requests at a time
+
+    @field_validator("url")
+    @classmethod
+    def _address_alone(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if "@" in parts.netloc:  # not a ValueError, whose message would show it
+            raise UserError(
+                "evaluation.server.url (--server): holds a name or password; leave it out, and give a key in the"
+                " environment variable FCSD_SERVER_API_KEY"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("an address such as http://localhost:8000 is needed")
+        return value.rstrip("/").removesuffix("/v1")
+
+
 class EvaluationConfig(Strict):
     """How every model of the run is evaluated."""
 
@@ -55,6 +76,7 @@ class EvaluationConfig(Strict):
     batch_size: PositiveInt | Literal["auto"] = 16
     limit: int | None = Field(None, gt=0)  # items per task, for a quick look
     cache: str | None = None  # folder of finished tasks that several runs share; null: one in each evaluation
+    server: ServerConfig | None = None  # null: the model is in memory
     layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
     allow_weak_sandbox: bool = False
 

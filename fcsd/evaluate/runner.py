@@ -1,4 +1,4 @@
-"""Runs a suite on a model in memory, and keeps the result in a folder.
+"""Runs a suite on a model, in memory or behind a server, and keeps the result in a folder.
 
     result, samples = evaluate(model, tokenizer, load_suite("tiny"), data_root=Path("data"), batch_size=16)
     write_result(result, samples, folder)      # results.json, samples_<task>.jsonl
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.config.suite import CODE_STOP, CodeTaskConfig, SuiteConfig, TaskConfig
-from fcsd.distributed.ranks import ALONE, Ranks, input_device
+from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
-from fcsd.evaluate.batch import BatchSize, BatchSizer, check_batch_size
-from fcsd.evaluate.code.generate import generate_completions, prompts
+from fcsd.evaluate.backend import Backend, InMemoryBackend
+from fcsd.evaluate.batch import BatchSize, check_batch_size
+from fcsd.evaluate.code.generate import prompts
 from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.lm_eval import tasks as likelihood
@@ -35,8 +36,8 @@ from fcsd.evaluate.results import (
     text_hash,
     whole_result,
 )
-from fcsd.evaluate.store import TaskStore
-from fcsd.models.preserve import preserved, quiet
+from fcsd.evaluate.store import Journal, TaskStore
+from fcsd.models.preserve import preserved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -198,28 +199,28 @@ class PreparedEvaluation:
     progress: bool
 
     def __call__(self, model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
-        """Return result and samples of a model, both JSON-able."""
+        """Return result and samples of a model in memory, both JSON-able."""
+        return self.ask(InMemoryBackend(model, self.tokenizer, self.settings["batch_size"], self.ranks), name)
+
+    def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
+        """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
         samples = dict(self.finished)
-        batch = BatchSizer(self.settings["batch_size"], model)
         steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
-        with preserved(model, self.tokenizer):
-            model.eval()
-            wrapper = None
+        with backend.asking():
             for row in self.missing:
                 if self.progress and self.ranks.first:
                     steps.start(row.task)
-                if row.kind != "code" and wrapper is None:
-                    with quiet():
-                        from fcsd.evaluate.lm_eval.model import InMemory
-
-                        wrapper = InMemory(model, self.tokenizer, batch, self.ranks, progress=self.progress)
+                backend.begin(self.store.journal(row) if self.store is not None else Journal())
                 try:
                     if row.kind == "code":
-                        samples[row.task] = self._run_code(model, row, batch)
+                        samples[row.task] = self._run_code(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
-                            wrapper, row, self.prepared[row.task], self.settings["limit"]
+                            backend.language_model(progress=self.progress),
+                            row,
+                            self.prepared[row.task],
+                            self.settings["limit"],
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
@@ -230,7 +231,7 @@ class PreparedEvaluation:
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], self.facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
-        result = self._result(model, ordered, name)
+        result = self._result(backend.settings(), ordered, name)
         seconds = self.ranks.from_first(lambda: time.monotonic() - start)
         return result | {"wall_s": seconds}, ordered
 
@@ -240,20 +241,10 @@ class PreparedEvaluation:
             return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
         return likelihood.work(row, items, self.settings["limit"])
 
-    def _run_code(
-        self, model: "PreTrainedModel", row: CodeTaskConfig, batch: BatchSizer
-    ) -> list[dict[str, Any]]:
+    def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
         problems: Sequence[Problem] = self.prepared[row.task]
-        completions = generate_completions(
-            model,
-            self.tokenizer,
-            problems,
-            task=row,
-            batch_size=batch,
-            progress=self.progress,
-            ranks=self.ranks,
-        )
+        completions = backend.complete(problems, row, progress=self.progress)
 
         def scored() -> list[dict[str, Any]]:
             assert self.scorer is not None
@@ -270,7 +261,7 @@ class PreparedEvaluation:
 
         return self.ranks.from_first(scored)
 
-    def _result(self, model: "PreTrainedModel", samples: Samples, name: str) -> dict[str, Any]:
+    def _result(self, answered_by: dict[str, Any], samples: Samples, name: str) -> dict[str, Any]:
         data_root, tasks = self.settings["data_root"], {}
         for row in self.suite.tasks:
             facts = self.facts[row.task]
@@ -284,8 +275,7 @@ class PreparedEvaluation:
         settings = {
             **self.settings,
             "data_root": None if data_root is None else str(data_root),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": input_device(model).type,
+            **answered_by,
             "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",

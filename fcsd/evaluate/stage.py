@@ -13,7 +13,7 @@ from typing import Any
 from fcsd.artifact import Stage, versions
 from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig
+from fcsd.config.recipe import EvaluationConfig, ServerConfig
 from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.data.dataset import heldout_rows
@@ -24,6 +24,8 @@ from fcsd.evaluate.batch import BatchSize, check_batch_size
 from fcsd.evaluate.lm_eval.write import write_lm_eval
 from fcsd.evaluate.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.evaluate.served import ServedBackend
+from fcsd.evaluate.server import Server
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
 from fcsd.evaluate.suites import dataset_location
 from fcsd.files import new_folder, read_json
@@ -49,17 +51,21 @@ def evaluate_stage(
 
     All ranks call this.
     """
+    check_server(evaluation.server, launch)
     launch = launch.for_evaluation()
     data_root = Path(evaluation.data_root) if evaluation.data_root is not None else None
     suite = load_suite(evaluation.suite)
     settings = {
         # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
-        "evaluation": evaluation.model_dump(mode="json", exclude={"layer_study", "cache", "batch_size"}),
+        "evaluation": evaluation.model_dump(
+            mode="json", exclude={"layer_study", "cache", "batch_size", "server"}
+        ),
         "suite": suite.model_dump(mode="json", exclude={"folder"}),
         "data": data.model_dump(
             mode="json", include={"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
         ),
         "model": {"dtype": model.config.dtype},
+        **_asked(evaluation.server),
     }
     inputs = launch.ranks.from_first(
         lambda: {
@@ -71,11 +77,15 @@ def evaluate_stage(
     stage = Stage(folder, "evaluate", settings, inputs)
     loading = model.config.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
     cache = Path(evaluation.cache) if evaluation.cache is not None else None
-    store = _store(stage, suite, cache, evaluation.limit, loading)
-    if _begin(stage, suite, store, launch) == "finished":
+
+    def store(answered_by: dict[str, Any]) -> TaskStore:
+        return _store(stage, suite, cache, evaluation.limit, {"loading": loading, **answered_by})
+
+    if _begin(stage, suite, store({}) if evaluation.server is None else None, launch) == "finished":
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
+    backend = _backend(evaluation.server, model, tokenizer)
     with prepare_evaluation(
         tokenizer,
         suite,
@@ -83,27 +93,26 @@ def evaluate_stage(
         batch_size=evaluation.batch_size,
         limit=evaluation.limit,
         allow_weak_sandbox=evaluation.allow_weak_sandbox,
-        store=store,
+        store=store(_answered_by(backend, check=True)),
         ranks=launch.ranks,
     ) as evaluate:
-        rows, known = None, None
-        if data.heldout is not None:
-            rows = heldout_rows(
-                data.heldout,
-                tokenizer,
-                num_examples=data.heldout_examples,
-                max_length=data.max_length,
-                packing=data.packing,
-                loss_on=data.loss_on,
-            )
+        if backend is not None:
+            backend.check(evaluate)
+            backend.identify(lambda: load_for_evaluation(model, launch))
+        rows, known, loaded = _heldout(data, tokenizer), None, None
+        if rows is not None:
             # First, and then it goes: a device may not hold two models.
             known = read_original(
                 load_for_evaluation(original, launch), rows, progress=True, ranks=launch.ranks
             )
             free_memory()
-        loaded = load_for_evaluation(model, launch)
-        result, samples = evaluate(loaded, name)
+        if backend is None:
+            loaded = load_for_evaluation(model, launch)
+            result, samples = evaluate(loaded, name)
+        else:
+            result, samples = evaluate.ask(backend, name)
     if rows is not None and known is not None:
+        loaded = load_for_evaluation(model, launch) if loaded is None else loaded
         result["kl_to_original"] = mean_kl(known, loaded, rows, progress=True, ranks=launch.ranks)
     _leave(stage, result, samples, launch)
     return stage
@@ -121,12 +130,16 @@ def evaluate_checkpoint(
     allow_weak_sandbox: bool,
     cache: Path | None = None,
     device_map: str | None = None,
+    server: ServerConfig | None = None,
+    server_check: bool = True,
 ) -> None:
     """Evaluate any checkpoint, without a recipe; the results are in `output`. All ranks call this.
 
     cache: a folder of finished tasks that several evaluations share; None: one in `output`, until all are finished.
     device_map: see `fcsd.models.place.load_for_evaluation`.
+    server: what answers for the model, if it is not to be asked in memory; checked first whether it is this model.
     """
+    check_server(server, launch)
     launch = launch.for_evaluation()
     ranks = launch.ranks
     check_device_map(device_map, launch)
@@ -134,23 +147,35 @@ def evaluate_checkpoint(
     tasks = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     model = find_model(config)
     _check_overlap(model, launch)
-    settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit}
+    settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit, **_asked(server)}
     inputs = ranks.from_first(lambda: {**_identity(model), **test_set_fingerprints(tasks.tasks, data_root)})
     stage = Stage(output, "evaluate", settings, inputs)
-    store = _store(stage, tasks, cache, limit, {})
-    if _begin(stage, tasks, store, launch) != "finished":
+
+    def store(answered_by: dict[str, Any]) -> TaskStore:
+        return _store(stage, tasks, cache, limit, {"loading": {}, **answered_by})
+
+    if _begin(stage, tasks, store({}) if server is None else None, launch) != "finished":
+        tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
+        backend = _backend(server, model, tokenizer)
         with prepare_evaluation(
-            load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code),
+            tokenizer,
             tasks,
             data_root=data_root,
             batch_size=batch_size,
             limit=limit,
             allow_weak_sandbox=allow_weak_sandbox,
-            store=store,
+            store=store(_answered_by(backend, check=server_check)),
             ranks=ranks,
         ) as evaluate:  # a mistake in tasks or data shows before the weights are read
-            loaded = load_for_evaluation(model, launch, device_map=device_map)
-            result, samples = evaluate(loaded, config.path)
+            if backend is None:
+                result, samples = evaluate(
+                    load_for_evaluation(model, launch, device_map=device_map), config.path
+                )
+            else:
+                backend.check(evaluate)
+                if server_check:
+                    backend.identify(lambda: load_for_evaluation(model, launch, device_map=device_map))
+                result, samples = evaluate.ask(backend, config.path)
         _leave(stage, result, samples, launch)
 
 
@@ -166,6 +191,48 @@ def _check_overlap(model: ModelFolder, launch: Launch) -> None:
         raise UserError(f"--overlap {asked}: {model.config.path} cannot: {reason}; leave --overlap out")
 
 
+def _heldout(data: DataConfig, tokenizer: Any) -> Any:
+    """Return the rows that the KL to the original is measured on, if there are any."""
+    if data.heldout is None:
+        return None
+    return heldout_rows(
+        data.heldout,
+        tokenizer,
+        num_examples=data.heldout_examples,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+    )
+
+
+def check_server(server: ServerConfig | None, launch: Launch) -> None:
+    """Raise UserError when several processes would ask one server the same."""
+    if server is not None and launch.ranks.size > 1:
+        raise UserError(
+            f"evaluation.server (--server): is asked by one process, and this launch has {launch.ranks.size}; evaluate"
+            " without a launcher (`fcsd run` continues a run in one process)"
+        )
+
+
+def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) -> ServedBackend | None:
+    """Return what asks the server, of which nothing but what it serves was asked yet; None: the model is in memory."""
+    if server is None:
+        return None
+    found = Server(server.url, concurrency=server.concurrency)
+    found.look(model.config.path)
+    return ServedBackend(found, model, tokenizer)
+
+
+def _asked(server: ServerConfig | None) -> dict[str, Any]:
+    """Return what a stage's settings say of the server: that there is one, but not where."""
+    return {} if server is None else {"server": True}
+
+
+def _answered_by(backend: ServedBackend | None, *, check: bool) -> dict[str, Any]:
+    """Return what finished tasks depend on where a server answered them."""
+    return {} if backend is None else {"server": {**backend.server.facts, "checked": check}}
+
+
 def _identity(model: ModelFolder) -> dict[str, str]:
     """Return what identifies the model that answers: never its path."""
     return {
@@ -176,12 +243,15 @@ def _identity(model: ModelFolder) -> dict[str, str]:
 
 
 def _store(
-    stage: Stage, suite: SuiteConfig, cache: Path | None, limit: int | None, loading: dict[str, Any]
+    stage: Stage, suite: SuiteConfig, cache: Path | None, limit: int | None, computed: dict[str, Any]
 ) -> TaskStore:
-    """Return where finished tasks are kept: under the fingerprints of what was evaluated, never under its path."""
+    """Return where finished tasks are kept: under the fingerprints of what was evaluated, never under its path.
+
+    computed: how the model is loaded, or which server answers for it.
+    """
     identity = {
         **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
-        "loading": loading,
+        **computed,
         "limit": limit,
         "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
     }
@@ -189,8 +259,8 @@ def _store(
     return TaskStore(cache or stage.folder / FINISHED_TASKS, identity, data)
 
 
-def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore, launch: Launch) -> str:
-    """Begin the stage; a finished one whose result is damaged is taken back, and its whole tasks are kept."""
+def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore | None, launch: Launch) -> str:
+    """Begin the stage; a finished one whose result is damaged is taken back, whole tasks are kept in `store`."""
 
     def take_back() -> None:
         if stage.state() != "finished":
@@ -199,7 +269,8 @@ def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore, launch: Launch) -
             read_result(stage.folder)
         except UserError as error:
             print(f"evaluate: {error}: this is done now", file=sys.stderr)
-            _keep_whole_tasks(stage, suite, store)
+            if store is not None:
+                _keep_whole_tasks(stage, suite, store)
             (stage.folder / "manifest.json").unlink()
 
     launch.ranks.from_first(take_back)

@@ -4,11 +4,14 @@ next task, and the same weights are never asked the same questions twice.
 The key of a task is a hash over the weights, the configuration and tokenizer, the suite's row, the bytes of the data,
 the limit and the versions; a path or a name never enters it.
 
-Not covered: finishing a task that was cut off in the middle.
+A server's answers are kept one by one (`TaskStore.journal`), until their task is finished.
+
+Not covered: finishing a task that a model in memory was cut off in.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +89,49 @@ class TaskStore:
         content = {"key": self._key(row), "facts": facts, "samples": samples}
         content = {"sha256": _sha256(content), **content}
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")
+        self._path(row).with_suffix(".jsonl").unlink(missing_ok=True)
+
+    def journal(self, row: TaskConfig) -> "Journal":
+        """Return the answers of a task that is not finished; `put` removes them."""
+        return Journal(self._path(row).with_suffix(".jsonl"))
 
 
-def _sha256(content: Mapping[str, Any]) -> str:
+class Journal:
+    """Answers by what was asked, each written as it comes; a line that a kill cut off is asked again.
+
+    path: None keeps them for this process only.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self.path, self._known = path, dict[str, Any]()
+        for line in path.read_bytes().splitlines() if path is not None and path.is_file() else ():
+            try:
+                key, found = json.loads(line)
+            except (ValueError, TypeError):
+                continue
+            self._known[key] = found
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, question: Any) -> Any:
+        """Return the answer to a question, which is JSON-able; None when there is none."""
+        return self._known.get(_sha256(question))
+
+    def put(self, question: Any, found: Any) -> None:
+        """Keep an answer, which is JSON-able and not None."""
+        key = _sha256(question)
+        self._known[key] = found
+        if self.path is not None:
+            with writing(self.path.parent):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                # A line begins with a break: the one before may have been cut off. One write, as others may append.
+                line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                try:
+                    os.write(line, f"\n{json.dumps([key, found], allow_nan=False)}\n".encode())
+                finally:
+                    os.close(line)
+
+
+def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

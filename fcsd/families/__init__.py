@@ -22,12 +22,14 @@ from fcsd.families.refused import REFUSED
 __all__ = [
     "FAMILIES",
     "REFUSED",
+    "SERVED",
     "Family",
     "base_model_type",
     "check_not_refused",
     "expert_counts",
     "family_of",
     "moe_mask",
+    "serve_command",
     "text_config",
 ]
 
@@ -40,6 +42,12 @@ _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
 PREFIX = "farskip_"
 """A converted checkpoint has `model_type` PREFIX + the model type of its base."""
 
+SERVED = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4", "llama4_text", "mixtral", "olmoe", "qwen2_moe",
+    "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+"""Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the distribution fcsd-serving)."""
+
 # In no row: fields of families that are refused or not known.
 _EXPERTS = tuple(dict.fromkeys((*(row.num_experts for row in _ROWS), "num_routed_experts", "n_experts")))
 _PER_TOKEN = tuple(
@@ -51,6 +59,12 @@ _SECTIONS = ("ffn_config", "text_config")
 def base_model_type(model_type: str) -> str:
     """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`."""
     return model_type.removeprefix(PREFIX)
+
+
+def serve_command(model_type: str, where: str) -> str | None:
+    """Return the command that serves a converted checkpoint; None where the plugin does not know its family."""
+    known = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
+    return f"vllm serve {where}" if known else None
 
 
 def expert_counts(config: Any, family: Family | None) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ from fcsd.families import (
     expert_counts,
     family_of,
     moe_mask,
+    serve_command,
     text_config,
 )
 from fcsd.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source, without_advice
@@ -32,9 +33,9 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
     `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
 
     Returns:
-        JSON data: model, revision, model_type, architecture, quantization, family, can_be_converted, reason,
-        connectivity, connectivity_keys, layers, experts, selections, parameters, files, memory. Unknown
-        values are None.
+        JSON data: model, revision, model_type, architecture, quantization, serve_command, family,
+        can_be_converted, reason, connectivity, connectivity_keys, layers, experts, selections, parameters,
+        files, memory. Unknown values are None.
 
     Raises:
         UserError: no such checkpoint; a config that is damaged, or that transformers refuses.
@@ -56,6 +57,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         "model_type": model_type,
         "architecture": next(iter(raw.get("architectures") or []), None),
         "quantization": _quantization(raw),
+        "serve_command": serve_command(model_type, str(path)),
     }
     family = FAMILIES.get(base_model_type(model_type))
     if family is None:

@@ -33,6 +33,8 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         ("experts", _experts(experts)),
         ("connectivity", _connectivity(connectivity)),
     ]
+    if facts["serve_command"]:
+        rows.append(("serving", f"{facts['serve_command']}   (vLLM with `pip install fcsd-serving`)"))
     if facts["quantization"]:
         rows.append(("quantised", f"{facts['quantization']}; memory below is that of the model without it"))
     if (files := facts["files"]) is not None:

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from fcsd.connectivity.modeling import supported_transformers
-from fcsd.families import FAMILIES, base_model_type
+from fcsd.families import FAMILIES, base_model_type, serve_command
 from fcsd.files import write_text
 from fcsd.publish.facts import Facts, hub_id
 from fcsd.publish.results import RESULTS, model_index, result_entries
@@ -51,7 +51,7 @@ alone changes no speed on one device: what it allows is overlap in an engine tha
 
 `model.generate` as above, `pipeline("{pipeline}", model="{where}", trust_remote_code=True)` and, in a
 terminal, `fcsd chat {where}`. `transformers serve` (5.23) finds classes of transformers only, not those of a
-repository; vLLM and SGLang have not been tried.
+repository. {serving}
 
 ## Results
 
@@ -105,6 +105,12 @@ inputs = tokenizer("The main topics of linear algebra are", return_tensors="pt")
 text = model.generate(**inputs, max_new_tokens=64)
 print(tokenizer.decode(text[0], skip_special_tokens=True))
 """
+
+
+_SERVING = (
+    "vLLM serves it, with `pip install fcsd-serving` beside it: `{command}`. Without that plugin vLLM refuses the"
+    " architecture."
+)
 
 
 _UNTRAINED = """
@@ -172,6 +178,7 @@ def model_card(facts: Facts) -> ModelCard:
         transformers=importlib.metadata.version("transformers"),
         range=_supported(facts.config),
         where=facts.where,
+        serving=_serving(facts),
         results=_results(facts),
         training=_training(facts),
         figures="".join(f"\n![{caption}]({file})\n" for file, caption in facts.figures.items()),
@@ -179,6 +186,11 @@ def model_card(facts: Facts) -> ModelCard:
         licence=_licence(facts),
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _serving(facts: Facts) -> str:
+    command = serve_command(str(facts.config.get("model_type")), facts.where)
+    return _SERVING.format(command=command) if command else "vLLM and SGLang have no plugin for its family."
 
 
 def _supported(config: Mapping[str, Any]) -> str:

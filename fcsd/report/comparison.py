@@ -239,6 +239,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
     for name, each in evaluated.items():
         settings = each["result"]["settings"]
         known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer")}
+        known["engine"] = engine_of(settings)
         known |= settings.get("versions", {}) | {
             f"sandbox {layer}": state for layer, state in (each["result"].get("sandbox") or {}).items()
         }
@@ -246,6 +247,14 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
             if value is not None or key == "limit":
                 found.setdefault(key, {})[name] = value
     return {key: values for key, values in found.items() if len(set(map(str, values.values()))) > 1}
+
+
+def engine_of(settings: Mapping[str, Any]) -> str | None:
+    """Say what computed the answers, a server or this process; None where it is not known."""
+    if server := settings.get("server"):
+        words = [server["engine"], server["version"], server["parallelism"]]
+        return f"{' '.join(filter(None, words))}, by HTTP{'' if server['check'] else ', not checked'}"
+    return "in memory" if settings.get("device") else None
 
 
 def settings_line(result: Mapping[str, Any]) -> str:
@@ -259,6 +268,7 @@ def settings_line(result: Mapping[str, Any]) -> str:
         tasks.append(text)
     used = [f"{name} {version}" for name, version in settings.get("versions", {}).items()]
     how = [str(settings["dtype"])] if settings.get("dtype") else []
+    how += [f"answers of {engine_of(settings)}"] if settings.get("server") else []
     how += [f"decoding {settings['decoding']}"] if settings.get("decoding") else []
     words = ["; ".join(tasks), ", ".join(how), ", ".join(used)]
     return "; ".join(word for word in words if word)

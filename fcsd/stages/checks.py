@@ -26,6 +26,7 @@ from fcsd.distributed.engine import check_precision
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.code.scorer import CodeScorer
+from fcsd.evaluate.stage import check_server
 from fcsd.evaluate.suites import dataset_location
 from fcsd.families import family_of, moe_mask
 from fcsd.families.family import read_field, text_config
@@ -166,6 +167,7 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
+    check_server(evaluation.server, run.launch)
     suite = load_suite(evaluation.suite)
     for row in suite.tasks:
         dataset_location(row, run.data_root)

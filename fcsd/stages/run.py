@@ -75,9 +75,10 @@ def evaluate_models(run: Run) -> None:
     original = run.original
     for name, path in run.models().items():
         run.begin(evaluation(name))
+        own = original.config.model_copy(update={"path": str(path)})
         evaluate_stage(
             name,
-            original if name == "original" else ModelFolder(original.config, path),
+            original if name == "original" else ModelFolder(own, path),
             original,
             folder=run.layout.evaluation(name),
             evaluation=run.recipe.evaluation,

@@ -142,6 +142,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
             # At least `_NUM_STEPS` steps with the largest batch: the first step of a warm-up moves nothing.
             put("sweep.train_tokens", _NUM_STEPS * max(batches))
     put("evaluation.data_root", str(folder / "hub"))
+    put("evaluation.server", None)  # serves another model
     put("evaluation.limit", min(recipe.evaluation.limit or _NUM_ITEMS, 2))
     return raw
 

@@ -80,14 +80,14 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
     if spoil == "scorer":
-        import fcsd.evaluate.runner
+        import fcsd.evaluate.backend
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             from fcsd.errors import UserError
 
             raise UserError("the sandbox is gone")
 
-        fcsd.evaluate.runner.generate_completions = broken  # type: ignore[assignment]
+        fcsd.evaluate.backend.generate_completions = broken  # type: ignore[assignment]
     if spoil == "nan":
 
         class Spoil(TrainerCallback):

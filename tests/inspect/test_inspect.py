@@ -215,6 +215,8 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     text = report_table(far)
     assert "FarSkip in 2 layers (2-3), attention partial, mlp full" in text
     assert "is FarSkip already; `fcsd convert` can choose other layers" in text
+    assert f"vllm serve {tmp_path / 'far'}   (vLLM with `pip install fcsd-serving`)" in text
+    assert far["serve_command"] == f"vllm serve {tmp_path / 'far'}" and base["serve_command"] is None
 
     files[1].unlink()
     broken = inspect_model(tmp_path / "base")

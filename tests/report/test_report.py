@@ -293,6 +293,21 @@ def test_the_card_names_another_teacher_adapters_and_what_was_left_out() -> None
     assert "12 examples that overlap with test items were left out." in text
 
 
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("farskip_qwen3_moe", "with `pip install fcsd-serving` beside it: `vllm serve me/x`."),
+        ("farskip_doge", "vLLM and SGLang have no plugin for its family."),
+    ],
+)
+def test_the_card_has_the_command_that_serves_the_model_where_there_is_one(
+    model_type: str, said: str
+) -> None:
+    farskip = {"layers": [0], "attention": "full", "mlp": "outdated"}
+    config = {"model_type": model_type, "num_hidden_layers": 4, "farskip": farskip}
+    assert said in model_card(Facts("x", config, where="me/x")).text
+
+
 def test_a_model_that_was_not_evaluated_has_a_card_that_says_so() -> None:
     config = {"num_hidden_layers": 4, "farskip": {"layers": [0], "attention": "full", "mlp": "outdated"}}
     card = str(model_card(Facts("x", config)))

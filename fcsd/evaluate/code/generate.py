@@ -1,4 +1,4 @@
-"""Code tasks: completions from a model in memory, greedy or sampled, and the program in a completion.
+"""Code tasks: prompts, completions from a model in memory, greedy or sampled, and the program in a completion.
 
 Not covered: reading the problems (`fcsd.evaluate.code.problems`); running the programs (`fcsd.evaluate.code.scorer`).
 """
@@ -95,7 +95,7 @@ def generate_completions(
     """
     import torch
 
-    tokens = _prompt_tokens(model, tokenizer, problems, task)
+    tokens = prompt_tokens(model.config, tokenizer, problems, task)
     order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
     rows = [index for index in order for _ in range(task.num_samples)]
     sizer = batch_size if isinstance(batch_size, BatchSizer) else BatchSizer(batch_size, model)
@@ -136,8 +136,8 @@ def generate_completions(
     return completions
 
 
-def _prompt_tokens(
-    model: "PreTrainedModel",
+def prompt_tokens(
+    config: Any,
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[Problem],
     task: CodeTaskConfig,
@@ -147,7 +147,7 @@ def _prompt_tokens(
     # A chat template writes its own special tokens.
     tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
     longest = max(map(len, tokens), default=0)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + task.max_new_tokens > positions:
         raise UserError(
             f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
@@ -169,7 +169,7 @@ def _generate(
     from transformers import GenerationConfig, StoppingCriteriaList
 
     stop = [] if task.thinking else task.stop  # thoughts hold anything
-    ends = _end_tokens(model, tokenizer)
+    ends = end_tokens(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
     ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, pad, "left")
     mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], True, 0, "left")
@@ -200,13 +200,18 @@ def _generate(
     texts = tokenizer.batch_decode(
         made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    answers = [answer_of(text) for text in texts] if task.thinking else texts
-    return [text[: first_stop(text, task.stop)] for text in answers]
+    return [completion_of(text, task) for text in texts]
 
 
-def _end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def completion_of(text: str, task: CodeTaskConfig) -> str:
+    """Return what counts of a generated text: what follows the thoughts, up to the first stop string."""
+    answer = answer_of(text) if task.thinking else text
+    return answer[: first_stop(answer, task.stop)]
+
+
+def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the tokens that end a sequence, of the tokenizer and of the model's own generation settings."""
-    own = getattr(model.generation_config, "eos_token_id", None)
+    own = getattr(generation, "eos_token_id", None)
     ends = [] if own is None else [own] if isinstance(own, int) else list(own)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends.append(tokenizer.eos_token_id)

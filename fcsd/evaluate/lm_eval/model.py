@@ -1,4 +1,5 @@
-"""lm-eval's interface to a model in memory, whole on every rank or sharded over them.
+"""lm-eval's interface to a model: what all back ends share, and the model in memory, whole on every rank or sharded
+over them (`fcsd.evaluate.lm_eval.served` has the one that a server answers).
 
 lm-eval sees one process: on every rank it builds all requests, and is given all answers. Here, between the two, the
 requests are cut into the batches that lm-eval would make of them, and this rank is asked its share.
@@ -24,19 +25,23 @@ from fcsd.evaluate.batch import BatchSizer
 _Batches = Iterable[list[list[tuple[int, Any]]]]
 
 
-class InMemory(HFLM):
-    """HFLM with bars that can be switched off, a batch size that may shrink, and several ranks."""
+class LanguageModel(HFLM):
+    """HFLM with bars that can be switched off, thoughts on or off, and notes of the prompts that were cut."""
 
-    def __init__(self, model: Any, tokenizer: Any, batch: BatchSizer, ranks: Ranks, *, progress: bool):
+    def __init__(self, model: Any, tokenizer: Any, *, silent: bool):
         super().__init__(
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # lm-eval changes it
             batch_size=1,  # set for each share
         )
         self.think(False)
-        self._device = input_device(model)
-        self.batch, self.ranks, self.silent = batch, ranks, not (progress and ranks.first)
+        self.silent = silent
         self.cut: set[str] = set()  # the prompts of which the model has seen the end only
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt with its answer, whose last token is no input."""
+        return int(self.max_length) + 1
 
     def think(self, thinking: bool) -> None:
         """Ask the template of a hybrid for thoughts, which are cut off its answers, or for none, as they would use up
@@ -48,17 +53,43 @@ class InMemory(HFLM):
         """Answer as lm-eval does, with bars on the first rank only."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
 
-    def _loglikelihood_tokens(
-        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> Any:
+    def check_answers(self, requests: Any) -> None:
+        """Refuse an answer that is too long to be scored, and note which prompts will be cut."""
         for (context, choice), prompt, answer in requests:
-            if not 0 < len(answer) <= self.max_length:
+            if not 0 < len(answer) < self.longest:
                 raise UserError(
                     f"an answer of {len(answer)} tokens ({choice!r:.40}) cannot be scored; the model has"
                     f" {self.max_length} positions"
                 )
-            if len(prompt) + len(answer) > self.max_length + 1:
+            if len(prompt) + len(answer) > self.longest:
                 self.cut.add(context)
+
+    def check_prompts(self, requests: Any) -> None:
+        """Refuse an answer that leaves no room for a prompt, and note which prompts will be cut."""
+        for request in requests:
+            context, settings = request.args
+            new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+            if new >= self.max_length:
+                raise UserError(
+                    f"max_new_tokens {new} leave no room for a prompt in the model's {self.max_length} positions;"
+                    " lower max_new_tokens"
+                )
+            if len(self.tok_encode(context)) > self.max_length - new:
+                self.cut.add(context)
+
+
+class InMemory(LanguageModel):
+    """A batch size that may shrink, and several ranks."""
+
+    def __init__(self, model: Any, tokenizer: Any, batch: BatchSizer, ranks: Ranks, *, progress: bool):
+        super().__init__(model, tokenizer, silent=not (progress and ranks.first))
+        self._device = input_device(model)
+        self.batch, self.ranks = batch, ranks
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> Any:
+        self.check_answers(requests)
         numbered = list(enumerate(requests))
         # As lm-eval does, one sequence answers all requests that differ in the last token only.
         sequences = Collator.group(numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts")
@@ -76,16 +107,7 @@ class InMemory(HFLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does, each rank its share."""
         self.batch.begin(len(requests), self.ranks)
-        for request in requests:
-            context, settings = request.args
-            new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
-            if new >= self.max_length:
-                raise UserError(
-                    f"max_new_tokens {new} leave no room for a prompt in the model's {self.max_length} positions;"
-                    " lower max_new_tokens"
-                )
-            if len(self.tok_encode(context)) > self.max_length - new:
-                self.cut.add(context)
+        self.check_prompts(requests)
         numbered = list(enumerate(requests))
         alike = Collator.group(numbered, lambda each: each[1].args[1], "gen_kwargs")
 

@@ -31,6 +31,7 @@ from fcsd.temporary import scratch_folder
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
+_LONGEST = 8  # documents of a task whose length is looked at before it is run
 
 
 def load_task(
@@ -199,6 +200,25 @@ def _characters_read(task: Any, document: Any) -> int:
         len(choice.strip()) == 1 for _, choice in asked
     )
     return sum(len(context) + len(choice) for context, choice in (asked[:1] if letters else asked))
+
+
+def longest_requests(
+    language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
+) -> Iterator[list[Any]]:
+    """Build the requests about the few documents of each task that have the longest text."""
+    for task in tasks.values():
+        documents = [str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))]
+        order = sorted(range(len(documents)), key=lambda index: -len(documents[index]))
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        with quiet(), _no_bars_while_building():
+            task.build_all_requests(
+                samples=sorted(order[:_LONGEST]),
+                system_instruction=row.system_prompt,
+                apply_chat_template=row.chat_template,
+                fewshot_as_multiturn=row.chat_template,
+                chat_template=language_model.apply_chat_template if row.chat_template else None,
+            )
+        yield task.instances
 
 
 def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:

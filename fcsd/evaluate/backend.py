@@ -1,0 +1,93 @@
+"""What answers the questions of an evaluation: a model in memory, or one behind a server (`fcsd.evaluate.served`).
+
+Not covered: which questions there are, and what an answer is worth.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fcsd.config.suite import CodeTaskConfig
+from fcsd.distributed.ranks import Ranks, input_device
+from fcsd.evaluate.batch import BatchSize, BatchSizer
+from fcsd.evaluate.code.generate import generate_completions
+from fcsd.evaluate.code.problems import Problem
+from fcsd.evaluate.store import Journal
+from fcsd.models.preserve import preserved, quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Backend(Protocol):
+    """A model that can be asked, wherever it is computed."""
+
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        """Give the block in which all questions are asked; afterwards the model is as it was before."""
+
+    def begin(self, journal: Journal) -> None:
+        """Start a task, whose single answers may be kept in `journal`."""
+
+    def language_model(self, *, progress: bool) -> Any:
+        """Return the model that lm-eval asks, with `think` and `cut`."""
+
+    def complete(
+        self, problems: Sequence[Problem], row: CodeTaskConfig, *, progress: bool
+    ) -> dict[str, list[str]]:
+        """Return `row.num_samples` completions of every problem: task_id -> texts up to the first stop string."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a result says of it."""
+
+
+class InMemoryBackend:
+    """A model in memory, whole on every rank or sharded over them."""
+
+    def __init__(
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch: BatchSize, ranks: Ranks
+    ):
+        self.model, self.tokenizer, self.ranks = model, tokenizer, ranks
+        self.batch = BatchSizer(batch, model)
+        self._wrapper: Any = None
+
+    @contextlib.contextmanager
+    def asking(self) -> Any:
+        """Keep the model's mode, settings and the random generators."""
+        with preserved(self.model, self.tokenizer):
+            self.model.eval()
+            yield
+
+    def begin(self, journal: Journal) -> None:
+        """Do nothing: batches are answered together."""
+
+    def language_model(self, *, progress: bool) -> Any:
+        """Return lm-eval's model, one for all tasks."""
+        if self._wrapper is None:
+            with quiet():
+                from fcsd.evaluate.lm_eval.model import InMemory
+
+                self._wrapper = InMemory(
+                    self.model, self.tokenizer, self.batch, self.ranks, progress=progress
+                )
+        return self._wrapper
+
+    def complete(
+        self, problems: Sequence[Problem], row: CodeTaskConfig, *, progress: bool
+    ) -> dict[str, list[str]]:
+        """Generate on all ranks."""
+        return generate_completions(
+            self.model,
+            self.tokenizer,
+            problems,
+            task=row,
+            batch_size=self.batch,
+            progress=progress,
+            ranks=self.ranks,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return precision and device."""
+        return {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": input_device(self.model).type,
+        }
