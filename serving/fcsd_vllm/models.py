@@ -73,7 +73,11 @@ def _chosen(vllm_config: Any) -> Settings:
     from vllm.platforms import current_platform
 
     settings = read_settings(vllm_config.additional_config)
-    return settings if settings.comm else replace(settings, comm="c10d" if current_platform.is_cpu() else "stream")
+    return (
+        settings
+        if settings.comm
+        else replace(settings, comm="c10d" if current_platform.is_cpu() else "stream")
+    )
 
 
 def __getattr__(name: str) -> Any:

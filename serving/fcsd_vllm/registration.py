@@ -47,5 +47,7 @@ def _add_hook(family: Family) -> None:
         vllm_config.additional_config = with_version(vllm_config.additional_config, fcsd_vllm.__version__)
 
     MODELS_CONFIG_MAP[family.architecture] = type(
-        f"{family.architecture}Config", (base,), {"verify_and_update_config": staticmethod(verify_and_update_config)}
+        f"{family.architecture}Config",
+        (base,),
+        {"verify_and_update_config": staticmethod(verify_and_update_config)},
     )

@@ -1,0 +1,55 @@
+"""One rank: every family and connectivity gives the ids and log-probabilities of `load_model`, in one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine
+import pytest
+
+from fcsd_vllm.families import FAMILIES
+
+TEXT = [name for name, row in FAMILIES.items() if not row.text_config]
+CASES = [
+    *(f"{family}-{layers}" for family in TEXT for layers in ("all", "half", "gap")),
+    # Shared experts with a gate; MLA, shared experts and a dense layer; neither.
+    *(
+        f"{family}-{side}_full"
+        for family in ("qwen2_moe", "deepseek_v2", "gpt_oss")
+        for side in ("attention", "mlp")
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def classes_at_hand() -> None:
+    """All families but one, which takes the way of `vllm serve`."""
+    engine.inspect_here(*(name for name in TEXT if name != "qwen3_moe"))
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Start engines that are stopped when the test ends."""
+    started: list[Any] = []
+
+    def begin(folder: Path, **options: Any) -> Any:
+        started.append(engine.start_engine(folder, **options))
+        return started[-1]
+
+    yield begin
+    for llm in started or [None]:
+        engine.stop_engine(llm)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_computes_what_load_model_computes_and_not_the_original(
+    case: str, models: Path, start: Any
+) -> None:
+    folder = models / case
+    outputs = engine.generate(start(folder), folder)
+    equal, worst = engine.compare(outputs, folder)
+    print(f"{case}: {equal} of 4 prompts, {worst:.1e}")
+    assert equal == 4
+    assert worst < engine.BOUND
+    original, _ = engine.compare(outputs, folder.with_name(f"{case.partition('-')[0]}-original"))
+    assert original == 0
