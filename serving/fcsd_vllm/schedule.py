@@ -52,11 +52,16 @@ class Schedule:
         """Return whether a second collective, beside R_k, is in flight when the layer ends."""
         return self.carries and (self.outdated or self.shared is not None)
 
+    @property
+    def flight(self) -> str:
+        """Return what that collective sums: attention with shared experts, or these alone."""
+        return "attention" if self.outdated else "shared"
+
     def attention_input(
         self, stream: torch.Tensor, flight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream without the routed output of the layer before, and that after the norm."""
-        base = stream.clone() if flight is None else stream + self._wait(flight, "attention", self.index - 1)
+        base = stream.clone() if flight is None else stream + self._wait(flight, self.flight, self.index - 1)
         return base, self.layer.input_layernorm(base)  # type: ignore[operator]
 
     def after_attention(
@@ -110,7 +115,7 @@ class Schedule:
 
     def _full(self, stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.carries:
-            flight = () if self.shared is None else (self._start(self.shared(read), "attention"),)
+            flight = () if self.shared is None else (self._start(self.shared(read), "shared"),)
             return stream, self._start(self.block(read), "routed"), *flight
         out = self.block(read)
         if self.shared is not None:
@@ -127,7 +132,7 @@ class Schedule:
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return (stream, routed) of a layer that carries, complete: for the boundary of a pipeline."""
         stream, routed, *flight = outputs
-        stream = stream + self._wait(flight[0], "attention") if flight else stream.clone()
+        stream = stream + self._wait(flight[0], self.flight) if flight else stream.clone()
         return stream, self._wait(routed, "routed").clone()
 
 

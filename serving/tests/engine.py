@@ -124,6 +124,20 @@ class Recorder:
         self.events.append(f"wait {tag}")
         return self.inner.wait(x, tag)
 
+    def watch(self, attention: Any, event: str) -> None:
+        """Write an event down when a layer's attention runs; compiled models run no hooks, so its kernel is wrapped."""
+        kernel = getattr(getattr(attention, "attn", None), "impl", None)
+        if kernel is None:
+            attention.register_forward_pre_hook(self.note(event))
+            return
+        run = kernel.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(event)
+            return run(*args, **kwargs)
+
+        kernel.forward = forward
+
     def note(self, event: str) -> Any:
         """A hook that writes an event down."""
         return lambda *_: self.events.append(event)
@@ -145,7 +159,7 @@ def record(llm: Any) -> Recorder:
     for k, layer in enumerate(layers_of(llm)):
         if (attention := attention_of(layer)) is None:
             continue
-        attention.register_forward_pre_hook(recorder.note(f"attention {k}"))
+        recorder.watch(attention, f"attention {k}")
         schedule = next((each for each in schedules if each.index == k), None)
         if schedule is not None:
             schedule.block.register_forward_pre_hook(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+import orders
 import pytest
 
 from fcsd_vllm.families import FAMILIES
@@ -46,10 +47,30 @@ def test_the_engine_computes_what_load_model_computes_and_not_the_original(
     case: str, models: Path, start: Any
 ) -> None:
     folder = models / case
-    outputs = engine.generate(start(folder), folder)
+    llm = start(folder)
+    recorder = engine.record(llm)
+    outputs = engine.generate(llm, folder)
+    recorder.forget()
     equal, worst = engine.compare(outputs, folder)
     print(f"{case}: {equal} of 4 prompts, {worst:.1e}")
     assert equal == 4
     assert worst < engine.BOUND
     original, _ = engine.compare(outputs, folder.with_name(f"{case.partition('-')[0]}-original"))
     assert original == 0
+    if case in orders.OF_CASE:
+        step = orders.events(orders.OF_CASE[case], ranks=1)
+        assert recorder.events == step * (len(recorder.events) // len(step))
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-all", "qwen2_moe-all"])
+def test_a_compiled_model_computes_the_same_in_the_same_order(case: str, models: Path, start: Any) -> None:
+    folder = models / case
+    llm = start(folder, enforce_eager=False)
+    recorder = engine.record(llm)
+    outputs = engine.generate(llm, folder)
+    recorder.forget()
+    equal, worst = engine.compare(outputs, folder)
+    assert equal == 4
+    assert worst < engine.BOUND
+    step = orders.events(orders.OF_CASE[case], ranks=1)
+    assert recorder.events == step * (len(recorder.events) // len(step))

@@ -97,7 +97,7 @@ MUTANTS = {
 
 
 def run(case: str, models: Path) -> dict[str, Any]:
-    """Return what a case gave: prompts with equal ids, largest difference, order of the first step."""
+    """Return what a case gave: prompts with equal ids, largest difference, order of events."""
     checkpoint, layout, *mutants = case.split(":")
     options = dict(LAYOUTS[layout])
     settings = {"fcsd": {"comm": options.pop("comm")}}
@@ -117,18 +117,13 @@ def run(case: str, models: Path) -> dict[str, Any]:
         outputs = engine.generate(llm, folder)
         equal, worst = engine.compare(outputs, folder)
         original, _ = engine.compare(outputs, folder.with_name(f"{checkpoint.partition('-')[0]}-original"))
-        starts = [k for k, event in enumerate(recorder.events) if event == "attention 0"]
         recorder.forget()
         return {
             "case": case,
             "equal": equal,
             "worst": worst,
             "original": original,
-            "steps": len(starts),
-            "first": recorder.events[
-                : starts[1] - 1
-            ],  # the sum of the next step's embeddings comes before it
-            "all": recorder.events,
+            "events": recorder.events,
         }
     finally:
         engine.stop_engine(llm)
