@@ -35,6 +35,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(raised.value)
 
 
+START = "import engine, pathlib, sys; engine.start_engine(pathlib.Path(sys.argv[1]))"
 FIELD = {"version": 1, "layers": [0, 1, 2, 3], "attention": "partial", "mlp": "outdated"}
 
 
@@ -77,12 +78,12 @@ def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_re
     folder: Any,
 ) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", f"import engine, pathlib; engine.start_engine(pathlib.Path({str(folder('qwen3_moe-all'))!r}))"],
+        [sys.executable, "-c", START, str(folder("qwen3_moe-all"))],
         env={**os.environ, "VLLM_PLUGINS": ""},
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert run.returncode != 0
     assert "farskip_qwen3_moe" in run.stderr or "trust_remote_code" in run.stderr
     assert "rewired" not in run.stderr
@@ -93,7 +94,7 @@ def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(versions, "VERIFIED", ("0.0.1",))
-    monkeypatch.setattr("logging.Logger.warning", lambda self, message, *args: said.append(message % args))
+    monkeypatch.setattr("logging.Logger.warning", lambda self, message, *args, **kwargs: said.append(message))
     registration.register_all()
     assert any("is not verified (0.0.1 is)" in text for text in said)
     from vllm.model_executor.layers.fused_moe.runner import moe_runner
