@@ -27,7 +27,7 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 test: $(STAMP)  ## everything that needs no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
 test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPUs, as far as this one is not such
@@ -89,7 +89,7 @@ $(SERVING_STAMP): serving/pyproject.toml serving/tests/requirements.txt
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore

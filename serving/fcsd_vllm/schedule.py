@@ -107,6 +107,7 @@ class Schedule:
         self, attention: torch.Tensor, early: torch.Tensor | None, stream: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         flight = early if self.shared is None else self._start(attention + self.shared(read), "attention")
+        assert flight is not None
         routed = self._start(self.block(read), "routed")
         if self.carries:
             return stream, routed, flight

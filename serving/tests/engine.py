@@ -75,14 +75,22 @@ def model_of(llm: Any) -> Any:
     return llm.apply_model(lambda model: model)[0]
 
 
-def generate(llm: Any, folder: Path, **options: Any) -> list[Any]:
-    """Return what the engine makes of the reference's prompts, 16 greedy tokens each, with the top five log-probs."""
+def generate(llm: Any, folder: Path, prompt_logprobs: int | None = 5, **options: Any) -> list[Any]:
+    """Return what the engine makes of the reference's prompts, 16 greedy tokens each, with the top five log-probs.
+
+    Those of prompts are not to be had of what is read from the prefix cache.
+    """
     from vllm import SamplingParams
 
     reference = np.load(folder / "reference.npz")
     prompts = [{"prompt_token_ids": reference[f"prompt{k}"].tolist()} for k in range(4)]
     sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5, prompt_logprobs=5, detokenize=False
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        logprobs=5,
+        prompt_logprobs=prompt_logprobs,
+        detokenize=False,
     )
     return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
@@ -98,7 +106,8 @@ def compare(outputs: list[Any], folder: Path) -> tuple[int, float]:
         logprobs, ids = reference[f"logprobs{k}"], list(output.outputs[0].token_ids)
         same = ids == reference[f"ids{k}"].tolist()
         equal += same
-        rows = [*output.prompt_logprobs, *(output.outputs[0].logprobs if same else ())]
+        prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        rows = [*prompt, *(output.outputs[0].logprobs if same else ())]
         for position, row in enumerate(rows):
             for token, entry in (row or {}).items():
                 worst = max(worst, abs(entry.logprob - float(logprobs[position - 1, token])))

@@ -7,6 +7,7 @@ lies `reference.npz`: prompts, the 16 ids that `load_model(...).generate` adds g
 the whole vocabulary at every position, of one forward without a cache.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,40 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
 in `all` and in `gap`."""
 
 
+ADAPTED = "qwen2_moe-all"
+"""The checkpoint that also has an adapter: `ADAPTED/adapter`, with a reference of its own."""
+_RANK = 4
+
+
+def make_adapter(folder: Path) -> None:
+    """Write a LoRA adapter of attention and shared experts, in PEFT's format, and what the sums W + B·A give."""
+    from safetensors.torch import save_file
+
+    model = load_model(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
+            a = torch.randn(_RANK, module.in_features, generator=generator) / module.in_features**0.5
+            b = torch.randn(module.out_features, _RANK, generator=generator)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            module.weight.add_(b @ a)
+    place = folder / "adapter"
+    place.mkdir()
+    save_file(tensors, place / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    np.savez(place / "reference.npz", **outputs_of(model))
+
+
 def make(case: str, folder: Path) -> None:
     """Write one checkpoint with its reference, and the original's where it is missing."""
     family, connectivity = CASES[case]
@@ -117,13 +152,15 @@ def make(case: str, folder: Path) -> None:
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
     if not (folder / case / "reference.npz").exists():
-        np.savez(folder / case / "reference.npz", **reference(folder / case))
+        np.savez(
+            folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
+        )
+    if case == ADAPTED and not (folder / case / "adapter").exists():
+        make_adapter(folder / case)
 
 
-@torch.no_grad()
-def reference(folder: Path) -> dict[str, Any]:
-    """Return prompts, greedy ids and log-probabilities of the model in a folder, by fcsd."""
-    model = load_model(folder, dtype=torch.float32)
+def outputs_of(model: Any) -> dict[str, Any]:
+    """Return prompts, greedy ids and log-probabilities of a model."""
     model.generation_config.eos_token_id = None  # all 16 tokens, as with the engine's ignore_eos
     generator = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
@@ -141,6 +178,7 @@ def reference(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
     for name in sys.argv[2:] or CASES:

@@ -104,3 +104,22 @@ def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_
         versions.EngineError, match=r"has no .*MoERunner.*install a verified version: vllm==0.0.1"
     ):
         registration.register_all()
+
+
+@pytest.mark.parametrize(
+    "given, kept",
+    [
+        (None, "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ("PIECEWISE", "NONE"),
+        ("FULL", "FULL"),
+    ],
+)
+def test_no_graph_ends_where_sums_are_in_flight(given: str | None, kept: str) -> None:
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+
+    config = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given])
+    registration.keep_whole_graphs(config)
+    assert config.cudagraph_mode is CUDAGraphMode[kept]

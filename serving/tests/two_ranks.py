@@ -15,7 +15,9 @@ from typing import Any
 
 import engine
 
+_STAGES = {"comm": "blocking", "tensor_parallel_size": 1, "pipeline_parallel_size": 2, "enforce_eager": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp": _STAGES,  # compiled: on CPUs vLLM's own stages do not run eagerly
     "tp": {"comm": "blocking"},
     "ep": {"comm": "blocking", "enable_expert_parallel": True},
     "async": {"comm": "c10d"},
@@ -104,11 +106,10 @@ def run(case: str, models: Path) -> dict[str, Any]:
     folder = models / checkpoint
     llm = engine.start_engine(
         folder,
-        tensor_parallel_size=2,
         distributed_executor_backend="external_launcher",
         additional_config=settings,
         seed=0,
-        **options,
+        **{"tensor_parallel_size": 2, **options},
     )
     try:
         for mutant in mutants:
