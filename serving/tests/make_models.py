@@ -21,6 +21,7 @@ from fcsd.tiny.models import tiny_model, tiny_tokenizer
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
 NEW_TOKENS = 16
+_FIRST_TEXT = 128  # the wrapper's ids of images are below
 
 # Sizes that the engine's CPU kernels have: heads of 32, MLA as in the real models.
 _COMMON: dict[str, Any] = {
@@ -73,6 +74,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 128,
         "attention_chunk_size": 8192,
     },
+    "llama4": {**_HEADS, "intermediate_size": 64, "intermediate_size_mlp": 128, "attention_chunk_size": 8192},
     "glm4_moe": {**_HEADS, **_EXPERTS, "use_qk_norm": True},
     "gpt_oss": {
         **_HEADS,
@@ -165,7 +167,7 @@ def outputs_of(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
     for k, length in enumerate(PROMPT_TOKENS):
-        prompt = torch.randint(6, VOCABULARY, (1, length), generator=generator)
+        prompt = torch.randint(_FIRST_TEXT, VOCABULARY, (1, length), generator=generator)
         whole = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS
         )
