@@ -66,7 +66,7 @@ def rewire(
         _give_partial_sums(schedule, family, version)
         table[schedule.name] = schedule
         attention = _attention(layers[k], family)
-        takes = set(inspect.signature(attention.forward).parameters) & {*family.arguments, "llama_4_scaling"}
+        takes = set(inspect.signature(attention.forward).parameters) & set(family.arguments)
         run = functools.partial(_forward, schedule, attention, family.arguments, tuple(sorted(takes)))
         layers[k].forward = run
     return rewired

@@ -24,7 +24,7 @@ from torch import nn
 from fcsd_vllm.communication import Communication
 
 
-@dataclass
+@dataclass(eq=False)
 class Schedule:
     """One rewired layer: its parts, and what is in flight when it begins and when it ends."""
 
