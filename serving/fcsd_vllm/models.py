@@ -8,7 +8,6 @@ from typing import Any
 from fcsd_vllm.communication import make_communication
 from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.field import read_field
-from fcsd_vllm.refusals import check_engine
 from fcsd_vllm.rewire import rewire
 from fcsd_vllm.settings import Settings, read_settings, shown
 
@@ -38,7 +37,6 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.logger import init_logger
 
-    check_engine(vllm_config, family)
     config = vllm_config.model_config.hf_config
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     settings = _chosen(vllm_config)
