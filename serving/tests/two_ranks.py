@@ -131,7 +131,7 @@ def run(case: str, models: Path) -> dict[str, Any]:
 
 
 def name_shared_memory() -> None:
-    """Name the memory that ranks share after their launch: vLLM has one name for all, also for what a killed run left."""
+    """Name the memory that ranks share after their launch: to vLLM all are one, also those that were killed."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 
     stock = SharedMemory.make_group_name
