@@ -1,0 +1,206 @@
+"""All-reduces that are begun in one place and waited for in another, by several back ends.
+
+All have the two methods of `Communication`. A tag names a collective of the model, such as `attention.3`, and is the
+same on every rank and in every step. `start` leaves its argument alone and gives memory of its own back, so that a
+compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag.
+"""
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fcsd_vllm.settings import Settings
+
+
+class Communication(Protocol):
+    """A back end."""
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Begin to sum `x` over the ranks; the result is complete after `wait`."""
+        ...
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Return the sum that `start` gave `x` for."""
+        ...
+
+
+class Alone:
+    """One rank: the sum is the summand."""
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Copy, because operators may not return their arguments."""
+        return x.clone()
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+
+class Blocking:
+    """The engine's own all-reduce, with whatever it chooses for the size; complete at once."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Sum `x`; on CPUs the engine sums in place."""
+        return self.group.all_reduce(x.clone() if x.device.type == "cpu" else x)
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+
+class Functional:
+    """torch's functional collectives on the group of the device: gloo on CPUs, NCCL or RCCL elsewhere."""
+
+    def __init__(self, group: Any) -> None:
+        self.name = group.device_group.group_name
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Begin in the process group's own thread or stream."""
+        return torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name)
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Wait for what `start` gave; once waited for, a tensor is complete."""
+        return torch.ops._c10d_functional.wait_tensor(x)
+
+
+class Stream:
+    """NCCL or RCCL with a communicator of its own on a stream of its own, which runs beside the computing one.
+
+    Events are made once a tag, so that a captured graph may hold them.
+    """
+
+    def __init__(self, group: Any) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        self.communicator = PyNcclCommunicator(group=group.cpu_group, device=group.device)
+        if self.communicator.disabled:
+            raise RuntimeError(
+                "fcsd-serving: comm: stream needs NCCL or RCCL, which this engine has not loaded; use comm: c10d"
+            )
+        self.stream = torch.cuda.Stream()
+        self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Begin when the computing stream has made `x`."""
+        if tag not in self.events:
+            self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
+        ready, done = self.events[tag]
+        summed = torch.empty_like(x)
+        ready.record()
+        self.stream.wait_event(ready)
+        self.communicator.all_reduce(x, summed, stream=self.stream)
+        done.record(self.stream)
+        self.inputs[tag] = x  # not to be freed, and its memory given to another tensor, while it is read
+        return summed
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Let the computing stream wait; the process does not."""
+        torch.cuda.current_stream().wait_event(self.events[tag][1])
+        self.inputs.pop(tag, None)
+        return x
+
+
+@dataclass
+class Times:
+    """What `Timed` measured on this rank; the last two are of the same collectives."""
+
+    collectives: int = 0
+    bytes: int = 0
+    total_s: float = 0.0
+    """From the turn of a collective, with the emulated network, to its end."""
+    exposed_s: float = 0.0
+    """What the computing thread waited for them."""
+
+    @property
+    def hidden(self) -> float:
+        """Return the fraction of the total that ran beside computation; 0 where there was none."""
+        return 1 - self.exposed_s / self.total_s if self.total_s else 0.0
+
+
+class Timed:
+    """A thread that runs collectives one after another, as a stream does, and can emulate a slower network.
+
+    A stand-in for `Stream` where there is no GPU: for tests of the order and for measuring what could be hidden.
+    """
+
+    def __init__(self, group: Any, settings: Settings) -> None:
+        self.group = group.device_group
+        self.settings = settings
+        self.times = Times()
+        self.pending: dict[str, tuple[threading.Event, list[float]]] = {}
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="fcsd-communication").start()
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Put a copy of `x` in the queue; a small one is waited for at once."""
+        summed = x.clone(memory_format=torch.contiguous_format)
+        self.pending[tag] = (threading.Event(), [])
+        self.queue.put((summed, *self.pending[tag]))
+        self.times.collectives += 1
+        self.times.bytes += x.nbytes
+        if x.nbytes < self.settings.min_overlap_bytes:
+            self._join(tag)
+        return summed
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Wait for the thread."""
+        if tag in self.pending:
+            self._join(tag)
+        return x
+
+    def _join(self, tag: str) -> None:
+        done, took = self.pending.pop(tag)
+        begun = time.perf_counter()
+        done.wait()
+        self.times.exposed_s += time.perf_counter() - begun
+        self.times.total_s += took[0]
+
+    def _run(self) -> None:
+        while True:
+            x, done, took = self.queue.get()
+            begun = time.perf_counter()
+            dist.all_reduce(x, group=self.group)
+            speed = self.settings.bandwidth_gb_per_s * 1e9
+            network_s = self.settings.latency_ms / 1e3 + (x.nbytes / speed if speed else 0.0)
+            time.sleep(max(0.0, network_s - (time.perf_counter() - begun)))
+            took.append(time.perf_counter() - begun)
+            done.set()
+
+
+class SmallAtOnce:
+    """Another back end for large messages, the engine's own all-reduce for small ones."""
+
+    def __init__(self, large: Communication, small: Communication, min_bytes: int) -> None:
+        self.large, self.small, self.min_bytes = large, small, min_bytes
+
+    def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Choose by the size of the message, which is the same on every rank."""
+        return (self.small if x.nbytes < self.min_bytes else self.large).start(x, tag)
+
+    def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
+        """Choose as `start` did."""
+        return (self.small if x.nbytes < self.min_bytes else self.large).wait(x, tag)
+
+
+def make_communication(settings: Settings, group: Any) -> Communication:
+    """Return the back end that the settings name, over the ranks of a group coordinator of vLLM."""
+    if group.world_size == 1:
+        return Alone()
+    if settings.comm == "timed":
+        return Timed(group, settings)
+    blocking = Blocking(group)
+    if settings.comm == "blocking":
+        return blocking
+    overlapped: Communication = Stream(group) if settings.comm == "stream" else Functional(group)
+    if settings.min_overlap_bytes:
+        return SmallAtOnce(overlapped, blocking, settings.min_overlap_bytes)
+    return overlapped

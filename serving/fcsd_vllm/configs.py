@@ -1,0 +1,64 @@
+"""transformers configs `farskip_<base>`: the base's class, whose instances carry the base's `model_type`.
+
+So vLLM decides MLA, mRoPE, chunked attention, quantisation and speculation as it does for the base.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fcsd_vllm.families import FAMILIES, Family
+from fcsd_vllm.field import FieldError, read_field
+
+
+def check_config(config: Mapping[str, Any], family: Family) -> None:
+    """Raise FieldError for a config.json whose field, architecture and model type do not belong together."""
+    architectures = config.get("architectures") or []
+    if architectures != [family.architecture]:
+        raise FieldError(
+            f"config.json: model_type '{family.farskip_type}' needs architectures ['{family.architecture}'], got"
+            f" {architectures!r}; write the checkpoint again with `fcsd convert`"
+        )
+    text = config.get("text_config", {}) if family.text_config else config
+    read_field(config.get("farskip"), text.get("num_hidden_layers") if isinstance(text, Mapping) else None)
+
+
+def check_class(config: Any, family: Family) -> None:
+    """Raise FieldError for a config object that was not read, and so not checked, as one of this family's."""
+    if type(config).model_type != family.farskip_type:
+        raise FieldError(
+            f"config.json: architecture '{family.architecture}' needs model_type '{family.farskip_type}', got"
+            f" '{config.model_type}'; write the checkpoint again with `fcsd convert`"
+        )
+
+
+def make_config_class(family: Family) -> Any:
+    """Return the config class of a family, as `AutoConfig` is to know it."""
+    import transformers
+
+    base: Any = getattr(transformers, family.config)
+
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        check_config(config_dict, family)
+        unset = {name: value for name, value in family.defaults if config_dict.get(name) is None}
+        made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        config.farskip = config_dict["farskip"]
+        config.__dict__["model_type"] = family.model_type
+        return made
+
+    # The module is one that pickle finds the class in by its name.
+    new = type(
+        f"FarSkip{family.config}",
+        (base,),
+        {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": __name__},
+    )
+    return new
+
+
+def __getattr__(name: str) -> Any:
+    """Make a config class when it is first asked for, by pickle too."""
+    family = next((row for row in FAMILIES.values() if f"FarSkip{row.config}" == name), None)
+    if family is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made = make_config_class(family)
+    return made

@@ -1,0 +1,91 @@
+"""The families that the plugin serves, a row each, in the spelling of vLLM and transformers. Standard library only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one family that differ between vLLM's model files; the rest is found in the layer itself."""
+
+    model_type: str
+    """Key in transformers' Auto mappings; a converted checkpoint has `farskip_` before it."""
+    config: str
+    """Class of the configuration in transformers."""
+    causal_lm: str
+    """Architecture, in transformers and in vLLM; a converted checkpoint has `FarSkip` before it."""
+    attention: tuple[str, ...] = ("self_attn",)
+    """Attributes of a layer that hold its attention; of a hybrid's layers each has one of them."""
+    moe: str = "mlp"
+    """Attribute of a layer: MoE block, or the dense MLP of a dense layer."""
+    arguments: tuple[str, ...] = ("positions", "hidden_states", "residual")
+    """What vLLM's model loop gives a layer by position."""
+    stack: str = "model"
+    """Path from the model with its head to the module that holds the layers."""
+    text_config: bool = False
+    """A multimodal wrapper: the fields of the stack are in the text config."""
+    defaults: tuple[tuple[str, Any], ...] = ()
+    """Config fields that transformers' class does not write, because it has one way, and that vLLM chooses by."""
+    fp16_rescales: bool = False
+    """vLLM divides the residual stream by a factor in float16, in which the sums of two connectivities cannot meet."""
+
+    @property
+    def farskip_type(self) -> str:
+        """Return the `model_type` of a converted checkpoint."""
+        return f"farskip_{self.model_type}"
+
+    @property
+    def architecture(self) -> str:
+        """Return the architecture of a converted checkpoint."""
+        return f"FarSkip{self.causal_lm}"
+
+
+_ROWS = (
+    Family("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    Family("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    Family(
+        "qwen3_next",
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        attention=("self_attn", "linear_attn"),
+        arguments=("hidden_states", "residual", "positions"),
+    ),
+    Family("mixtral", "MixtralConfig", "MixtralForCausalLM", moe="block_sparse_moe"),
+    Family("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
+        defaults=(("n_group", 1), ("topk_group", 1)),
+        fp16_rescales=True,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
+        defaults=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        fp16_rescales=True,
+    ),
+    Family("llama4_text", "Llama4TextConfig", "Llama4ForCausalLM", moe="feed_forward"),
+    Family(
+        "llama4",
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        moe="feed_forward",
+        stack="language_model.model",
+        text_config=True,
+    ),
+    Family("glm4_moe", "Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    Family(
+        "gpt_oss",
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        attention=("attn",),
+        arguments=("hidden_states", "positions", "residual"),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
+"""Model type of the base -> row."""

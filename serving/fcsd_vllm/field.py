@@ -1,0 +1,72 @@
+"""Read the `farskip` field of a config, with the checks and the messages of fcsd's. Standard library only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+"""Version of the field that is read."""
+
+
+class FieldError(ValueError):
+    """The field cannot be served; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Which layers are rewired, and how; the equations are in fcsd's `Connectivity`."""
+
+    layers: tuple[int, ...]
+    """Indices, sorted."""
+    partial: bool
+    """Attention reads the stream without the routed output of a selected MoE layer before it."""
+    outdated: bool
+    """MLP or MoE block read the stream before attention of their layer."""
+
+
+def read_field(value: Any, num_layers: int | None = None, where: str = "config.json") -> Field:
+    """Return a checked field.
+
+    Args:
+        value: what the config has under `farskip`.
+        num_layers: decoder layers of the model; None leaves indices beyond them to a later call.
+        where: begins the messages about the field as a whole.
+
+    Raises:
+        FieldError: another version, a malformed field, an unknown side, an index that the model does not have.
+    """
+    version = value.get("version") if isinstance(value, Mapping) else None
+    if version != VERSION:
+        raise FieldError(f"{where}: farskip.version: this fcsd reads version {VERSION}, got {version!r}")
+    if set(value) != {"version", "layers", "attention", "mlp"} or not isinstance(value["layers"], list):
+        raise FieldError(
+            f"{where}: farskip: needs exactly the keys version, layers (a list), attention, mlp; got {dict(value)!r}"
+        )
+    layers = _indices(value["layers"], num_layers)
+    attention, mlp = value["attention"], value["mlp"]
+    if attention not in ("partial", "full"):
+        raise FieldError(f"connectivity.attention: must be 'partial' or 'full', got {attention!r}")
+    if mlp not in ("outdated", "full"):
+        raise FieldError(f"connectivity.mlp: must be 'outdated' or 'full', got {mlp!r}")
+    if attention == mlp == "full" and layers:
+        raise FieldError(
+            "connectivity: attention: full with mlp: full is the regular connectivity, nothing would be"
+            " rewired; set one of them (attention: partial, mlp: outdated), or use layers: none"
+        )
+    return Field(layers, attention == "partial", mlp == "outdated")
+
+
+def _indices(values: list[Any], num_layers: int | None) -> tuple[int, ...]:
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in values):
+        raise FieldError(f"layers: indices must be whole numbers, got {values!r}")
+    if negative := [index for index in values if index < 0]:
+        raise FieldError(f"layers: index {negative[0]} is negative; for the last layers use last:N")
+    if repeated := [index for index in values if values.count(index) > 1]:
+        raise FieldError(f"layers: index {repeated[0]} is given twice in {values!r}")
+    indices = sorted(values)
+    if num_layers is not None and (beyond := [index for index in indices if index >= num_layers]):
+        raise FieldError(
+            f"layers: index {beyond[0]} is out of range: the model has {num_layers} decoder layers,"
+            f" 0 to {num_layers - 1}"
+        )
+    return tuple(indices)

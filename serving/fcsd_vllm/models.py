@@ -1,0 +1,87 @@
+"""The model classes that vLLM loads: a stock class each, whose layers are rewired before weights are loaded."""
+
+import importlib
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+from fcsd_vllm.communication import make_communication
+from fcsd_vllm.families import FAMILIES, Family
+from fcsd_vllm.field import read_field
+from fcsd_vllm.rewire import rewire
+from fcsd_vllm.settings import Settings, read_settings, shown
+
+
+def _stock_class(name: str) -> Any:
+    """Return vLLM's own class of an architecture."""
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
+
+    module, class_name = {**_TEXT_GENERATION_MODELS, **_MULTIMODAL_MODELS}[name]
+    module = module if "." in module else f"vllm.model_executor.models.{module}"
+    return getattr(importlib.import_module(module), class_name)
+
+
+def make_model_class(family: Family) -> Any:
+    """Return the FarSkip class of a family."""
+    stock = _stock_class(family.causal_lm)
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        stock.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        _rewire(self, family, vllm_config)
+
+    return type(family.architecture, (stock,), {"__init__": __init__, "__module__": __name__})
+
+
+def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
+    import vllm
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.logger import init_logger
+
+    config = vllm_config.model_config.hf_config
+    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    settings = _chosen(vllm_config)
+    model.farskip_communication = make_communication(settings, get_tp_group())
+    stack = reduce(getattr, family.stack.split("."), model)
+    rewired = rewire(
+        stack,
+        family,
+        read_field(config.farskip, num_layers),
+        model.farskip_communication,
+        vllm_config.compilation_config.static_forward_context,
+        vllm.__version__,
+    )
+    init_logger("vllm.fcsd").info(
+        "FarSkip: rewired %d of %d layers of %s, all-reduces %s, vLLM %s",
+        len(rewired),
+        num_layers,
+        family.causal_lm,
+        shown(settings),
+        vllm.__version__,
+    )
+
+
+def _chosen(vllm_config: Any) -> Settings:
+    """Return the settings with a back end."""
+    from vllm import envs
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    settings = read_settings(vllm_config.additional_config)
+    if not settings.comm:
+        settings = replace(settings, comm="c10d" if current_platform.is_cpu() else "stream")
+    if settings.comm != "blocking" and envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        init_logger("vllm.fcsd").warning_once(
+            "FarSkip: breakable graphs end at every collective, so all-reduces are blocking;"
+            " VLLM_USE_BREAKABLE_CUDAGRAPH=0 overlaps them"
+        )
+        settings = replace(settings, comm="blocking", latency_ms=0.0, bandwidth_gb_per_s=0.0)
+    return settings
+
+
+def __getattr__(name: str) -> Any:
+    """Make a model class when it is first asked for, so that no other family's file is imported."""
+    family = next((row for row in FAMILIES.values() if row.architecture == name), None)
+    if family is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made = make_model_class(family)
+    return made

@@ -1,0 +1,84 @@
+"""The parts of a rewired layer as opaque custom ops, with start and wait inside.
+
+Inductor sees data dependencies only. Traced starts and waits it moves: a wait is fused with norms and so hoisted to its
+start, and on CPUs buffers were read before an in-place sum had written them (log-probabilities off by 2.9). An op that
+returns memory of its own and takes what has to come before it as an argument can be neither moved nor fused.
+"""
+
+from typing import Any
+
+import torch
+from torch.library import Library
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+_LIBRARY = Library("fcsd", "FRAGMENT")
+
+
+def _schedule(name: str) -> Any:
+    """Return the layer that this engine knows by a name; two engines in a process have a table each."""
+    return get_forward_context().no_compile_layers[name]
+
+
+def attention_input(
+    stream: torch.Tensor, flight: torch.Tensor | None, routed: torch.Tensor, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Schedule.attention_input`; `routed` is in flight and only says that its start comes before."""
+    return _schedule(layer).attention_input(stream, flight)
+
+
+def _attention_input_fake(
+    stream: torch.Tensor, flight: torch.Tensor | None, routed: torch.Tensor, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(stream), torch.empty_like(stream)
+
+
+def after_attention(
+    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Schedule.after_attention`, with nothing but a routed output in flight at its end."""
+    return _schedule(layer).after_attention(attention, base, routed)
+
+
+def _after_attention_fake(
+    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(base), torch.empty_like(base)
+
+
+def after_attention_in_flight(
+    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `Schedule.after_attention`, with two collectives in flight at its end."""
+    return _schedule(layer).after_attention(attention, base, routed)
+
+
+def _after_attention_in_flight_fake(
+    attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(base), torch.empty_like(base), torch.empty_like(base)
+
+
+def finish(
+    stream: torch.Tensor, routed: torch.Tensor, flight: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Schedule.finished`."""
+    schedule = _schedule(layer)
+    return schedule.finished(stream, routed) if flight is None else schedule.finished(stream, routed, flight)
+
+
+def _finish_fake(
+    stream: torch.Tensor, routed: torch.Tensor, flight: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(stream), torch.empty_like(routed)
+
+
+for _op, _fake in (
+    (attention_input, _attention_input_fake),
+    (after_attention, _after_attention_fake),
+    (after_attention_in_flight, _after_attention_in_flight_fake),
+    (finish, _finish_fake),
+):
+    direct_register_custom_op(
+        op_name=_op.__name__, op_func=_op, mutates_args=[], fake_impl=_fake, target_lib=_LIBRARY
+    )

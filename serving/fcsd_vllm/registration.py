@@ -1,0 +1,73 @@
+"""What `register` does in each process of vLLM: configs to transformers, architectures and config hooks to vLLM."""
+
+from typing import Any
+
+import fcsd_vllm
+from fcsd_vllm import configs
+from fcsd_vllm.families import FAMILIES, Family
+from fcsd_vllm.refusals import check_engine
+from fcsd_vllm.settings import read_settings, with_version
+from fcsd_vllm.versions import check_internals, unverified
+
+
+def register_all() -> None:
+    """Register every family; a family that this transformers does not have is left out."""
+    import transformers
+    import vllm
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    check_internals(vllm.__version__)
+    if (sentence := unverified(vllm.__version__)) is not None:
+        init_logger("vllm.fcsd").warning_once(sentence)
+    for family in FAMILIES.values():
+        if not hasattr(transformers, family.config):
+            continue
+        AutoConfig.register(family.farskip_type, getattr(configs, f"FarSkip{family.config}"), exist_ok=True)
+        ModelRegistry.register_model(family.architecture, f"fcsd_vllm.models:{family.architecture}")
+        _add_hook(family)
+    if current_platform.is_cpu():
+        from fcsd_vllm.cpu_experts import respect_expert_map
+
+        respect_expert_map()
+
+
+def _add_hook(family: Family) -> None:
+    """Let vLLM ask us, after what it does for the base's architecture, when an engine is configured."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.platforms import current_platform
+
+    base: Any = MODELS_CONFIG_MAP.get(family.causal_lm, VerifyAndUpdateConfig)
+
+    def verify_and_update_config(vllm_config: Any) -> None:
+        configs.check_class(vllm_config.model_config.hf_config, family)
+        base.verify_and_update_config(vllm_config)
+        check_engine(vllm_config, family)
+        settings = read_settings(vllm_config.additional_config)
+        if settings.comm != "blocking" and current_platform.is_cuda_alike():
+            keep_whole_graphs(vllm_config.compilation_config)
+        vllm_config.additional_config = with_version(vllm_config.additional_config, fcsd_vllm.__version__)
+
+    MODELS_CONFIG_MAP[family.architecture] = type(
+        f"{family.architecture}Config",
+        (base,),
+        {"verify_and_update_config": staticmethod(verify_and_update_config)},
+    )
+
+
+def keep_whole_graphs(compilation_config: Any) -> None:
+    """Capture whole decode steps, and run prefill without graphs.
+
+    A piecewise graph ends at attention, where the sums that FarSkip hides behind attention are in flight: a stream that
+    leaves a capture has to come back before it ends.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.logger import init_logger
+
+    mode = compilation_config.cudagraph_mode
+    kept = CUDAGraphMode.FULL_DECODE_ONLY if mode is None else mode.without_piecewise()
+    if kept != mode:
+        init_logger("vllm.fcsd").info_once("FarSkip: no piecewise graphs, cudagraph_mode is %s", kept.name)
+    compilation_config.cudagraph_mode = kept

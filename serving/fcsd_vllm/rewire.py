@@ -1,0 +1,170 @@
+"""Rewire the layers of a vLLM model before weights are loaded: loaders, kernels, caches and LoRA see the stock one."""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from fcsd_vllm import ops  # noqa: F401  defines torch.ops.fcsd
+from fcsd_vllm.communication import Communication
+from fcsd_vllm.families import Family
+from fcsd_vllm.field import Field
+from fcsd_vllm.refusals import Refused
+from fcsd_vllm.schedule import Schedule, pair
+from fcsd_vllm.versions import missing
+
+
+def rewire(
+    stack: nn.Module,
+    family: Family,
+    field: Field,
+    communication: Communication,
+    table: dict[str, Any],
+    version: str,
+) -> list[int]:
+    """Rewire the selected layers that this rank holds, in place.
+
+    Args:
+        stack: the module with `layers`; those of other pipeline stages are stand-ins without attention.
+        table: where the custom ops look layers up by name.
+        version: of vLLM, for the message about an internal that it lacks.
+
+    Returns:
+        The indices of the rewired layers.
+
+    Raises:
+        Refused: a layer has what the schedule cannot express.
+        EngineError: an internal of vLLM is missing.
+    """
+    layers: list[Any] = list(stack.layers)  # type: ignore[arg-type]
+    here = [_attention(layer, family) is not None for layer in layers]
+    selected = set(field.layers)
+    is_moe = [here[k] and _runner(getattr(layer, family.moe)) is not None for k, layer in enumerate(layers)]
+    rewired = [k for k in field.layers if here[k]]
+    for k in rewired:
+        begins_stage = k > 0 and not here[k - 1]
+        ends_stage = k + 1 < len(layers) and not here[k + 1]
+        before = k - 1 in selected and field.partial
+        schedule = Schedule(
+            index=k,
+            name=f"fcsd.layers.{k}",
+            layer=layers[k],
+            block=getattr(layers[k], family.moe),
+            shared=None,
+            dense=not is_moe[k],
+            outdated=field.outdated,
+            receives=before and (begins_stage or is_moe[k - 1]),
+            carries=field.partial and is_moe[k] and k + 1 in selected,
+            begins_stage=begins_stage,
+            ends_stage=ends_stage,
+            communication=communication,
+        )
+        _give_partial_sums(schedule, family, version)
+        table[schedule.name] = schedule
+        attention = _attention(layers[k], family)
+        takes = set(inspect.signature(attention.forward).parameters) & set(family.arguments)
+        run = functools.partial(_forward, schedule, attention, family.arguments, tuple(sorted(takes)))
+        layers[k].forward = run
+    return rewired
+
+
+def _attention(layer: nn.Module, family: Family) -> Any:
+    """Return the module of a layer that is its attention; None for a layer of another pipeline stage."""
+    return next(
+        (found for name in family.attention if (found := getattr(layer, name, None)) is not None), None
+    )
+
+
+def _runner(block: nn.Module) -> MoERunner | None:
+    """Return what runs the experts of an MoE block; None for a dense MLP."""
+    return next((module for module in block.modules() if isinstance(module, MoERunner)), None)
+
+
+def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None:
+    """Let attention, the block and the shared experts of a layer give this rank's part of their sums."""
+    where = f"layer {schedule.index}"
+    if getattr(schedule.layer, "layer_scale", False):
+        raise Refused(f"{where}: layer_scale multiplies the sums of this layer; FarSkip layers have none")
+    _row(_attention(schedule.layer, family), f"attention of {where}", version).reduce_results = False
+    if schedule.dense:
+        _row(schedule.block, f"MLP of {where}", version).reduce_results = False
+        return
+    runner: Any = _runner(schedule.block)
+    for name in ("moe_config", "_shared_experts", "_select_forward", "_forward_entry"):
+        if not hasattr(runner, name):
+            raise missing(version, f"MoERunner.{name}")
+    if not hasattr(runner.moe_config, "skip_final_all_reduce"):
+        raise missing(version, "FusedMoEConfig.skip_final_all_reduce")
+    _check_runner(schedule, runner, where)
+    runner.moe_config.skip_final_all_reduce = True
+    if runner._shared_experts is not None:
+        schedule.shared = runner._shared_experts._layer
+        runner._shared_experts = None
+        runner._forward_entry = runner._select_forward()  # which asked whether there are shared experts
+
+
+def _row(module: nn.Module, what: str, version: str) -> Any:
+    """Return the one matmul of a module whose output is summed over the ranks."""
+    rows = [part for part in module.modules() if isinstance(part, RowParallelLinear)]
+    if len(rows) != 1 or not hasattr(rows[0], "reduce_results"):
+        raise missing(version, f"single RowParallelLinear.reduce_results in {what} ({len(rows)} found)")
+    return rows[0]
+
+
+def _check_runner(schedule: Schedule, runner: Any, where: str) -> None:
+    block: Any = schedule.block
+    if runner.moe_config.is_sequence_parallel:
+        raise Refused(f"{where}: sequence-parallel MoE scatters the stream; switch it off")
+    if getattr(block, "is_fused_shared_expert_enabled", False):
+        raise Refused(f"{where}: shared experts are fused with the routed ones; switch that off")
+    if getattr(block, "replicate_shared_expert", False):
+        raise Refused(
+            f"{where}: its shared expert is replicated on every rank; use a tensor parallel size that divides it"
+        )
+    if getattr(runner, "routed_output_transform", None) is not None:
+        raise Refused(
+            f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed"
+        )
+    kernel = getattr(runner._quant_method, "moe_kernel", None)
+    if kernel is not None and kernel.output_is_reduced():
+        raise Refused(
+            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself; choose another MoE back end"
+        )
+
+
+def _forward(
+    schedule: Schedule,
+    attention: Any,
+    names: tuple[str, ...],
+    takes: tuple[str, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Compute a rewired layer, called as vLLM's loop calls the stock one."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    hidden, residual = given["hidden_states"], given["residual"]
+    routed = None
+    if schedule.receives and schedule.begins_stage:
+        base, routed = residual, hidden
+        read = schedule.layer.input_layernorm(base)
+    elif schedule.receives:
+        stream, flight = residual
+        routed = hidden
+        base, read = torch.ops.fcsd.attention_input(stream, flight, routed, schedule.name)
+    elif residual is None:
+        base, read = hidden, schedule.layer.input_layernorm(hidden)
+    else:
+        read, base = schedule.layer.input_layernorm(hidden, residual)
+    given["hidden_states"] = read
+    out = attention(**{name: given[name] for name in takes})
+    op = torch.ops.fcsd.after_attention_in_flight if schedule.in_flight else torch.ops.fcsd.after_attention
+    outputs = op(out, base, routed, schedule.name)
+    if schedule.carries and schedule.ends_stage:
+        outputs = torch.ops.fcsd.finish(
+            outputs[0], outputs[1], outputs[2] if schedule.in_flight else None, schedule.name
+        )
+    return pair(schedule, outputs)

@@ -1,0 +1,145 @@
+"""The schedule of a rewired layer: what is computed, and between which two points a collective runs.
+
+    A_k = sum over ranks of attn_k + shared_k     begun before the routed experts of k, waited for before attention k+1
+    R_k = sum over ranks of routed_k              begun after them, waited for before the MoE block of k+1
+
+so that A_k is hidden behind routed experts and R_k behind attention. The two collectives of a layer are as many as the
+regular model has. The other cases of `fcsd.Connectivity`:
+
+- A selected dense layer: one collective, of attn_k + mlp_k; nothing is in flight after it.
+- `mlp: full`: A_k is of attn_k only and waited for before the MoE block, which reads the stream after attention. Where
+  attention of k+1 reads the stream without routed_k, shared_k takes a third collective, beside the routed experts.
+- `attention: full`, and the last layer of a run: A_k and R_k end with the layer.
+
+The stream o_k travels between layers as vLLM's pair (hidden_states, residual), whose sum it is: hidden_states is
+routed_k, residual the rest. In flight, residual is (stream, A_k): after both waits o_k = routed_k + stream + A_k.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fcsd_vllm.communication import Communication
+
+
+@dataclass(eq=False)
+class Schedule:
+    """One rewired layer: its parts, and what is in flight when it begins and when it ends."""
+
+    index: int
+    name: str
+    """Under which the custom ops find it."""
+    layer: nn.Module
+    block: nn.Module
+    """MoE block, which gives the routed output alone; or the dense MLP."""
+    shared: nn.Module | None
+    """Shared experts with their gate, taken out of the block."""
+    dense: bool
+    outdated: bool
+    receives: bool
+    """Routed output of the layer before is given apart from the stream, in flight but for `begins_stage`."""
+    carries: bool
+    """So is the own."""
+    begins_stage: bool
+    """Of a pipeline: what the layer before had in flight is complete."""
+    ends_stage: bool
+    communication: Communication
+
+    @property
+    def in_flight(self) -> bool:
+        """Return whether a second collective, beside R_k, is in flight when the layer ends."""
+        return self.carries and (self.outdated or self.shared is not None)
+
+    @property
+    def flight(self) -> str:
+        """Return what that collective sums: attention with shared experts, or these alone."""
+        return "attention" if self.outdated else "shared"
+
+    def attention_input(
+        self, stream: torch.Tensor, flight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream without the routed output of the layer before, and that after the norm."""
+        base = stream.clone() if flight is None else stream + self._wait(flight, self.flight, self.index - 1)
+        return base, self.layer.input_layernorm(base)  # type: ignore[operator]
+
+    def after_attention(
+        self, attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the layer from the output of its attention on.
+
+        Args:
+            attention: of this rank, not summed.
+            base: the stream that attention read.
+            routed: what it did not read: the routed output of the layer before.
+
+        Returns:
+            stream, routed output, and in flight A_k (or the shared output of `mlp: full`).
+        """
+        early = (
+            None
+            if self.outdated and (self.dense or self.shared is not None)
+            else self._start(attention, "attention")
+        )
+        if routed is None:
+            stream = base.clone()
+        elif self.begins_stage:
+            stream = base + routed
+        else:
+            stream = base + self._wait(routed, "routed", self.index - 1)
+        if not self.outdated:
+            stream = stream + self._wait(early, "attention")
+        read = self.layer.post_attention_layernorm(stream)  # type: ignore[operator]
+        if self.dense:
+            return self._dense(attention, stream, read)
+        return self._outdated(attention, early, stream, read) if self.outdated else self._full(stream, read)
+
+    def _dense(
+        self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        out = self.block(read)
+        out = self._wait(self._start(attention + out if self.outdated else out, "mlp"), "mlp")
+        # The next stage takes hidden_states for a routed output.
+        return (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)
+
+    def _outdated(
+        self, attention: torch.Tensor, early: torch.Tensor | None, stream: torch.Tensor, read: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        flight = early if self.shared is None else self._start(attention + self.shared(read), "attention")
+        assert flight is not None
+        routed = self._start(self.block(read), "routed")
+        if self.carries:
+            return stream, routed, flight
+        stream = stream + self._wait(flight, "attention")
+        return stream, self._wait(routed, "routed")
+
+    def _full(self, stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.carries:
+            flight = () if self.shared is None else (self._start(self.shared(read), "shared"),)
+            return stream, self._start(self.block(read), "routed"), *flight
+        out = self.block(read)
+        if self.shared is not None:
+            out = out + self.shared(read)
+        return stream, self._wait(self._start(out, "routed"), "routed")
+
+    def _start(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        return self.communication.start(x, f"{what}.{self.index}")
+
+    def _wait(self, x: torch.Tensor | None, what: str, index: int | None = None) -> torch.Tensor:
+        assert x is not None
+        return self.communication.wait(x, f"{what}.{self.index if index is None else index}")
+
+    def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (stream, routed) of a layer that carries, complete: for the boundary of a pipeline."""
+        stream, routed, *flight = outputs
+        stream = stream + self._wait(flight[0], self.flight) if flight else stream.clone()
+        return stream, self._wait(routed, "routed").clone()
+
+
+def pair(schedule: Schedule, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Any]:
+    """Return what the layer hands on in vLLM's loop: (hidden_states, residual)."""
+    stream, routed, *flight = outputs
+    if schedule.carries and not schedule.ends_stage:
+        return routed, (stream, flight[0] if flight else None)
+    return routed, stream

@@ -1,0 +1,71 @@
+"""What a user chooses: `--additional-config '{"fcsd": {"comm": …}}'`. Standard library only."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+BACK_ENDS = ("blocking", "stream", "c10d", "timed")
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or has no meaning; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How collectives run. vLLM hashes these into the key of its compile cache, with the plugin's version."""
+
+    comm: str = ""
+    """blocking: the engine's own all-reduce; stream: NCCL or RCCL on a stream of its own (the default on GPUs);
+    c10d: functional collectives (the default on CPUs); timed: a thread that also emulates a network."""
+    min_overlap_bytes: int = 0
+    """Messages below this size are reduced at once by the engine's own all-reduce, which is faster for small ones."""
+    latency_ms: float = 0.0
+    """Of an emulated network, a collective; only `timed`."""
+    bandwidth_gb_per_s: float = 0.0
+    """Of an emulated network, 0 for none; only `timed`."""
+
+
+def read_settings(additional_config: Any) -> Settings:
+    """Return the settings of an engine.
+
+    Raises:
+        SettingsError: an unknown key or back end, a wrong type, a negative number, an emulated network without `timed`.
+    """
+    given = additional_config.get("fcsd", {}) if isinstance(additional_config, Mapping) else {}
+    where = "additional_config: fcsd"
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"{where}: must be a mapping such as {{'comm': 'blocking'}}, got {given!r}")
+    names = [field.name for field in fields(Settings)]
+    chosen = {name: value for name, value in given.items() if name != "version"}
+    for name, value in chosen.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; allowed: {', '.join(names)}"
+            raise SettingsError(f"{where}.{name}: unknown key{hint}")
+        if name == "comm":
+            if value not in BACK_ENDS:
+                raise SettingsError(f"{where}.comm: must be one of {', '.join(BACK_ENDS)}, got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise SettingsError(f"{where}.{name}: must be a number of 0 or more, got {value!r}")
+    settings = Settings(**chosen)
+    if (settings.latency_ms or settings.bandwidth_gb_per_s) and settings.comm != "timed":
+        raise SettingsError(
+            f"{where}: latency_ms and bandwidth_gb_per_s emulate a network; they need comm: timed"
+        )
+    return settings
+
+
+def with_version(additional_config: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """Return an additional config that tells the plugin's version too: other code must not find its compiled graphs."""
+    chosen = {**additional_config.get("fcsd", {}), "version": version}
+    return {**additional_config, "fcsd": chosen}
+
+
+def shown(settings: Settings) -> str:
+    """Return settings as `blocking` or `timed (latency_ms 2)`."""
+    rest = ", ".join(
+        f"{name} {value:g}" for name, value in asdict(settings).items() if name != "comm" and value
+    )
+    return settings.comm + (f" ({rest})" if rest else "")

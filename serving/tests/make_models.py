@@ -1,0 +1,188 @@
+"""Write tiny checkpoints and what fcsd computes on them; run by fcsd's Python, which has no serving engine.
+
+    python serving/tests/make_models.py FOLDER [CASE …]
+
+FOLDER/CASE is a checkpoint made by `convert_checkpoint` from a model whose every parameter is random; beside its files
+lies `reference.npz`: prompts, the 16 ids that `load_model(...).generate` adds greedily, and the log-probabilities of
+the whole vocabulary at every position, of one forward without a cache.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fcsd.connectivity import Connectivity, convert_checkpoint, load_model
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
+
+VOCABULARY = 512
+PROMPT_TOKENS = (5, 17, 33, 64)
+NEW_TOKENS = 16
+_FIRST_TEXT = 128  # the wrapper's ids of images are below
+
+# Sizes that the engine's CPU kernels have: heads of 32, MLA as in the real models.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_HEADS = {"head_dim": 32}
+_EXPERTS = {"moe_intermediate_size": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+_MLA = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 16384,
+    "rope_parameters": _YARN,
+}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_HEADS, **_EXPERTS},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 128},
+    "mixtral": {"sliding_window": None},
+    "olmoe": {"num_key_value_heads": 4},
+    "deepseek_v2": {**_MLA, **_EXPERTS},
+    "deepseek_v3": {**_MLA, **_EXPERTS, "q_lora_rank": 64},
+    "llama4_text": {
+        **_HEADS,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 128,
+        "attention_chunk_size": 8192,
+    },
+    "llama4": {**_HEADS, "intermediate_size": 64, "intermediate_size_mlp": 128, "attention_chunk_size": 8192},
+    "glm4_moe": {**_HEADS, **_EXPERTS, "use_qk_norm": True},
+    "gpt_oss": {
+        **_HEADS,
+        "intermediate_size": 64,
+        "sliding_window": 32,
+        "max_position_embeddings": 16384,
+        "rope_parameters": _GPT_OSS_YARN,
+    },
+    "qwen3_next": {
+        **_HEADS,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 128,
+        "layer_types": ["full_attention"] * 4,  # the engine's linear attention on CPUs has no float32
+    },
+}
+
+_HALF, _GAP = [2, 3], [0, 1, 3]
+CASES: dict[str, tuple[str, Connectivity | None]] = {
+    **{f"{family}-original": (family, None) for family in SIZES},
+    **{f"{family}-all": (family, Connectivity("all")) for family in SIZES},
+    **{f"{family}-half": (family, Connectivity(_HALF)) for family in SIZES},
+    **{f"{family}-gap": (family, Connectivity(_GAP)) for family in SIZES},
+    **{
+        f"{family}-{side}_full": (family, Connectivity("all", **{side: "full"}))
+        for family in SIZES
+        for side in ("attention", "mlp")
+    },
+}
+"""Name of a checkpoint -> family and connectivity; deepseek and glm4_moe begin with a dense layer, which is selected
+in `all` and in `gap`."""
+
+
+ADAPTED = "qwen2_moe-all"
+"""The checkpoint that also has an adapter: `ADAPTED/adapter`, with a reference of its own."""
+_RANK = 4
+
+
+def make_adapter(folder: Path) -> None:
+    """Write a LoRA adapter of attention and shared experts, in PEFT's format, and what the sums W + B·A give."""
+    from safetensors.torch import save_file
+
+    model = load_model(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
+            a = torch.randn(_RANK, module.in_features, generator=generator) / module.in_features**0.5
+            b = torch.randn(module.out_features, _RANK, generator=generator)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            module.weight.add_(b @ a)
+    place = folder / "adapter"
+    place.mkdir()
+    save_file(tensors, place / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    np.savez(place / "reference.npz", **outputs_of(model))
+
+
+def make(case: str, folder: Path) -> None:
+    """Write one checkpoint with its reference, and the original's where it is missing."""
+    family, connectivity = CASES[case]
+    original = folder / f"{family}-original"
+    if not (original / "config.json").exists():
+        model = tiny_model(family, **{**_COMMON, **SIZES[family]})
+        with torch.no_grad():  # log-probabilities of a few nats, whose rounding stays far below the bound
+            model.get_output_embeddings().weight.mul_(0.125)
+        model.save_pretrained(original)
+        tiny_tokenizer(VOCABULARY).save_pretrained(original)
+    if connectivity is not None and not (folder / case).exists():
+        convert_checkpoint(original, folder / case, connectivity)
+    if not (folder / case / "reference.npz").exists():
+        np.savez(
+            folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
+        )
+    if case == ADAPTED and not (folder / case / "adapter").exists():
+        make_adapter(folder / case)
+
+
+def outputs_of(model: Any) -> dict[str, Any]:
+    """Return prompts, greedy ids and log-probabilities of a model."""
+    model.generation_config.eos_token_id = None  # all 16 tokens, as with the engine's ignore_eos
+    generator = torch.Generator().manual_seed(1)
+    arrays: dict[str, Any] = {}
+    for k, length in enumerate(PROMPT_TOKENS):
+        prompt = torch.randint(_FIRST_TEXT, VOCABULARY, (1, length), generator=generator)
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS
+        )
+        assert whole.shape[1] == length + NEW_TOKENS
+        arrays[f"prompt{k}"] = prompt[0].numpy()
+        arrays[f"ids{k}"] = whole[0, length:].numpy()
+        arrays[f"logprobs{k}"] = model(whole).logits[0].log_softmax(-1).numpy()
+    return arrays
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True, exist_ok=True)
+    for name in sys.argv[2:] or CASES:
+        make(name, target)
+        print(name, flush=True)
