@@ -53,25 +53,25 @@ def _reap(ended: dict[int, int]) -> bool:
 
 
 def _end_all(leader: int, ended: dict[int, int]) -> None:
-    for number, patience_s in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, PATIENCE_S)):
-        until = time.monotonic() + patience_s
-        first = True
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until, told = time.monotonic() + PATIENCE_S, set[int]()
         while _reap(ended):
-            if first or number == signal.SIGKILL:
-                _signal_all(leader, number)
-                first = False
+            _signal_all(leader, number, told)
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
 
 
-def _signal_all(leader: int, number: int) -> None:
-    """Signal the group, and children that are in another one."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, number)
+def _signal_all(leader: int, number: int, told: set[int]) -> None:
+    """Signal the command's group once, and once each child that is in another one."""
+    if leader not in told:
+        told.add(leader)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, number)
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split():
         with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(int(child)) != leader:
+            if int(child) not in told and os.getpgid(int(child)) != leader:
+                told.add(int(child))
                 os.kill(int(child), number)
 
 

@@ -5,7 +5,7 @@ from vLLM 0.32; where vLLM itself goes on without it and only says so in its log
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ _NO_GPU = "vLLM has it on GPUs only, and there is none here"
 
 
 def make_rows(
-    names: tuple[str, ...],
+    names: Sequence[str],
     config: Mapping[str, Any],
     devices: tuple[str, ...],
     tensor_parallel: int,

@@ -96,13 +96,13 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """Format a result as Markdown."""
-    settings, engine = result["settings"], result["engine"]
-    devices = engine["devices"]
+    settings, versions = result["settings"], result["versions"]
+    devices = versions["devices"]
     where = f"{len(devices)} x {devices[0]}" if devices else "CPU"
     rounds = settings["rounds"]
     parts = [
         f"# Served: {settings['model']} against {settings['against']}",
-        f"vLLM {engine['vllm']}, fcsd-serving {engine['fcsd-serving']}, {where}, tensor parallel"
+        f"vLLM {versions['vllm']}, fcsd-serving {versions['fcsd-serving']}, {where}, tensor parallel"
         f" {settings['tensor_parallel']}; {settings['requests']} requests at once, {settings['output_tokens']} tokens"
         f" each for the time between tokens. Median of {rounds} {'round' if rounds == 1 else 'rounds'} in turns"
         " (lowest to highest), without warm-up; x is the speed-up over stock in the same round.",

@@ -8,7 +8,8 @@ from fcsd.cli.options import Command
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from fcsd.bench.serve import bench_serve, benchmark_from_options
+    from fcsd.bench.plan import benchmark_from_options
+    from fcsd.bench.serve import bench_serve
     from fcsd.bench.summary import table
     from fcsd.report.plots import plot_serving
 
@@ -24,8 +25,8 @@ def add_commands(command: Command) -> None:
         _bench,
         "A converted model against its original in servers of vLLM: time to the first token and between tokens.",
         "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server after another, in turns: stock,"
-        " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped. Continues"
-        " where it was cut off (docs/serving_bench.md).",
+        " stock with each exact way to hide communication that this machine has, FarSkip blocking and overlapped."
+        " Continues where it was cut off (docs/serving_bench.md).",
     )
     parser.add_argument(
         "benchmark", choices=["serve"], metavar="serve", help="what is measured: servers of vLLM"

@@ -65,7 +65,7 @@ print("PROBE" + json.dumps(found))
 
 
 @dataclass(frozen=True)
-class Engine:
+class Vllm:
     """A `vllm` program and what is installed beside it."""
 
     program: str
@@ -96,7 +96,7 @@ class NotServed(Exception):
         self.reason, self.tail = reason, tail
 
 
-def find_engine(vllm: str, comm: Mapping[str, Any]) -> Engine:
+def find_vllm(vllm: str, comm: Mapping[str, Any]) -> Vllm:
     """Return what the environment of a `vllm` program has.
 
     Args:
@@ -123,10 +123,10 @@ def find_engine(vllm: str, comm: Mapping[str, Any]) -> Engine:
         raise UserError(f"--vllm {program}: its environment could not be looked at: {reason}") from None
     if found["vllm"] is None:
         raise UserError(f"--vllm {program}: vLLM is not installed in the environment of this program")
-    install = f"`{words[0]} -m pip install fcsd-serving`, from serving/ of this repository"
     if found["plugin"] is None:
         raise UserError(
-            f"--vllm {program}: the plugin that serves converted models is not installed there: {install}"
+            f"--vllm {program}: the plugin that serves converted models is not installed there:"
+            f" `{words[0]} -m pip install SERVING`, SERVING being serving/ of fcsd's repository"
         )
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None and "fcsd" not in named.split(","):
@@ -135,7 +135,7 @@ def find_engine(vllm: str, comm: Mapping[str, Any]) -> Engine:
         )
     if found["refused"] is not None:
         raise UserError(f"--comm: {found['refused']}")
-    return Engine(program, found["vllm"], found["plugin"], tuple(found["verified"]), tuple(found["devices"]))
+    return Vllm(program, found["vllm"], found["plugin"], tuple(found["verified"]), tuple(found["devices"]))
 
 
 def _python_of(program: Path) -> str:
@@ -162,7 +162,7 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def running_server(
-    engine: Engine, words: Sequence[str], environment: Mapping[str, str], log: Path, signs: Sequence[str] = ()
+    vllm: Vllm, words: Sequence[str], environment: Mapping[str, str], log: Path, signs: Sequence[str] = ()
 ) -> Iterator[Server]:
     """Start `vllm serve` and wait until it answers; it has ended, with all its processes, when the block is left.
 
@@ -176,7 +176,7 @@ def running_server(
         NotServed: it ended before it answered, printed one of `signs`, or did not answer within `START_S`.
     """
     port, begun = free_port(), time.monotonic()
-    command = [engine.program, "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
+    command = [vllm.program, "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
     with _guarded([*command, "--served-model-name", NAME], environment, log) as process:
         while not _answers(port):
             text = log.read_text(encoding="utf-8", errors="replace")
@@ -193,7 +193,7 @@ def running_server(
 
 
 def measure(
-    engine: Engine, server: Server, tokenizer: str, flags: Mapping[str, Any], requests: int
+    vllm: Vllm, server: Server, tokenizer: str, flags: Mapping[str, Any], requests: int
 ) -> dict[str, Any]:
     """Return the figures of one run of `vllm bench serve`, all requests at once, after as many to warm up.
 
@@ -222,7 +222,7 @@ def measure(
             "result-filename": "result.json",
             **flags,
         }
-        words = [engine.program, "bench", "serve", "--save-result", "--ignore-eos", "--disable-tqdm"]
+        words = [vllm.program, "bench", "serve", "--save-result", "--ignore-eos", "--disable-tqdm"]
         words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
         log = folder / "log"
         with _guarded(words, {}, log) as process:
@@ -234,7 +234,7 @@ def measure(
         printed = log.read_text(encoding="utf-8", errors="replace")
         if process.returncode != 0 or not (folder / "result.json").is_file():
             raise UserError(
-                f"`vllm bench serve` of {engine.program} failed: {reason_of(printed)}; it printed last:"
+                f"`vllm bench serve` of {vllm.program} failed: {reason_of(printed)}; it printed last:"
                 f" {tail_of(printed)}"
             )
         found = read_json(folder / "result.json")
@@ -243,7 +243,7 @@ def measure(
         raise NotServed(reason, tail_of(text))
     if missing := [name for name in FIGURES if name not in found]:
         raise UserError(
-            f"`vllm bench serve` of vLLM {engine.version} writes no {missing[0]}; use a verified vLLM"
+            f"`vllm bench serve` of vLLM {vllm.version} writes no {missing[0]}; use a verified vLLM"
         )
     return {name: found[name] for name in FIGURES}
 
