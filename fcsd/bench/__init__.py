@@ -6,6 +6,7 @@
     server      another environment's `vllm`: what is installed there, a server that comes up and ends, a measurement
     guard       nothing of a server outlives the command
     times       what a server's ranks say of their communication
+    trace       the same from a trace of vLLM's profiler
     summary     medians, spreads and speed-ups; the table
 
 Not covered: SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`); a model whose

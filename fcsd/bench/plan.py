@@ -21,6 +21,7 @@ _OURS = (
     "--host",
     "--model",
     "--port",
+    "--profiler-config",
     "--served-model-name",
     "--tensor-parallel-size",
     "-dp",
@@ -41,6 +42,7 @@ class Benchmark(Strict):
     requests: int = Field(16, gt=0)
     output_tokens: int = Field(128, gt=1)
     rounds: int = Field(3, gt=0)
+    trace: bool = False
     rows: list[RowName] = Field(list(get_args(RowName)), min_length=1)
 
     @field_validator("serve_args")
@@ -78,7 +80,7 @@ def benchmark_from_options(options: Mapping[str, Any]) -> Benchmark:
     except ValueError as error:
         raise UserError(f"--serve-args: {error}") from None
     same = {name: options[name] for name in ("model", "against", "tensor_parallel", "requests")}
-    chosen = same | {name: options[name] for name in ("output_tokens", "rounds")}
+    chosen = same | {name: options[name] for name in ("output_tokens", "rounds", "trace")}
     chosen |= {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
     if options["rows"] is not None:
         chosen["rows"] = [word.strip() for word in options["rows"].split(",")]

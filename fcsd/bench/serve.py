@@ -2,7 +2,8 @@
 
     OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
     OUT/logs/ROUND-ROW.log        what that server printed
-    OUT/serving.json, .md, .png   the result, when all is measured
+    OUT/traces/ROW.json           with `trace`: what it overlapped by the trace of vLLM's profiler, which lies beside
+    OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
     OUT/stage.json, manifest.json
 
 A round has all rows once, each round beginning with another one, so that a machine that slows down slows down all. The
@@ -23,9 +24,10 @@ from tqdm import tqdm
 from fcsd.artifact import Stage
 from fcsd.bench.plan import Benchmark, check_models
 from fcsd.bench.rows import Row, make_rows
-from fcsd.bench.server import NotServed, Server, Vllm, find_vllm, measure, running_server
+from fcsd.bench.server import NotServed, Server, Vllm, find_vllm, measure, running_server, tail_of
 from fcsd.bench.summary import summarise, table
 from fcsd.bench.times import TIMES_VARIABLE, communication_between, settled_times
+from fcsd.bench.trace import TRACED, profiler_flags, read_trace
 from fcsd.errors import UserError
 from fcsd.files import hold_folder, read_json, release_folder, write_json, write_text
 
@@ -37,7 +39,7 @@ def bench_serve(
 
     Args:
         program: `vllm`, its path or its name on PATH.
-        draw: makes the figure of the result (`fcsd.report.plots.plot_serving`).
+        draw: makes the figures of the result in the folder (`fcsd.report.plots.plot_serving`).
 
     Raises:
         UserError: models that do not belong together, prompts that are too long, an environment without vLLM or
@@ -48,10 +50,14 @@ def bench_serve(
     if vllm.warning:
         print(f"fcsd bench: warning: {vllm.warning}", file=sys.stderr)
     bench = _Bench(benchmark, vllm, folder)
+    if benchmark.trace and not vllm.devices:
+        raise UserError(
+            "--trace: a trace tells the overlap of GPUs, and there is none here; --comm timed tells it on a CPU"
+        )
     stage = bench.stage(config)
     if stage.state() == "finished":
         return dict(read_json(folder / "serving.json"))
-    for part in ("rounds", "logs"):
+    for part in ("rounds", "logs", *(["traces"] if benchmark.trace else [])):
         (folder / part).mkdir(parents=True, exist_ok=True)
     hold_folder(folder)
     stage.start()
@@ -67,10 +73,11 @@ def bench_serve(
         "versions": bench.versions,
         "warning": vllm.warning,
     }
-    result = summarise(facts, rows, measured, missing)
+    traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
+    result = summarise(facts, rows, measured, missing, traces)
     write_json(folder / "serving.json", result)
     write_text(folder / "serving.md", table(result) + "\n")
-    draw(result, folder / "serving.png")
+    draw(result, folder)
     stage.finish({})
     release_folder(folder)
     return result
@@ -125,13 +132,36 @@ class _Bench:
                     bar.update(((number - 1) * len(rows) + index + 1) * steps - bar.n)
         return missing
 
+    def words(self, row: Row) -> list[str]:
+        model = self.benchmark.model if row.farskip else self.benchmark.against
+        return [model, "--no-enable-prefix-caching", *self.benchmark.serve_args, *row.flags]
+
+    def traced(self, row: Row) -> dict[str, Any]:
+        """Return what the profiler saw of a row's prompts of the first length, with a server of its own."""
+        folder, log = self.folder / "traces" / row.name, self.folder / "logs" / f"trace-{row.name}.log"
+        file = folder.with_suffix(".json")
+        if not file.is_file():
+            print(f"fcsd bench: trace of {row.title}", file=sys.stderr)
+            folder.mkdir(exist_ok=True)
+            words = [*self.words(row), *profiler_flags(folder)]
+            shape = {"input": self.benchmark.prompt_tokens[0], "output": 1, "seed": 0}
+            try:
+                with running_server(self.vllm, words, row.environment, log) as server:
+                    self.measure_phase(server, None, shape, "--profile")
+                write_json(file, read_trace(folder))
+            except NotServed as failure:
+                raise UserError(
+                    f"the traced server of row {row.name} failed: {failure.reason}; the last lines of {log}:"
+                    f" {failure.tail or tail_of(log.read_text(encoding='utf-8', errors='replace'))}"
+                ) from None
+        return dict(read_json(file))
+
     def log(self, number: int, row: Row) -> Path:
         return self.folder / "logs" / f"{number}-{row.name}.log"
 
     def measure_row(self, row: Row, number: int, progress: "_Progress") -> dict[str, Any]:
         """Start a row's server, measure it at every length, end it."""
-        model = self.benchmark.model if row.farskip else self.benchmark.against
-        words = [model, "--no-enable-prefix-caching", *self.benchmark.serve_args, *row.flags]
+        words = self.words(row)
         log, environment = self.log(number, row), dict(row.environment)
         times = None
         if row.farskip:
@@ -152,7 +182,9 @@ class _Bench:
                 points.append(point)
         return {"row": row.name, "round": number, "start_s": server.start_s, "points": points}
 
-    def measure_phase(self, server: Server, times: Path | None, shape: Mapping[str, int]) -> dict[str, Any]:
+    def measure_phase(
+        self, server: Server, times: Path | None, shape: Mapping[str, int], *more: str
+    ) -> dict[str, Any]:
         """Measure one length and number of tokens, with what the ranks' communication did meanwhile."""
         flags = {
             "random-input-len": shape["input"],
@@ -160,7 +192,7 @@ class _Bench:
             "seed": shape["seed"],
         }
         before = settled_times(times) if times is not None else None
-        found = measure(self.vllm, server, self.benchmark.against, flags, self.benchmark.requests)
+        found = measure(self.vllm, server, self.benchmark.against, flags, self.benchmark.requests, *more)
         if times is not None and before is not None:
             found["communication"] = communication_between(before, settled_times(times))
         return found

@@ -188,18 +188,19 @@ def running_server(
                 raise NotServed(reason_of(text), tail_of(text))
             if time.monotonic() - begun > START_S:
                 raise NotServed(f"did not answer within {START_S:.0f} s", tail_of(text))
-            time.sleep(0.2)
+            time.sleep(0.1)
         yield Server(port, process, log, time.monotonic() - begun)
 
 
 def measure(
-    vllm: Vllm, server: Server, tokenizer: str, flags: Mapping[str, Any], requests: int
+    vllm: Vllm, server: Server, tokenizer: str, flags: Mapping[str, Any], requests: int, *more: str
 ) -> dict[str, Any]:
     """Return the figures of one run of `vllm bench serve`, all requests at once, after as many to warm up.
 
     Args:
         tokenizer: the model whose tokenizer makes the prompts.
-        flags: `random-input-len`, `random-output-len`, `seed` and what else differs between runs.
+        flags: `random-input-len`, `random-output-len`, `seed` and what else differs between measurements.
+        more: flags without a value.
 
     Raises:
         NotServed: the server ended, or refused requests.
@@ -222,12 +223,12 @@ def measure(
             "result-filename": "result.json",
             **flags,
         }
-        words = [vllm.program, "bench", "serve", "--save-result", "--ignore-eos", "--disable-tqdm"]
+        words = [vllm.program, "bench", "serve", "--save-result", "--ignore-eos", "--disable-tqdm", *more]
         words += [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
         log = folder / "log"
         with _guarded(words, {}, log) as process:
             while process.poll() is None and server.process.poll() is None:
-                time.sleep(0.1)
+                time.sleep(0.05)
         text = server.log.read_text(encoding="utf-8", errors="replace")
         if server.process.poll() is not None:
             raise NotServed(f"ended while it was measured: {reason_of(text)}", tail_of(text))

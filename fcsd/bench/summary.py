@@ -37,7 +37,11 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def summarise(
-    facts: Mapping[str, Any], rows: Sequence[Row], runs: Runs, missing: Mapping[str, str]
+    facts: Mapping[str, Any],
+    rows: Sequence[Row],
+    runs: Runs,
+    missing: Mapping[str, str],
+    traces: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the result as `serving.json` holds it.
 
@@ -45,6 +49,7 @@ def summarise(
         facts: settings and versions, which are taken over.
         runs: a row's runs in the order of the rounds.
         missing: why a row cannot be had.
+        traces: what `fcsd.bench.trace.read_trace` says of a row.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -58,6 +63,7 @@ def summarise(
                 "flags": list(row.flags),
                 "environment": dict(row.environment),
                 "missing": missing.get(row.name),
+                "trace": traces.get(row.name),
                 "points": _points(runs[row.name], runs.get("stock", ())) if row.name in runs else [],
             }
             for row in rows
@@ -113,7 +119,7 @@ def table(result: Mapping[str, Any]) -> str:
         parts.append(
             "The FarSkip rows run over an emulated network, stock does not: compare them with each other only."
         )
-    parts += [text for text in (_against_best(result), _missing(result)) if text]
+    parts += [text for text in (_against_best(result), _traced(result), _missing(result)) if text]
     quotes = "\n".join(f'- "{each["text"]}" ({each["about"]}; {each["source"]})' for each in REPORTED)
     return "\n\n".join([*parts, f"Reported by others, on other machines and not measured here:\n\n{quotes}"])
 
@@ -169,6 +175,20 @@ def _against_best(result: Mapping[str, Any]) -> str:
             said.append(f"{unit} x {ratio:.2f} ({best['title']})")
         lines.append(f"- {point['prompt_tokens']} tokens: {', '.join(said)}")
     return "\n".join(["FarSkip, overlapped, against the fastest server with stock's results:\n", *lines])
+
+
+def _traced(result: Mapping[str, Any]) -> str:
+    lines = [
+        f"- {row['title']}: {100 * trace['overlap']:.1f} % of {1000 * trace['total_s']:.1f} ms"
+        for row in result["rows"]
+        if (trace := row["trace"]) is not None
+    ]
+    of = f"prompts of {result['settings']['prompt_tokens'][0]} tokens"
+    return (
+        "\n".join([f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines])
+        if lines
+        else ""
+    )
 
 
 def _missing(result: Mapping[str, Any]) -> str:

@@ -87,4 +87,10 @@ def add_commands(command: Command) -> None:
         help="only these: stock, dbo_prefill, dbo_decode, shared_stream, fused_allreduce, farskip_blocking,"
         " farskip_overlapped (default: all)",
     )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="start stock and FarSkip once more under vLLM's profiler: overlap from its trace, and a figure of one"
+        " layer (GPUs)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -372,9 +372,9 @@ def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Liter
     axis.legend()
 
 
-def plot_serving(result: Mapping[str, Any], path: Path) -> None:
+def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel a figure, with the lowest and
-    the highest round.
+    the highest round; and one layer of those that were traced (Fig. 10).
 
     result: what `fcsd.bench.summary.summarise` returns.
     """
@@ -407,7 +407,10 @@ def plot_serving(result: Mapping[str, Any], path: Path) -> None:
         _title(axis, title)
     if rows:
         _legend_beside(axes[-1])
-    _save(figure, path, around=True)
+    _save(figure, folder / "serving.png", around=True)
+    traces = {row["title"]: row["trace"]["layer"] for row in rows if row["trace"] is not None}
+    if traces:
+        plot_timelines(traces, folder / "layer.png")
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:

@@ -4,6 +4,7 @@ Beside it: `calls.jsonl`, what it was called with; `figures.json`, what a server
 the measurement at which a server ends.
 """
 
+import gzip
 import json
 import os
 import subprocess
@@ -52,6 +53,8 @@ def serve():
                 figures = json.loads((HERE / "figures.json").read_text())[name]
                 spent["total_s"] += 2.0
                 spent["exposed_s"] += figures["exposed"][self.path.rpartition("/")[2]]
+                if "--profiler-config" in sys.argv:
+                    write_trace(figures["trace"])
                 if times:
                     for rank in range(2):
                         Path(times, f"rank{rank}.json").write_text(json.dumps(spent))
@@ -74,6 +77,17 @@ def serve():
     os._exit(1)
 
 
+def write_trace(kernels):
+    """A trace as torch's profiler writes it; times in microseconds."""
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "pid": 0, "tid": 7}
+        for name, begin, end in kernels
+    ]
+    folder = Path(json.loads(option("--profiler-config"))["torch_profiler_dir"])
+    file = folder / "dp0_pp0_tp0_dcp0_ep0_rank0.17.pt.trace.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
 def bench():
     server = json.loads((HERE / "server").read_text())
     figures = json.loads((HERE / "figures.json").read_text())[server["row"]]
@@ -86,7 +100,7 @@ def bench():
         (HERE / "die").touch()
         time.sleep(600)
     urllib.request.urlopen(f"http://127.0.0.1:{option('--port')}/measured/{tokens}").close()
-    scale = int(option("--seed")) // 1000  # the round
+    scale = max(1, int(option("--seed")) // 1000)  # the round
     ttft, itl = figures["ttft"] * scale, figures["itl"] * scale
     result = {
         "date": "20261122-141810",

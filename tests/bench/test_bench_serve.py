@@ -45,7 +45,7 @@ class Place:
         )
         self.distribution("vllm", "0.32.0+cpu")
         self.distribution("fcsd_serving", "0.1.0", "[vllm.general_plugins]\nfcsd = fcsd_vllm:register\n")
-        (site / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 0)\n")
+        self.gpus(0)
         (self.bin / "figures.json").write_text(json.dumps(FIGURES))
         self.config("original")
         self.config("model", **CONVERTED)
@@ -59,6 +59,12 @@ class Place:
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(entry_points)
+
+    def gpus(self, count: int) -> None:
+        (self.folder / "env/site/torch.py").write_text(
+            f"class cuda:\n    device_count = staticmethod(lambda: {count})\n"
+            "    get_device_name = staticmethod(lambda index: 'some GPU')\n"
+        )
 
     def config(self, name: str, **changes: Any) -> None:
         (self.folder / name).mkdir(exist_ok=True)
@@ -181,6 +187,32 @@ def test_a_benchmark_whose_server_fails_says_why_and_goes_on_where_it_was(
     assert kept == {name: (place.out / "rounds" / name).stat().st_mtime_ns for name in kept}
     assert main(place.words("--rows=stock,farskip_overlapped", "--rounds=3")) == 2
     assert "was made with other settings (rounds: 2 -> 3)" in capsys.readouterr().err
+
+
+def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words("--rows=stock,farskip_overlapped", "--rounds=1", "--trace")
+    assert main(words) == 2 and "there is none here; --comm timed" in capsys.readouterr().err
+    place.gpus(2)
+    nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)"
+    waits = [("gemm", 0, 100), (nccl, 100, 160), ("gemm", 160, 260), (nccl, 260, 320)]
+    beside = [("gemm", 0, 100), (nccl, 50, 150), ("gemm", 150, 250), (nccl, 200, 260)]
+    figures = {
+        name: FIGURES[name] | {"trace": each} for name, each in (("stock", waits), ("overlapped", beside))
+    }
+    (place.bin / "figures.json").write_text(json.dumps(figures))
+    assert main(words) == 0
+    stock, ours = place.result()["rows"]
+    assert stock["trace"]["overlap"] == 0.0 and stock["trace"]["total_s"] == pytest.approx(120e-6)
+    # Of 100 and 60 us are 50 and 50 beside a gemm.
+    assert ours["trace"]["overlap"] == pytest.approx(100 / 160)
+    # One layer from the first all-reduce on, at 50 us.
+    assert ours["trace"]["layer"]["all-reduce"] == [pytest.approx([0, 0.1]), pytest.approx([0.15, 0.21])]
+    assert ours["trace"]["layer"]["computation"] == [pytest.approx([0, 0.05]), pytest.approx([0.1, 0.2])]
+    assert "- FarSkip, overlapped: 62.5 % of 0.2 ms" in capsys.readouterr().out
+    assert "2 x some GPU" in (place.out / "serving.md").read_text()
+    assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
