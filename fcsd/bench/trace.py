@@ -2,15 +2,15 @@
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fcsd.bench.server import NotServed
-from fcsd.overlap.measure import Interval, from_trace, timeline
 
 ALL_REDUCE = r"all_?reduce|cross_device_reduce|ncclDevKernel_Generic"
 """Kernels of NCCL, vLLM's own, FlashInfer's; RCCL has one name for all collectives."""
+Interval = tuple[float, float]
 TRACED = ("stock", "farskip_blocking", "farskip_overlapped")
 
 
@@ -30,6 +30,8 @@ def read_trace(folder: Path) -> dict[str, Any]:
     Raises:
         NotServed: no trace of rank 0, or none with all-reduces among its kernels.
     """
+    from fcsd.overlap.measure import from_trace, timeline  # brings torch, which nothing else here needs
+
     files = sorted(folder.glob("*rank0.*.pt.trace.json*"))
     if not files:
         raise NotServed("its profiler left no trace of rank 0", "")
@@ -43,16 +45,16 @@ def read_trace(folder: Path) -> dict[str, Any]:
         "total_s": found.total,
         "exposed_s": found.exposed,
         "overlap": found.overlap,
-        "layer": one_layer(events),
+        "layer": one_layer(timeline(events, ALL_REDUCE)),
     }
 
 
-def one_layer(events: Sequence[dict[str, Any]]) -> dict[str, list[Interval]]:
-    """Return the intervals of a layer in the middle of a trace: from one all-reduce to the second after it."""
-    computing, reducing = timeline(events, ALL_REDUCE).values()
+def one_layer(rows: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
+    """Return the intervals of a layer in the middle of a timeline: from one all-reduce to the second after it."""
+    computing, reducing = rows.values()
     middle = (len(reducing) - 1) // 2
     begin, end = reducing[middle][0], reducing[min(middle + 2, len(reducing) - 1)][1]
     return {
-        name: [(max(a, begin) - begin, min(b, end) - begin) for a, b in rows if a < end and b > begin]
-        for name, rows in (("computation", computing), ("all-reduce", reducing))
+        name: [(max(a, begin) - begin, min(b, end) - begin) for a, b in each if a < end and b > begin]
+        for name, each in (("computation", computing), ("all-reduce", reducing))
     }

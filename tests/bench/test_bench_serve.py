@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fcsd.bench import times
+from fcsd.bench.rows import RowName, make_rows
 from fcsd.bench.server import reason_of
 from fcsd.cli.main import main
 from tests.support import ROOT
@@ -192,27 +193,45 @@ def test_a_benchmark_whose_server_fails_says_why_and_goes_on_where_it_was(
 def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = place.words("--rows=stock,farskip_overlapped", "--rounds=1", "--trace")
+    words = place.words("--rows=farskip_overlapped", "--rounds=1", "--trace")
     assert main(words) == 2 and "there is none here; --comm timed" in capsys.readouterr().err
     place.gpus(2)
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)"
-    waits = [("gemm", 0, 100), (nccl, 100, 160), ("gemm", 160, 260), (nccl, 260, 320)]
-    beside = [("gemm", 0, 100), (nccl, 50, 150), ("gemm", 150, 250), (nccl, 200, 260)]
-    figures = {
-        name: FIGURES[name] | {"trace": each} for name, each in (("stock", waits), ("overlapped", beside))
-    }
+    kernels = [("gemm", 0, 100), (nccl, 50, 150), ("gemm", 150, 250), (nccl, 200, 260)]
+    figures = {"overlapped": FIGURES["overlapped"] | {"trace": kernels}}
     (place.bin / "figures.json").write_text(json.dumps(figures))
     assert main(words) == 0
-    stock, ours = place.result()["rows"]
-    assert stock["trace"]["overlap"] == 0.0 and stock["trace"]["total_s"] == pytest.approx(120e-6)
+    (ours,) = place.result()["rows"]
     # Of 100 and 60 us are 50 and 50 beside a gemm.
     assert ours["trace"]["overlap"] == pytest.approx(100 / 160)
+    assert ours["trace"]["total_s"] == pytest.approx(160e-6)
     # One layer from the first all-reduce on, at 50 us.
     assert ours["trace"]["layer"]["all-reduce"] == [pytest.approx([0, 0.1]), pytest.approx([0.15, 0.21])]
     assert ours["trace"]["layer"]["computation"] == [pytest.approx([0, 0.05]), pytest.approx([0.1, 0.2])]
     assert "- FarSkip, overlapped: 62.5 % of 0.2 ms" in capsys.readouterr().out
     assert "2 x some GPU" in (place.out / "serving.md").read_text()
     assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
+
+
+def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
+    def missing(config: dict[str, Any], devices: tuple[str, ...], ranks: int) -> dict[str, str]:
+        rows = make_rows(get_args(RowName), config, devices, ranks, {})
+        assert [row.name for row in rows] == list(get_args(RowName))
+        return {row.name: row.missing for row in rows if row.missing is not None}
+
+    gpus, shared = ("some GPU",) * 2, {"text_config": {"n_shared_experts": 1}}
+    assert missing(shared, gpus, 2) == {}
+    assert missing({}, gpus, 2) == {"shared_stream": "the model has no shared experts"}
+    assert set(missing(shared, (), 2)) == {"shared_stream", "fused_allreduce"}  # DBO: vLLM's own log says so
+    assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"}
+
+
+def test_a_plugin_that_the_environment_leaves_out_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    assert main(place.words()) == 2
+    assert "VLLM_PLUGINS=others leaves out the plugin" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
