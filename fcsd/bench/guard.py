@@ -68,7 +68,10 @@ def _signal_all(leader: int, number: int, told: set[int]) -> None:
         told.add(leader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, number)
-    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split():
+    children = ""
+    with contextlib.suppress(OSError):  # a kernel without the list: the group alone then
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    for child in children.split():
         with contextlib.suppress(ProcessLookupError):
             if int(child) not in told and os.getpgid(int(child)) != leader:
                 told.add(int(child))

@@ -56,6 +56,7 @@ def bench_serve(
         )
     stage = bench.stage(config)
     if stage.state() == "finished":
+        print(f"fcsd bench: finished before, in {folder}", file=sys.stderr)
         return dict(read_json(folder / "serving.json"))
     for part in ("rounds", "logs", *(["traces"] if benchmark.trace else [])):
         (folder / part).mkdir(parents=True, exist_ok=True)
