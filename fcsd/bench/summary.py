@@ -1,7 +1,8 @@
 """Medians, spreads and speed-ups of servers from their runs, and the table of them.
 
 A figure is the median over the rounds, with the lowest and the highest; within a round it is vLLM's own median over the
-requests (of the throughput, the total). A speed-up is the median of the ratios to stock within a round, above 1 better.
+requests (of the throughput, the total). A speed-up is the median of the ratios to stock within a round, above 1 better;
+of FarSkip over an emulated network, which stock does not have, to FarSkip blocking.
 """
 
 import statistics
@@ -51,6 +52,11 @@ def summarise(
         missing: why a row cannot be had.
         traces: what `fcsd.bench.trace.read_trace` says of a row.
     """
+    emulated = _emulated(facts["settings"]["comm"])
+
+    def base(row: Row) -> Sequence[Mapping[str, Any]]:
+        return runs.get("farskip_blocking" if row.farskip and emulated else "stock", ())
+
     return {
         "schema_version": SCHEMA_VERSION,
         **facts,
@@ -64,7 +70,7 @@ def summarise(
                 "environment": dict(row.environment),
                 "missing": missing.get(row.name),
                 "trace": traces.get(row.name),
-                "points": _points(runs[row.name], runs.get("stock", ())) if row.name in runs else [],
+                "points": _points(runs[row.name], base(row)) if row.name in runs else [],
             }
             for row in rows
         ],
@@ -72,16 +78,16 @@ def summarise(
     }
 
 
-def _points(runs: Sequence[Mapping[str, Any]], stock: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _points(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for place, first in enumerate(runs[0]["points"]):
         point: dict[str, Any] = {"prompt_tokens": first["prompt_tokens"]}
         for figure, (phase, name, less) in FIGURES.items():
             mine = [run["points"][place][phase][name] for run in runs]
-            theirs = [run["points"][place][phase][name] for run in stock]
+            theirs = [run["points"][place][phase][name] for run in base]
             point[figure] = spread(mine)
             pairs = zip(theirs, mine, strict=True) if less else zip(mine, theirs, strict=True)
-            point[figure]["speedup"] = spread([a / b for a, b in pairs]) if stock else None
+            point[figure]["speedup"] = spread([a / b for a, b in pairs]) if base else None
         for phase in ("prefill", "decode"):
             told = [run["points"][place][phase].get("communication") for run in runs]
             known = [each["overlap"] for each in told if each is not None]
@@ -117,7 +123,8 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     if _emulated(settings["comm"]):
         parts.append(
-            "The FarSkip rows run over an emulated network, stock does not: compare them with each other only."
+            "The FarSkip rows run over an emulated network, stock does not: compare them with each other only. Their x"
+            " is the speed-up over FarSkip, blocking."
         )
     parts += [text for text in (_against_best(result), _traced(result), _missing(result)) if text]
     quotes = "\n".join(f'- "{each["text"]}" ({each["about"]}; {each["source"]})' for each in REPORTED)

@@ -15,6 +15,7 @@ import pytest
 from fcsd.bench import times
 from fcsd.bench.rows import RowName, make_rows
 from fcsd.bench.server import reason_of
+from fcsd.bench.summary import summarise, table
 from fcsd.cli.main import main
 from tests.support import ROOT
 
@@ -211,6 +212,31 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     assert "- FarSkip, overlapped: 62.5 % of 0.2 ms" in capsys.readouterr().out
     assert "2 x some GPU" in (place.out / "serving.md").read_text()
     assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
+
+
+def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() -> None:
+    def measured(ttft: float) -> list[dict[str, Any]]:
+        figures = {"median_ttft_ms": ttft, "median_itl_ms": 1.0, "output_throughput": 9.0}
+        return [{"points": [{"prompt_tokens": 512, "prefill": figures, "decode": figures}]}]
+
+    comm = {"comm": "timed", "latency_ms": 2}
+    rows = make_rows(["stock", "farskip_blocking", "farskip_overlapped"], {}, (), 2, comm)
+    runs = {"stock": measured(50), "farskip_blocking": measured(300), "farskip_overlapped": measured(200)}
+    settings = {
+        "model": "M",
+        "against": "O",
+        "tensor_parallel": 2,
+        "requests": 4,
+        "output_tokens": 8,
+        "rounds": 1,
+    }
+    versions = {"vllm": "0.32.0", "fcsd-serving": "0.1.0", "devices": []}
+    facts = {"settings": settings | {"comm": comm, "prompt_tokens": [512]}, "versions": versions}
+    result = summarise(facts, rows, runs, {}, {})
+    ratios = [row["points"][0]["ttft_ms"]["speedup"]["median"] for row in result["rows"]]
+    assert ratios == [1.0, 1.0, 1.5]
+    assert "Their x is the speed-up." in table(result)
+    assert "fastest server" not in table(result)
 
 
 def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
