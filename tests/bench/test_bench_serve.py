@@ -235,7 +235,7 @@ def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() 
     result = summarise(facts, rows, runs, {}, {})
     ratios = [row["points"][0]["ttft_ms"]["speedup"]["median"] for row in result["rows"]]
     assert ratios == [1.0, 1.0, 1.5]
-    assert "Their x is the speed-up." in table(result)
+    assert "Their x is the speed-up over FarSkip, blocking." in table(result)
     assert "fastest server" not in table(result)
 
 
