@@ -20,7 +20,7 @@ ORDER = [
     ["models", "data", "tiny"],
     ["losses"],
     ["distill", "evaluate", "calibration"],  # side by side: none knows of another
-    ["layers", "cost", "chat"],
+    ["layers", "cost", "chat", "bench"],
     ["report"],
     ["publish"],
     ["stages"],

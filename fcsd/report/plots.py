@@ -372,6 +372,47 @@ def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Liter
     axis.legend()
 
 
+def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
+    """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel a figure, with the lowest and
+    the highest round; and one layer of those that were traced (Fig. 10).
+
+    result: what `fcsd.bench.summary.summarise` returns.
+    """
+    rows = [row for row in result["rows"] if row["points"]]
+    colours = model_colours([row["title"] for row in rows], "stock")
+    figure, axes = plt.subplots(1, 3, figsize=(_SIZE[0] * 2, _SIZE[1]))
+    for axis, (name, title, unit) in zip(
+        axes,
+        (
+            ("ttft_ms", "Time to the first token", "ms"),
+            ("tbt_ms", "Time between tokens", "ms"),
+            ("output_tokens_per_s", "Output", "tokens/s"),
+        ),
+        strict=True,
+    ):
+        for index, row in enumerate(rows):
+            values = [point[name] for point in row["points"]]
+            middle = [value["median"] for value in values]
+            reach = [
+                [value["median"] - value["lowest"] for value in values],
+                [value["highest"] - value["median"] for value in values],
+            ]
+            places = [place + 0.8 * ((index + 0.5) / len(rows) - 0.5) for place in range(len(values))]
+            style = {"color": colours[row["title"]], "label": row["title"], "capsize": 2}
+            axis.bar(places, middle, width=0.8 / len(rows), yerr=reach, **style)
+        lengths = [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
+        axis.set_xticks(range(len(lengths)), lengths)
+        axis.set(xlabel="tokens of the prompt", ylabel=unit)
+        axis.grid(alpha=0.3, axis="y")
+        _title(axis, title)
+    if rows:
+        _legend_beside(axes[-1])
+    _save(figure, folder / "serving.png", around=True)
+    traces = {row["title"]: row["trace"]["layer"] for row in rows if row["trace"] is not None}
+    if traces:
+        plot_timelines(traces, folder / "layer.png")
+
+
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
     """Draw `sweep.png`: loss of every candidate of both stages, a tick a tried value; diverged ones at the upper
     edge."""

@@ -1,0 +1,14 @@
+"""Benchmarks that drive programs of other environments: `fcsd bench serve` measures servers of vLLM against each other.
+
+    plan        what is asked for, and what of it is refused
+    rows        which servers are set against each other, by their flags
+    serve       the order of the measurements, and what is measured already
+    server      another environment's `vllm`: what is installed there, a server that comes up and ends, a measurement
+    guard       nothing of a server outlives the command
+    times       what a server's ranks say of their communication
+    trace       the same from a trace of vLLM's profiler
+    summary     medians, spreads and speed-ups; the table
+
+Not covered: SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`); a model whose
+tensors several machines share.
+"""

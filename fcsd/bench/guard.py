@@ -1,0 +1,82 @@
+"""Run a command that ends with the process that asked for it, whatever ends that one: Ctrl-C, an error, a kill.
+
+    python guard.py COMMAND…
+
+The asking process holds the other end of this one's standard input. When it closes, be it that the asking process is
+no more, the command and all that it started end: SIGTERM first, SIGKILL after `PATIENCE_S`. Processes that have left
+the command's group fall to this one when their parents end, and end too. Standard library only; it runs as a file.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PATIENCE_S = 20.0
+"""What a server has to end in good order: to free its GPUs and shared memory."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status, 128 plus the number of the signal that ended it."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asked_to_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.append(number))
+    try:
+        leader = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True).pid
+    except OSError as error:
+        print(f"{words[0]}: {error.strerror}", flush=True)
+        return 127
+    ended: dict[int, int] = {}
+    while leader not in ended and not asked_to_end and not select.select([sys.stdin], [], [], 0.05)[0]:
+        _reap(ended)
+    _end_all(leader, ended)
+    status = os.waitstatus_to_exitcode(ended[leader]) if leader in ended else -signal.SIGKILL
+    return status if status >= 0 else 128 - status
+
+
+def _reap(ended: dict[int, int]) -> bool:
+    """Note the children that have ended; tell whether others live."""
+    while True:
+        try:
+            child, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if not child:
+            return True
+        ended[child] = status
+
+
+def _end_all(leader: int, ended: dict[int, int]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until, told = time.monotonic() + PATIENCE_S, set[int]()
+        while _reap(ended):
+            _signal_all(leader, number, told)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+
+
+def _signal_all(leader: int, number: int, told: set[int]) -> None:
+    """Signal the command's group once, and once each child that is in another one."""
+    if leader not in told:
+        told.add(leader)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, number)
+    children = ""
+    with contextlib.suppress(OSError):  # a kernel without the list: the group alone then
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    for child in children.split():
+        with contextlib.suppress(ProcessLookupError):
+            if int(child) not in told and os.getpgid(int(child)) != leader:
+                told.add(int(child))
+                os.kill(int(child), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
