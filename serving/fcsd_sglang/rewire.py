@@ -115,9 +115,10 @@ def _routed(block: Any, where: str) -> Any:
 def _check_partial(part: nn.Module, where: str) -> None:
     """Raise Refused unless every rank of the group gives its part of the sum."""
     rows = [module for module in part.modules() if isinstance(module, RowParallelLinear)]
-    if len(rows) != 1 or rows[0].reduce_results or rows[0].tp_size != get_parallel().tp_size:
+    ranks = get_parallel().tp_size
+    if len(rows) != 1 or rows[0].reduce_results or rows[0].input_size != rows[0].input_size_per_partition * ranks:
         raise Refused(
-            f"{where}: {type(part).__name__} does not give one part of a sum over all {get_parallel().tp_size} ranks;"
+            f"{where}: {type(part).__name__} does not give one part of a sum over all {ranks} ranks;"
             " leave the options that replicate or regroup projections off"
         )
 
