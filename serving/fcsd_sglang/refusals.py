@@ -39,6 +39,14 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _set("enable_attn_tp_input_scattered", "enable_layernorm_sp"),
         "the stream is scattered over the ranks; leave --enable-attn-tp-input-scattered and sequence parallelism off",
     ),
+    (
+        _set("enable_nvidia_megakernel", "enable_amd_monokernel"),
+        "mega- and monokernels put the stock model in place of its layers; leave them off",
+    ),
+    (
+        _set("enable_fused_moe_sum_all_reduce"),
+        "--enable-fused-moe-sum-all-reduce sums routed experts in their kernel, at once; leave it off",
+    ),
     (_set("enable_torch_compile"), "--enable-torch-compile may move a wait to its start; leave it off"),
     (_set("enable_lora", "lora_paths"), "LoRA takes its rows from layer_boundary; merge the adapter into the weights"),
     (
