@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-cpus test-extras test-transformers check bench docs clean
+.PHONY: setup demo test test-cpus test-extras test-serving test-transformers check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,7 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 test: $(STAMP)  ## everything that needs no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
 test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPUs, as far as this one is not such
@@ -66,10 +66,30 @@ $(EXTRAS): pyproject.toml
 	rm -rf $@.new/tests  # one of them ships its own, which would stand before ours
 	mv $@.new $@
 
+SERVING := .serving
+SERVING_STAMP := $(SERVING)/.installed
+
+test-serving: $(STAMP)  ## converted models in vLLM on a CPU, against load_model; skipped where vLLM cannot be installed
+	if ! $(MAKE) --no-print-directory $(SERVING_STAMP); then \
+	  echo "skipped: vLLM for CPUs cannot be installed here, so nothing of serving/ was run in an engine"; exit 0; \
+	fi; \
+	rm -rf $(SERVING)/models && \
+	$(TEST_ENV) $(BIN)/python serving/tests/make_models.py $(CURDIR)/$(SERVING)/models && \
+	cd serving && FCSD_SERVING_MODELS=$(CURDIR)/$(SERVING)/models $(CURDIR)/$(SERVING)/bin/python -m pytest -q
+
+# An environment of its own: no version of transformers suits both fcsd and vLLM.
+$(SERVING_STAMP): serving/pyproject.toml serving/tests/requirements.txt
+	rm -rf $(SERVING) && $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r serving/tests/requirements.txt
+	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for CUDA; text needs none
+	$(SERVING)/bin/python serving/tests/name_vllm.py
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving
+	touch $@
+
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore
@@ -81,6 +101,9 @@ bench: $(STAMP)  ## ratios against peers, measured in one run; DATA_ROOT=… add
 	$(BENCH_ENV) $(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/forward.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sandbox.py $(if $(DATA_ROOT),--data-root $(DATA_ROOT))
+
+bench-serving: $(SERVING_STAMP)  ## what of the all-reduces a FarSkip model hides in vLLM, over an emulated network
+	$(SERVING)/bin/python benchmarks/serving.py
 
 DOCS_BIN := .venv-docs/bin
 DOCS_STAMP := .venv-docs/.installed

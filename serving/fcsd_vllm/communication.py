@@ -143,7 +143,7 @@ class Timed:
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Put a copy of `x` in the queue; a small one is waited for at once."""
         summed = x.clone(memory_format=torch.contiguous_format)
-        self.pending[tag] = done, _ = threading.Event(), []
+        self.pending[tag] = (threading.Event(), [])
         self.queue.put((summed, *self.pending[tag]))
         self.times.collectives += 1
         self.times.bytes += x.nbytes

@@ -30,7 +30,8 @@ def make_config_class(family: Family) -> Any:
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         check_config(config_dict, family)
-        made = super(new, cls).from_dict(config_dict, **kwargs)
+        unset = {name: value for name, value in family.defaults if config_dict.get(name) is None}
+        made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         config.farskip = config_dict["farskip"]
         config.__dict__["model_type"] = family.model_type

@@ -1,6 +1,6 @@
 """A workaround for expert parallelism on CPUs: vLLM 0.32.0 indexes its local experts with global ids, and crashes.
 
-`CPUUnquantizedExperts.apply` ignores `expert_map`, though it says that it supports expert parallelism (vllm issue 57837).
+`CPUUnquantizedExperts.apply` ignores `expert_map`, though its class says that it takes one (vllm issue 57837).
 """
 
 import inspect
@@ -31,7 +31,9 @@ def respect_expert_map() -> None:
         given["expert_map"] = None
         stock(**given)
         if given["apply_router_weight_on_input"]:
-            given["output"].masked_fill_(elsewhere, 0)  # one expert a token, whose weight was not applied here
+            given["output"].masked_fill_(
+                elsewhere, 0
+            )  # one expert a token, whose weight was not applied here
 
     apply.respects_expert_map = True  # type: ignore[attr-defined]
     Experts.apply = apply  # type: ignore[method-assign]

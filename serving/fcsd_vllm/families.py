@@ -1,6 +1,7 @@
 """The families that the plugin serves, a row each, in the spelling of vLLM and transformers. Standard library only."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Family:
     """Path from the model with its head to the module that holds the layers."""
     text_config: bool = False
     """A multimodal wrapper: the fields of the stack are in the text config."""
+    defaults: tuple[tuple[str, Any], ...] = ()
+    """Config fields that transformers' class does not write, because it has one way, and that vLLM chooses by."""
     fp16_rescales: bool = False
     """vLLM divides the residual stream by a factor in float16, in which the sums of two connectivities cannot meet."""
 
@@ -54,6 +57,7 @@ _ROWS = (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
+        defaults=(("n_group", 1), ("topk_group", 1)),
         fp16_rescales=True,
     ),
     Family(
@@ -61,6 +65,7 @@ _ROWS = (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
+        defaults=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
         fp16_rescales=True,
     ),
     Family("llama4_text", "Llama4TextConfig", "Llama4ForCausalLM", moe="feed_forward"),

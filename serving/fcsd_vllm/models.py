@@ -70,10 +70,20 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
 
 def _chosen(vllm_config: Any) -> Settings:
     """Return the settings with a back end."""
+    from vllm import envs
+    from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
     settings = read_settings(vllm_config.additional_config)
-    return settings if settings.comm else replace(settings, comm="c10d" if current_platform.is_cpu() else "stream")
+    if not settings.comm:
+        settings = replace(settings, comm="c10d" if current_platform.is_cpu() else "stream")
+    if settings.comm != "blocking" and envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        init_logger("vllm.fcsd").warning_once(
+            "FarSkip: breakable graphs end at every collective, so all-reduces are blocking;"
+            " VLLM_USE_BREAKABLE_CUDAGRAPH=0 overlaps them"
+        )
+        settings = replace(settings, comm="blocking", latency_ms=0.0, bandwidth_gb_per_s=0.0)
+    return settings
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What of vLLM cannot be had with FarSkip layers: a sentence each, told before weights are loaded. Standard library only."""
+"""What of vLLM cannot be had with FarSkip layers, told before weights are loaded. Standard library only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,10 @@ def _method(*names: str) -> Callable[[Any, Family], bool]:
 
 # Sequence-parallel MoE needs data parallelism above one too; the more general sentence comes last.
 _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
-    (_parallel("enable_dbo"), "dual batch overlap (--enable-dbo) splits the step that FarSkip layers overlap; leave it off"),
+    (
+        _parallel("enable_dbo"),
+        "dual batch overlap (--enable-dbo) splits the step that FarSkip layers overlap; leave it off",
+    ),
     (
         _parallel("use_sequence_parallel_moe"),
         "sequence-parallel MoE (expert parallel with data parallel) scatters the stream over the ranks; use"
@@ -39,7 +42,10 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
         "data parallelism exchanges tokens between its ranks in every MoE block; use --data-parallel-size 1 and start"
         " one server a replica",
     ),
-    (_above_one("prefill_context_parallel_size"), "context-parallel prefill splits the sums of a layer; leave it off"),
+    (
+        _above_one("prefill_context_parallel_size"),
+        "context-parallel prefill splits the sums of a layer; leave it off",
+    ),
     (
         _method("eagle3", "dflash"),
         "this draft model reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",

@@ -37,15 +37,36 @@ def register_all() -> None:
 def _add_hook(family: Family) -> None:
     """Let vLLM ask us, after what it does for the base's architecture, when an engine is configured."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.platforms import current_platform
 
     base: Any = MODELS_CONFIG_MAP.get(family.causal_lm, VerifyAndUpdateConfig)
 
     def verify_and_update_config(vllm_config: Any) -> None:
         base.verify_and_update_config(vllm_config)
         check_engine(vllm_config, family)
-        read_settings(vllm_config.additional_config)
+        settings = read_settings(vllm_config.additional_config)
+        if settings.comm != "blocking" and current_platform.is_cuda_alike():
+            keep_whole_graphs(vllm_config.compilation_config)
         vllm_config.additional_config = with_version(vllm_config.additional_config, fcsd_vllm.__version__)
 
     MODELS_CONFIG_MAP[family.architecture] = type(
-        f"{family.architecture}Config", (base,), {"verify_and_update_config": staticmethod(verify_and_update_config)}
+        f"{family.architecture}Config",
+        (base,),
+        {"verify_and_update_config": staticmethod(verify_and_update_config)},
     )
+
+
+def keep_whole_graphs(compilation_config: Any) -> None:
+    """Capture whole decode steps, and run prefill without graphs.
+
+    A piecewise graph ends at attention, where the sums that FarSkip hides behind attention are in flight: a stream that
+    leaves a capture has to come back before it ends.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.logger import init_logger
+
+    mode = compilation_config.cudagraph_mode
+    kept = CUDAGraphMode.FULL_DECODE_ONLY if mode is None else mode.without_piecewise()
+    if kept != mode:
+        init_logger("vllm.fcsd").info_once("FarSkip: no piecewise graphs, cudagraph_mode is %s", kept.name)
+    compilation_config.cudagraph_mode = kept

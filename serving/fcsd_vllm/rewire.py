@@ -1,4 +1,4 @@
-"""Rewire the layers of a vLLM model before its weights are loaded: loaders, kernels, caches, LoRA see the stock model."""
+"""Rewire the layers of a vLLM model before weights are loaded: loaders, kernels, caches and LoRA see the stock one."""
 
 import functools
 import inspect
@@ -19,7 +19,12 @@ from fcsd_vllm.versions import missing
 
 
 def rewire(
-    stack: nn.Module, family: Family, field: Field, communication: Communication, table: dict[str, Any], version: str
+    stack: nn.Module,
+    family: Family,
+    field: Field,
+    communication: Communication,
+    table: dict[str, Any],
+    version: str,
 ) -> list[int]:
     """Rewire the selected layers that this rank holds, in place.
 
@@ -61,7 +66,7 @@ def rewire(
         _give_partial_sums(schedule, family, version)
         table[schedule.name] = schedule
         attention = _attention(layers[k], family)
-        takes = set(inspect.signature(attention.forward).parameters) & {*family.arguments, "llama_4_scaling"}
+        takes = set(inspect.signature(attention.forward).parameters) & set(family.arguments)
         run = functools.partial(_forward, schedule, attention, family.arguments, tuple(sorted(takes)))
         layers[k].forward = run
     return rewired
@@ -69,7 +74,9 @@ def rewire(
 
 def _attention(layer: nn.Module, family: Family) -> Any:
     """Return the module of a layer that is its attention; None for a layer of another pipeline stage."""
-    return next((found for name in family.attention if (found := getattr(layer, name, None)) is not None), None)
+    return next(
+        (found for name in family.attention if (found := getattr(layer, name, None)) is not None), None
+    )
 
 
 def _runner(block: nn.Module) -> MoERunner | None:
@@ -115,16 +122,27 @@ def _check_runner(schedule: Schedule, runner: Any, where: str) -> None:
     if getattr(block, "is_fused_shared_expert_enabled", False):
         raise Refused(f"{where}: shared experts are fused with the routed ones; switch that off")
     if getattr(block, "replicate_shared_expert", False):
-        raise Refused(f"{where}: its shared expert is replicated on every rank; use a tensor parallel size that divides it")
+        raise Refused(
+            f"{where}: its shared expert is replicated on every rank; use a tensor parallel size that divides it"
+        )
     if getattr(runner, "routed_output_transform", None) is not None:
-        raise Refused(f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed")
+        raise Refused(
+            f"{where}: its routed output is transformed after the sum over the ranks, which must not be delayed"
+        )
     kernel = getattr(runner._quant_method, "moe_kernel", None)
     if kernel is not None and kernel.output_is_reduced():
-        raise Refused(f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself; choose another MoE back end")
+        raise Refused(
+            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself; choose another MoE back end"
+        )
 
 
 def _forward(
-    schedule: Schedule, attention: Any, names: tuple[str, ...], takes: tuple[str, ...], *args: Any, **kwargs: Any
+    schedule: Schedule,
+    attention: Any,
+    names: tuple[str, ...],
+    takes: tuple[str, ...],
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Compute a rewired layer, called as vLLM's loop calls the stock one."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -146,5 +164,7 @@ def _forward(
     op = torch.ops.fcsd.after_attention_in_flight if schedule.in_flight else torch.ops.fcsd.after_attention
     outputs = op(out, base, routed, schedule.name)
     if schedule.carries and schedule.ends_stage:
-        outputs = torch.ops.fcsd.finish(outputs[0], outputs[1], outputs[2] if schedule.in_flight else None, schedule.name)
+        outputs = torch.ops.fcsd.finish(
+            outputs[0], outputs[1], outputs[2] if schedule.in_flight else None, schedule.name
+        )
     return pair(schedule, outputs)

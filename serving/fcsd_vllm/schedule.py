@@ -12,7 +12,7 @@ regular model has. The other cases of `fcsd.Connectivity`:
 - `attention: full`, and the last layer of a run: A_k and R_k end with the layer.
 
 The stream o_k travels between layers as vLLM's pair (hidden_states, residual), whose sum it is: hidden_states is
-routed_k, residual the rest. In flight, residual is (stream, A_k), so that o_k = routed_k + stream + A_k after both waits.
+routed_k, residual the rest. In flight, residual is (stream, A_k): after both waits o_k = routed_k + stream + A_k.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch import nn
 from fcsd_vllm.communication import Communication
 
 
-@dataclass
+@dataclass(eq=False)
 class Schedule:
     """One rewired layer: its parts, and what is in flight when it begins and when it ends."""
 
@@ -52,9 +52,16 @@ class Schedule:
         """Return whether a second collective, beside R_k, is in flight when the layer ends."""
         return self.carries and (self.outdated or self.shared is not None)
 
-    def attention_input(self, stream: torch.Tensor, flight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def flight(self) -> str:
+        """Return what that collective sums: attention with shared experts, or these alone."""
+        return "attention" if self.outdated else "shared"
+
+    def attention_input(
+        self, stream: torch.Tensor, flight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream without the routed output of the layer before, and that after the norm."""
-        base = stream.clone() if flight is None else stream + self._wait(flight, "attention", self.index - 1)
+        base = stream.clone() if flight is None else stream + self._wait(flight, self.flight, self.index - 1)
         return base, self.layer.input_layernorm(base)  # type: ignore[operator]
 
     def after_attention(
@@ -70,7 +77,11 @@ class Schedule:
         Returns:
             stream, routed output, and in flight A_k (or the shared output of `mlp: full`).
         """
-        early = None if self.outdated and (self.dense or self.shared is not None) else self._start(attention, "attention")
+        early = (
+            None
+            if self.outdated and (self.dense or self.shared is not None)
+            else self._start(attention, "attention")
+        )
         if routed is None:
             stream = base.clone()
         elif self.begins_stage:
@@ -84,7 +95,9 @@ class Schedule:
             return self._dense(attention, stream, read)
         return self._outdated(attention, early, stream, read) if self.outdated else self._full(stream, read)
 
-    def _dense(self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _dense(
+        self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         out = self.block(read)
         out = self._wait(self._start(attention + out if self.outdated else out, "mlp"), "mlp")
         # The next stage takes hidden_states for a routed output.
@@ -94,6 +107,7 @@ class Schedule:
         self, attention: torch.Tensor, early: torch.Tensor | None, stream: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         flight = early if self.shared is None else self._start(attention + self.shared(read), "attention")
+        assert flight is not None
         routed = self._start(self.block(read), "routed")
         if self.carries:
             return stream, routed, flight
@@ -102,7 +116,7 @@ class Schedule:
 
     def _full(self, stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.carries:
-            flight = () if self.shared is None else (self._start(self.shared(read), "attention"),)
+            flight = () if self.shared is None else (self._start(self.shared(read), "shared"),)
             return stream, self._start(self.block(read), "routed"), *flight
         out = self.block(read)
         if self.shared is not None:
@@ -119,7 +133,7 @@ class Schedule:
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return (stream, routed) of a layer that carries, complete: for the boundary of a pipeline."""
         stream, routed, *flight = outputs
-        stream = stream + self._wait(flight[0], "attention") if flight else stream.clone()
+        stream = stream + self._wait(flight[0], self.flight) if flight else stream.clone()
         return stream, self._wait(routed, "routed").clone()
 
 

@@ -20,7 +20,7 @@ class Settings:
     """blocking: the engine's own all-reduce; stream: NCCL or RCCL on a stream of its own (the default on GPUs);
     c10d: functional collectives (the default on CPUs); timed: a thread that also emulates a network."""
     min_overlap_bytes: int = 0
-    """Messages below this size are reduced at once, with the engine's own all-reduce, which is faster for small ones."""
+    """Messages below this size are reduced at once by the engine's own all-reduce, which is faster for small ones."""
     latency_ms: float = 0.0
     """Of an emulated network, a collective; only `timed`."""
     bandwidth_gb_per_s: float = 0.0
@@ -51,17 +51,21 @@ def read_settings(additional_config: Any) -> Settings:
             raise SettingsError(f"{where}.{name}: must be a number of 0 or more, got {value!r}")
     settings = Settings(**chosen)
     if (settings.latency_ms or settings.bandwidth_gb_per_s) and settings.comm != "timed":
-        raise SettingsError(f"{where}: latency_ms and bandwidth_gb_per_s emulate a network; they need comm: timed")
+        raise SettingsError(
+            f"{where}: latency_ms and bandwidth_gb_per_s emulate a network; they need comm: timed"
+        )
     return settings
 
 
 def with_version(additional_config: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """Return an additional config that also tells the plugin's version: other code must not find its compiled graphs."""
+    """Return an additional config that tells the plugin's version too: other code must not find its compiled graphs."""
     chosen = {**additional_config.get("fcsd", {}), "version": version}
     return {**additional_config, "fcsd": chosen}
 
 
 def shown(settings: Settings) -> str:
     """Return settings as `blocking` or `timed (latency_ms 2)`."""
-    rest = ", ".join(f"{name} {value:g}" for name, value in asdict(settings).items() if name != "comm" and value)
+    rest = ", ".join(
+        f"{name} {value:g}" for name, value in asdict(settings).items() if name != "comm" and value
+    )
     return settings.comm + (f" ({rest})" if rest else "")

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: its environment, prompts, and the comparison with fcsd's reference."""
+"""What the tests of the engine share: its environment, prompts, the comparison with fcsd's reference, the recorder."""
 
 import gc
 import os
@@ -12,21 +12,35 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in this process
+    "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-os.environ.update(ENVIRONMENT)
+os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
 
 NEW_TOKENS = 16
 BOUND = 1e-5
 """Nats between two implementations in float32."""
 
 
+def inspect_here(*families: str) -> None:
+    """Give vLLM the classes of families themselves: it would inspect each by its name, in a process of 10 seconds."""
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    from fcsd_vllm import models
+    from fcsd_vllm.families import FAMILIES
+
+    load_general_plugins()
+    for name in families:
+        architecture = FAMILIES[name].architecture
+        ModelRegistry.register_model(architecture, getattr(models, architecture))
+
+
 def start_engine(folder: Path, **options: Any) -> Any:
     """Return an `LLM` of a tiny checkpoint in float32; `options` are its arguments."""
     from vllm import LLM
 
-    family = folder.name.partition("-")[0]
-    if family.startswith("deepseek"):
+    if folder.name.startswith("deepseek"):
         options.setdefault("attention_backend", "CPU_MLA")  # the default one has no float32
     return LLM(
         str(folder),
@@ -42,24 +56,41 @@ def start_engine(folder: Path, **options: Any) -> Any:
     )
 
 
-def stop_engine(llm: Any) -> None:
-    """Free what an engine in this process holds, so that another can start."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+def stop_engine(llm: Any = None) -> None:
+    """Free what an engine in this process holds, so that another can start; ranks stay joined under torchrun."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 
-    llm.llm_engine.engine_core.shutdown()
+    if llm is not None:
+        llm.llm_engine.engine_core.shutdown()
     del llm
+    if "RANK" in os.environ:
+        destroy_model_parallel()
+    else:
+        cleanup_dist_env_and_memory()
     gc.collect()
-    cleanup_dist_env_and_memory()
 
 
-def generate(llm: Any, folder: Path, **options: Any) -> list[Any]:
-    """Return what the engine makes of the reference's prompts, 16 greedy tokens each, with the top five log-probs."""
+def model_of(llm: Any) -> Any:
+    """Return the model of an engine in this process."""
+    return llm.apply_model(lambda model: model)[0]
+
+
+def generate(llm: Any, folder: Path, prompt_logprobs: int | None = 5, **options: Any) -> list[Any]:
+    """Return what the engine makes of the reference's prompts, 16 greedy tokens each, with the top five log-probs.
+
+    Those of prompts are not to be had of what is read from the prefix cache.
+    """
     from vllm import SamplingParams
 
     reference = np.load(folder / "reference.npz")
     prompts = [{"prompt_token_ids": reference[f"prompt{k}"].tolist()} for k in range(4)]
     sampling = SamplingParams(
-        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5, prompt_logprobs=5, detokenize=False
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        logprobs=5,
+        prompt_logprobs=prompt_logprobs,
+        detokenize=False,
     )
     return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
@@ -67,7 +98,7 @@ def generate(llm: Any, folder: Path, **options: Any) -> list[Any]:
 def compare(outputs: list[Any], folder: Path) -> tuple[int, float]:
     """Return how many prompts have all ids equal to the reference's, and the largest difference of a log-probability.
 
-    A prompt's log-probabilities are compared where its ids are the reference's; those of the prompts always.
+    Of a prompt whose ids differ only the prompt's own log-probabilities are compared.
     """
     reference = np.load(folder / "reference.npz")
     equal, worst = 0, 0.0
@@ -75,8 +106,103 @@ def compare(outputs: list[Any], folder: Path) -> tuple[int, float]:
         logprobs, ids = reference[f"logprobs{k}"], list(output.outputs[0].token_ids)
         same = ids == reference[f"ids{k}"].tolist()
         equal += same
-        rows = [*output.prompt_logprobs, *(output.outputs[0].logprobs if same else ())]
+        prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        rows = [*prompt, *(output.outputs[0].logprobs if same else ())]
         for position, row in enumerate(rows):
             for token, entry in (row or {}).items():
                 worst = max(worst, abs(entry.logprob - float(logprobs[position - 1, token])))
     return equal, worst
+
+
+class Recorder:
+    """A back end that writes down what happens around another one's collectives, in the order of execution.
+
+    `all_reduce` stands for a collective of the engine's own; `attention`, `experts`, `shared`, `mlp` for modules.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.events: list[str] = []
+        self.undo: list[Any] = []
+
+    def start(self, x: Any, tag: str) -> Any:
+        self.events.append(f"start {tag}")
+        return self.inner.start(x, tag)
+
+    def wait(self, x: Any, tag: str) -> Any:
+        self.events.append(f"wait {tag}")
+        return self.inner.wait(x, tag)
+
+    def watch(self, attention: Any, event: str) -> None:
+        """Write an event down when a layer's attention runs; compiled models run no hooks, so its kernel is wrapped."""
+        kernel = getattr(getattr(attention, "attn", None), "impl", None)
+        if kernel is None:
+            attention.register_forward_pre_hook(self.note(event))
+            return
+        run = kernel.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(event)
+            return run(*args, **kwargs)
+
+        kernel.forward = forward
+
+    def note(self, event: str) -> Any:
+        """A hook that writes an event down."""
+        return lambda *_: self.events.append(event)
+
+    def forget(self) -> None:
+        """Take back what `record` changed outside the engine."""
+        for undo in self.undo:
+            undo()
+
+
+def record(llm: Any) -> Recorder:
+    """Put a recorder into an engine that runs eagerly; the events begin with its next step."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    schedules = schedules_of(llm)
+    recorder = Recorder(model_of(llm).farskip_communication)
+    for schedule in schedules:
+        schedule.communication = recorder
+    for k, layer in enumerate(layers_of(llm)):
+        if (attention := attention_of(layer)) is None:
+            continue
+        recorder.watch(attention, f"attention {k}")
+        schedule = next((each for each in schedules if each.index == k), None)
+        if schedule is not None:
+            schedule.block.register_forward_pre_hook(
+                recorder.note(f"{'mlp' if schedule.dense else 'experts'} {k}")
+            )
+            if schedule.shared is not None:
+                schedule.shared.register_forward_pre_hook(recorder.note(f"shared {k}"))
+    group = get_tp_group()
+    stock = group.all_reduce
+
+    def all_reduce(x: Any) -> Any:
+        recorder.events.append("all_reduce")
+        return stock(x)
+
+    group.all_reduce = all_reduce
+    recorder.undo.append(lambda: delattr(group, "all_reduce"))
+    return recorder
+
+
+def schedules_of(llm: Any) -> list[Any]:
+    """Return the schedules of an engine's rewired layers, in order."""
+    from fcsd_vllm.schedule import Schedule
+
+    table = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return [each for each in table.values() if isinstance(each, Schedule)]
+
+
+def layers_of(llm: Any) -> list[Any]:
+    """Return the decoder layers of an engine's model."""
+    model = model_of(llm)
+    return list(getattr(model, "language_model", model).model.layers)
+
+
+def attention_of(layer: Any) -> Any:
+    """Return the attention module of a decoder layer."""
+    names = ("self_attn", "linear_attn", "attn")
+    return next((getattr(layer, name) for name in names if getattr(layer, name, None) is not None), None)

@@ -7,6 +7,7 @@ lies `reference.npz`: prompts, the 16 ids that `load_model(...).generate` adds g
 the whole vocabulary at every position, of one forward without a cache.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fcsd.tiny.models import tiny_model, tiny_tokenizer
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)
 NEW_TOKENS = 16
+_FIRST_TEXT = 128  # the wrapper's ids of images are below
 
 # Sizes that the engine's CPU kernels have: heads of 32, MLA as in the real models.
 _COMMON: dict[str, Any] = {
@@ -41,6 +43,15 @@ _YARN = {
     "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 4096,
 }
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 _MLA = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -56,15 +67,28 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
     "olmoe": {"num_key_value_heads": 4},
     "deepseek_v2": {**_MLA, **_EXPERTS},
-    "deepseek_v3": {**_MLA, **_EXPERTS, "q_lora_rank": 64, "topk_method": "noaux_tc"},
+    "deepseek_v3": {**_MLA, **_EXPERTS, "q_lora_rank": 64},
     "llama4_text": {
         **_HEADS,
         "intermediate_size": 64,
         "intermediate_size_mlp": 128,
         "attention_chunk_size": 8192,
     },
+    "llama4": {**_HEADS, "intermediate_size": 64, "intermediate_size_mlp": 128, "attention_chunk_size": 8192},
     "glm4_moe": {**_HEADS, **_EXPERTS, "use_qk_norm": True},
-    "gpt_oss": {**_HEADS, "intermediate_size": 64, "sliding_window": 32},
+    "gpt_oss": {
+        **_HEADS,
+        "intermediate_size": 64,
+        "sliding_window": 32,
+        "max_position_embeddings": 16384,
+        "rope_parameters": _GPT_OSS_YARN,
+    },
+    "qwen3_next": {
+        **_HEADS,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 128,
+        "layer_types": ["full_attention"] * 4,  # the engine's linear attention on CPUs has no float32
+    },
 }
 
 _HALF, _GAP = [2, 3], [0, 1, 3]
@@ -83,29 +107,67 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
 in `all` and in `gap`."""
 
 
+ADAPTED = "qwen2_moe-all"
+"""The checkpoint that also has an adapter: `ADAPTED/adapter`, with a reference of its own."""
+_RANK = 4
+
+
+def make_adapter(folder: Path) -> None:
+    """Write a LoRA adapter of attention and shared experts, in PEFT's format, and what the sums W + B·A give."""
+    from safetensors.torch import save_file
+
+    model = load_model(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
+            a = torch.randn(_RANK, module.in_features, generator=generator) / module.in_features**0.5
+            b = torch.randn(module.out_features, _RANK, generator=generator)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+            module.weight.add_(b @ a)
+    place = folder / "adapter"
+    place.mkdir()
+    save_file(tensors, place / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    np.savez(place / "reference.npz", **outputs_of(model))
+
+
 def make(case: str, folder: Path) -> None:
     """Write one checkpoint with its reference, and the original's where it is missing."""
     family, connectivity = CASES[case]
     original = folder / f"{family}-original"
     if not (original / "config.json").exists():
         model = tiny_model(family, **{**_COMMON, **SIZES[family]})
+        with torch.no_grad():  # log-probabilities within 5 nats, whose rounding stays far below the bound
+            model.get_output_embeddings().weight.mul_(0.5)
         model.save_pretrained(original)
         tiny_tokenizer(VOCABULARY).save_pretrained(original)
     if connectivity is not None and not (folder / case).exists():
         convert_checkpoint(original, folder / case, connectivity)
     if not (folder / case / "reference.npz").exists():
-        np.savez(folder / case / "reference.npz", **reference(folder / case))
+        np.savez(
+            folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
+        )
+    if case == ADAPTED and not (folder / case / "adapter").exists():
+        make_adapter(folder / case)
 
 
-@torch.no_grad()
-def reference(folder: Path) -> dict[str, Any]:
-    """Return prompts, greedy ids and log-probabilities of the model in a folder, by fcsd."""
-    model = load_model(folder, dtype=torch.float32)
+def outputs_of(model: Any) -> dict[str, Any]:
+    """Return prompts, greedy ids and log-probabilities of a model."""
     model.generation_config.eos_token_id = None  # all 16 tokens, as with the engine's ignore_eos
     generator = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
     for k, length in enumerate(PROMPT_TOKENS):
-        prompt = torch.randint(6, VOCABULARY, (1, length), generator=generator)
+        prompt = torch.randint(_FIRST_TEXT, VOCABULARY, (1, length), generator=generator)
         whole = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW_TOKENS
         )
@@ -118,6 +180,7 @@ def reference(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
     for name in sys.argv[2:] or CASES:

@@ -1,0 +1,174 @@
+"""What of its all-reduces a FarSkip model hides in vLLM, and what that saves: two ranks on a CPU, an emulated network.
+
+    .serving/bin/python benchmarks/serving.py [--rounds N]        `make bench-serving`
+
+A model of 8 layers with random weights is run by two ranks (tensor and expert parallel), whose collectives take turns
+in a thread that waits as a network of 2 ms and 0.5 GB/s would. Both ways are of one engine: overlapped, and
+each collective waited for where it begins. Their steps alternate. Hidden is the part of the collectives' time in which
+the computing thread did not wait for them.
+
+An emulation shows that the order lets collectives run beside computation, and says nothing about a real network.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+NETWORK = {"comm": "timed", "latency_ms": 2.0, "bandwidth_gb_per_s": 0.5}
+WORK = {"prefill": (4, 256, 1), "decode": (4, 16, 16)}
+"""Setting -> prompts, tokens of a prompt, tokens to generate."""
+CONFIG: dict[str, Any] = {
+    "architectures": ["FarSkipQwen3MoeForCausalLM"],
+    "model_type": "farskip_qwen3_moe",
+    "farskip": {"version": 1, "layers": list(range(8)), "attention": "partial", "mlp": "outdated"},
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def start_engine(folder: str, compiled: bool) -> Any:
+    """Return an engine of two ranks with weights that it makes up."""
+    from vllm import LLM
+
+    return LLM(
+        folder,
+        additional_config={"fcsd": NETWORK},
+        distributed_executor_backend="external_launcher",
+        dtype="bfloat16",
+        enable_expert_parallel=True,
+        enable_prefix_caching=False,
+        enforce_eager=not compiled,
+        kv_cache_memory_bytes=2**28,
+        load_format="dummy",
+        max_model_len=2048,
+        max_num_batched_tokens=4096,
+        max_num_seqs=16,
+        seed=0,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+    )
+
+
+def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+    """Return milliseconds a run of both ways, and what was hidden of the overlapped one's collectives."""
+    from vllm import SamplingParams
+
+    from fcsd_vllm.communication import Times
+
+    communication = llm.apply_model(lambda model: model.farskip_communication)[0]
+    overlapped = communication.settings
+    ways = {"overlapped": overlapped, "blocking": replace(overlapped, min_overlap_bytes=2**62)}
+    prompts, tokens, new_tokens = work
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    draw = random.Random(0)
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    times = {name: Times() for name in ways}
+    for each in range(rounds + 1):  # the first warms up
+        for name, settings in ways.items():
+            communication.settings, communication.times = settings, Times() if each == 0 else times[name]
+            rows = [
+                {"prompt_token_ids": [draw.randrange(2, 500) for _ in range(tokens)]} for _ in range(prompts)
+            ]
+            begun = time.perf_counter()
+            llm.generate(rows, sampling, use_tqdm=False)
+            if each:
+                took[name].append(1e3 * (time.perf_counter() - begun))
+    communication.settings = overlapped
+    return {
+        name: {
+            "median_ms": median(took[name]),
+            "runs_ms": took[name],
+            "hidden": times[name].hidden,
+            **asdict(times[name]),
+        }
+        for name in ways
+    }
+
+
+def run_rank(folder: str, compiled: bool, rounds: int) -> None:
+    """Measure on this rank; rank 0 writes the results beside the config."""
+    llm = start_engine(folder, compiled)
+    results = {name: measure(llm, work, rounds) for name, work in WORK.items()}
+    if os.environ["RANK"] == "0":
+        Path(folder, f"results-{int(compiled)}.json").write_text(json.dumps(results))
+
+
+def launch(folder: str, compiled: bool, rounds: int) -> dict[str, Any]:
+    """Run both ranks and return rank 0's results."""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            "--rank-of",
+            folder,
+        ]
+        + (["--compiled"] if compiled else [])
+        + ["--rounds", str(rounds)],
+        env=environment,
+        check=True,
+    )
+    return json.loads(Path(folder, f"results-{int(compiled)}.json").read_text())
+
+
+def main() -> None:
+    """Print a table: way, median, ratio to blocking, hidden."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank_of:
+        run_rank(given.rank_of, given.compiled, given.rounds)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        print("| work | model | blocking ms | overlapped ms | ratio | collectives | hidden |")
+        print("|---|---|---|---|---|---|---|")
+        for compiled in (False, True):
+            for work, ways in launch(folder, compiled, given.rounds).items():
+                blocking, overlapped = ways["blocking"], ways["overlapped"]
+                print(
+                    f"| {work} | {'compiled' if compiled else 'eager'} | {blocking['median_ms']:.0f}"
+                    f" | {overlapped['median_ms']:.0f} | {overlapped['median_ms'] / blocking['median_ms']:.2f}"
+                    f" | {overlapped['collectives'] // given.rounds} | {overlapped['hidden']:.1%} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The order of a step of four layers, written by hand: what runs while which sums are in flight."""
+
+# Every layer an MoE layer without shared experts: R_k runs beside attention k+1, A_k beside the experts of k.
+PLAIN = """
+attention 0 | start attention.0 | experts 0 | start routed.0
+wait attention.0 | attention 1 | start attention.1 | wait routed.0 | experts 1 | start routed.1
+wait attention.1 | attention 2 | start attention.2 | wait routed.1 | experts 2 | start routed.2
+wait attention.2 | attention 3 | start attention.3 | wait routed.2 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
+# Shared experts are summed with attention.
+SHARED = """
+attention 0 | shared 0 | start attention.0 | experts 0 | start routed.0
+wait attention.0 | attention 1 | wait routed.0 | shared 1 | start attention.1 | experts 1 | start routed.1
+wait attention.1 | attention 2 | wait routed.1 | shared 2 | start attention.2 | experts 2 | start routed.2
+wait attention.2 | attention 3 | wait routed.2 | shared 3 | start attention.3 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
+# A selected dense layer takes one sum and leaves nothing in flight.
+DENSE_FIRST = """
+attention 0 | mlp 0 | start mlp.0 | wait mlp.0
+attention 1 | shared 1 | start attention.1 | experts 1 | start routed.1
+wait attention.1 | attention 2 | wait routed.1 | shared 2 | start attention.2 | experts 2 | start routed.2
+wait attention.2 | attention 3 | wait routed.2 | shared 3 | start attention.3 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
+# Layer 2 is regular: what is in flight ends with layer 1; the engine sums twice itself.
+GAP = """
+attention 0 | start attention.0 | experts 0 | start routed.0
+wait attention.0 | attention 1 | start attention.1 | wait routed.0 | experts 1 | start routed.1
+wait attention.1 | wait routed.1
+attention 2 | all_reduce | all_reduce
+attention 3 | start attention.3 | experts 3 | start routed.3
+wait attention.3 | wait routed.3
+"""
+
+# attention: full, with shared experts: nothing is in flight between layers.
+ATTENTION_FULL = """
+attention 0 | shared 0 | start attention.0 | experts 0 | start routed.0 | wait attention.0 | wait routed.0
+attention 1 | shared 1 | start attention.1 | experts 1 | start routed.1 | wait attention.1 | wait routed.1
+attention 2 | shared 2 | start attention.2 | experts 2 | start routed.2 | wait attention.2 | wait routed.2
+attention 3 | shared 3 | start attention.3 | experts 3 | start routed.3 | wait attention.3 | wait routed.3
+"""
+
+# mlp: full, with shared experts: these take a sum of their own, but for the last layer of the run.
+MLP_FULL = """
+attention 0 | start attention.0 | wait attention.0 | shared 0 | start shared.0 | experts 0 | start routed.0
+wait shared.0 | attention 1 | start attention.1 | wait routed.0 | wait attention.1
+shared 1 | start shared.1 | experts 1 | start routed.1
+wait shared.1 | attention 2 | start attention.2 | wait routed.1 | wait attention.2
+shared 2 | start shared.2 | experts 2 | start routed.2
+wait shared.2 | attention 3 | start attention.3 | wait routed.2 | wait attention.3
+experts 3 | shared 3 | start routed.3 | wait routed.3
+"""
+
+OF_FAMILY = {
+    **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe", "gpt_oss"), PLAIN),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "llama4_text", "llama4"), SHARED),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DENSE_FIRST),
+}
+"""Family -> order with all layers selected; the first layer of three families is dense."""
+
+OF_CASE = {
+    **{f"{family}-all": order for family, order in OF_FAMILY.items()},
+    "qwen3_moe-gap": GAP,
+    "qwen2_moe-attention_full": ATTENTION_FULL,
+    "qwen2_moe-mlp_full": MLP_FULL,
+}
+
+
+def events(order: str, ranks: int) -> list[str]:
+    """Return the events of a step; one rank has no sums of the engine's own."""
+    found = [event.strip() for line in order.strip().splitlines() for event in line.split("|")]
+    return ["all_reduce", *found] if ranks > 1 else [event for event in found if event != "all_reduce"]

@@ -1,0 +1,100 @@
+"""Two ranks: tensor and expert parallel, blocking and overlapped, are right and in order; mutants are not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orders
+import pytest
+from engine import BOUND, ENVIRONMENT
+
+HERE = Path(__file__).parent
+
+RIGHT = [
+    *(
+        f"{family}-all:{layout}"
+        for family in ("qwen3_moe", "qwen2_moe", "deepseek_v2", "gpt_oss")
+        for layout in ("tp", "ep", "async", "async_ep")
+    ),
+    "qwen3_moe-gap:async",
+    "qwen2_moe-attention_full:async",
+    "qwen2_moe-mlp_full:async",
+    "deepseek_v2-gap:async",
+    "qwen3_moe-all:timed",
+]
+WRONG = [
+    "qwen3_moe-all:timed:wait_early",
+    "qwen3_moe-all:timed:wait_late",
+    "qwen3_moe-all:async:forget_all_reduce",
+    "qwen2_moe-all:async:reduce_shared_twice",
+    "deepseek_v2-all:async:leave_dense_stock",
+]
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Every case's result on each rank, of one launch of two processes."""
+    place = tmp_path_factory.mktemp("ranks") / "results"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(HERE / "two_ranks.py"),
+    ]
+    run = subprocess.run(
+        [*command, str(models), str(place), *RIGHT, *WRONG],
+        env={**ENVIRONMENT, **os.environ},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    ranks = [
+        [json.loads(line) for line in Path(f"{place}.{rank}").read_text().splitlines()] for rank in range(2)
+    ]
+    return {both[0]["case"]: list(both) for both in zip(*ranks, strict=True)}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_two_ranks_compute_what_load_model_computes_and_not_the_original(
+    case: str, results: dict[str, Any]
+) -> None:
+    for result in results[case]:
+        assert "error" not in result, result["error"]
+        assert (result["equal"], result["original"]) == (4, 0)
+        assert result["worst"] < BOUND
+
+
+@pytest.mark.parametrize("case", [case for case in RIGHT if case.partition(":")[0] in orders.OF_CASE])
+def test_both_ranks_begin_and_end_their_sums_in_the_order_that_is_written_down(
+    case: str, results: dict[str, Any]
+) -> None:
+    step = orders.events(orders.OF_CASE[case.partition(":")[0]], ranks=2)
+    for result in results[case]:
+        assert result["events"] == step * 16
+
+
+@pytest.mark.parametrize("case", [case for case in RIGHT if case.partition(":")[0].endswith("-all")])
+def test_a_layer_takes_as_many_sums_as_in_the_regular_model(case: str, results: dict[str, Any]) -> None:
+    events = results[case][0]["events"]
+    sums = [event for event in events if event.startswith(("start", "all_reduce"))]
+    dense = sum(event == "start mlp.0" for event in sums)  # one less
+    assert len(sums) == 16 * (1 + 2 * 4) - dense
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mutant_is_seen(case: str, results: dict[str, Any]) -> None:
+    checkpoint, _, mutant = case.split(":")
+    step = orders.events(orders.OF_CASE[checkpoint], ranks=2)
+    for result in results[case]:
+        assert "error" not in result, result["error"]
+        wrong_order = result["events"] != step * 16
+        wrong_numbers = result["worst"] > 1e-2
+        print(f"{case}: order {'wrong' if wrong_order else 'right'}, off by {result['worst']:.1e}")
+        assert wrong_order or wrong_numbers
+        if mutant not in ("wait_early", "wait_late"):  # the one computes the same, the other may by chance
+            assert wrong_numbers

@@ -1,0 +1,125 @@
+"""What cannot be served says so in one line, before weights are looked for: these folders have none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engine
+import pytest
+
+from fcsd_vllm import registration, versions
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path) -> Any:
+    """Make folders that hold a changed config.json of a checkpoint, and nothing else."""
+
+    def make(case: str, **changes: Any) -> Path:
+        config = json.loads((models / case / "config.json").read_text())
+        place = tmp_path / case
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps({**config, **changes}))
+        return place
+
+    return make
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    """Return what an engine says that does not start."""
+    with pytest.raises(Exception) as raised:
+        engine.start_engine(folder, skip_tokenizer_init=True, **options)
+    engine.stop_engine()
+    return str(raised.value)
+
+
+START = "import engine, pathlib, sys; engine.start_engine(pathlib.Path(sys.argv[1]))"
+FIELD = {"version": 1, "layers": [0, 1, 2, 3], "attention": "partial", "mlp": "outdated"}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"farskip": {**FIELD, "version": 2}},
+            "config.json: farskip.version: this fcsd reads version 1, got 2",
+        ),
+        ({"farskip": None}, "config.json: farskip.version: this fcsd reads version 1, got None"),
+        (
+            {"farskip": {**FIELD, "layers": [3, 4]}},
+            "layers: index 4 is out of range: the model has 4 decoder layers",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            "model_type 'farskip_qwen3_moe' needs architectures ['FarSkipQwen3MoeForCausalLM']",
+        ),
+        (
+            {"model_type": "qwen3_moe"},
+            "architecture 'FarSkipQwen3MoeForCausalLM' needs model_type 'farskip_qwen3_moe', got 'qwen3_moe'",
+        ),
+    ],
+)
+def test_a_config_that_does_not_belong_together_is_refused(changes: Any, words: str, folder: Any) -> None:
+    assert words in refusal(folder("qwen3_moe-all", **changes))
+
+
+def test_settings_and_features_are_refused_by_the_engine_that_is_configured(folder: Any) -> None:
+    assert "fcsd.com: unknown key; did you mean 'comm'?" in refusal(
+        folder("qwen3_moe-all"), additional_config={"fcsd": {"com": "blocking"}}
+    )
+    assert "vLLM rescales the stream of this family in float16; use --dtype bfloat16" in refusal(
+        folder("deepseek_v2-all"), dtype="float16", attention_backend=None
+    )
+
+
+def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_regular_model(
+    folder: Any,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", START, str(folder("qwen3_moe-all"))],
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0
+    assert "farskip_qwen3_moe" in run.stderr or "trust_remote_code" in run.stderr
+    assert "rewired" not in run.stderr
+
+
+def test_an_engine_that_is_not_on_the_list_warns_and_one_without_an_internal_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(versions, "VERIFIED", ("0.0.1",))
+    monkeypatch.setattr("logging.Logger.warning", lambda self, message, *args, **kwargs: said.append(message))
+    registration.register_all()
+    assert any("is not verified (0.0.1 is)" in text for text in said)
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    monkeypatch.delattr(moe_runner, "MoERunner")
+    with pytest.raises(
+        versions.EngineError, match=r"has no .*MoERunner.*install a verified version: vllm==0.0.1"
+    ):
+        registration.register_all()
+
+
+@pytest.mark.parametrize(
+    "given, kept",
+    [
+        (None, "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ("PIECEWISE", "NONE"),
+        ("FULL", "FULL"),
+    ],
+)
+def test_no_graph_ends_where_sums_are_in_flight(given: str | None, kept: str) -> None:
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+
+    config = SimpleNamespace(cudagraph_mode=given and CUDAGraphMode[given])
+    registration.keep_whole_graphs(config)
+    assert config.cudagraph_mode is CUDAGraphMode[kept]

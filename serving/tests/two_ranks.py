@@ -1,0 +1,148 @@
+"""Run cases on two ranks, each with a whole engine in its process (`torchrun`, executor `external_launcher`).
+
+    torchrun --nproc-per-node 2 two_ranks.py MODELS RESULTS CASE …
+
+A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANTS`. Rank R writes RESULTS.R, a line of
+JSON a case.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import engine
+
+_STAGES = {"comm": "blocking", "tensor_parallel_size": 1, "pipeline_parallel_size": 2, "enforce_eager": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp": _STAGES,  # compiled: on CPUs vLLM's own stages do not run eagerly
+    "tp": {"comm": "blocking"},
+    "ep": {"comm": "blocking", "enable_expert_parallel": True},
+    "async": {"comm": "c10d"},
+    "async_ep": {"comm": "c10d", "enable_expert_parallel": True},
+    "timed": {"comm": "timed"},
+}
+
+
+def wait_early(llm: Any) -> None:
+    """Every collective is waited for where it begins, which hides nothing."""
+    from fcsd_vllm.schedule import Schedule
+
+    for schedule in engine.schedules_of(llm):
+        start = schedule._start
+        schedule._start = lambda x, what, start=start, schedule=schedule: Schedule._wait(
+            schedule, start(x, what), what
+        )
+        schedule._wait = lambda x, *_: x
+
+
+def wait_late(llm: Any) -> None:
+    """Attention does not wait for the sum that it reads; the MoE block does."""
+    for schedule in engine.schedules_of(llm):
+        wait = schedule._wait
+        late: list[Any] = []
+
+        def attention_input(stream: Any, flight: Any, schedule: Any = schedule, late: Any = late) -> Any:
+            base = stream + flight
+            late.append(flight)
+            return base, schedule.layer.input_layernorm(base)
+
+        def wait_for_both(x: Any, what: str, index: Any = None, wait: Any = wait, late: Any = late) -> Any:
+            x = wait(x, what, index)
+            if late and what == "routed":
+                wait(late.pop(), "attention", index)
+            return x
+
+        schedule.attention_input, schedule._wait = attention_input, wait_for_both
+
+
+def forget_all_reduce(llm: Any) -> None:
+    """The routed outputs of layer 1 are not summed."""
+    schedule = engine.schedules_of(llm)[1]
+    start, wait = schedule._start, schedule._wait
+    schedule._start = lambda x, what: x.clone() if what == "routed" else start(x, what)
+    following = engine.schedules_of(llm)[2]
+    wait = following._wait
+    following._wait = lambda x, what, index=None: (
+        x if (what, index) == ("routed", 1) else wait(x, what, index)
+    )
+
+
+def reduce_shared_twice(llm: Any) -> None:
+    """The shared experts sum their outputs themselves too."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    for schedule in engine.schedules_of(llm):
+        for part in schedule.shared.modules() if schedule.shared is not None else ():
+            if isinstance(part, RowParallelLinear):
+                part.reduce_results = True
+
+
+def leave_dense_stock(llm: Any) -> None:
+    """A selected dense layer is the stock layer."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    for schedule in engine.schedules_of(llm):
+        if schedule.dense:
+            schedule.layer.forward = type(schedule.layer).forward.__get__(schedule.layer)
+            for part in schedule.layer.modules():
+                if isinstance(part, RowParallelLinear):
+                    part.reduce_results = True
+
+
+MUTANTS = {
+    function.__name__: function
+    for function in (wait_early, wait_late, forget_all_reduce, reduce_shared_twice, leave_dense_stock)
+}
+
+
+def run(case: str, models: Path) -> dict[str, Any]:
+    """Return what a case gave: prompts with equal ids, largest difference, order of events."""
+    checkpoint, layout, *mutants = case.split(":")
+    options = dict(LAYOUTS[layout])
+    settings = {"fcsd": {"comm": options.pop("comm")}}
+    folder = models / checkpoint
+    llm = engine.start_engine(
+        folder,
+        distributed_executor_backend="external_launcher",
+        additional_config=settings,
+        seed=0,
+        **{"tensor_parallel_size": 2, **options},
+    )
+    try:
+        for mutant in mutants:
+            MUTANTS[mutant](llm)
+        recorder = engine.record(llm)
+        outputs = engine.generate(llm, folder)
+        equal, worst = engine.compare(outputs, folder)
+        original, _ = engine.compare(outputs, folder.with_name(f"{checkpoint.partition('-')[0]}-original"))
+        recorder.forget()
+        return {
+            "case": case,
+            "equal": equal,
+            "worst": worst,
+            "original": original,
+            "events": recorder.events,
+        }
+    finally:
+        engine.stop_engine(llm)
+
+
+def main(models: str, results: str, *cases: str) -> None:
+    """Run cases one after another; a case that fails says why and leaves the others."""
+    engine.inspect_here(*{case.partition("-")[0] for case in cases})
+    with open(f"{results}.{os.environ['RANK']}", "w") as file:
+        for case in cases:
+            try:
+                result = run(case, Path(models))
+            except Exception as error:
+                traceback.print_exc()
+                result = {"case": case, "error": f"{type(error).__name__}: {error}"}
+                engine.stop_engine()
+            print(json.dumps(result), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,213 @@
+"""`serving/` is a distribution of its own, which cannot import fcsd: what both must say alike is compared here."""
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fcsd.connectivity import Connectivity
+from fcsd.errors import UserError
+from fcsd.families import FAMILIES, PREFIX
+from tests.support import ROOT
+
+SERVING = ROOT / "serving"
+PURE = ("families", "field", "refusals", "settings", "versions")
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Any:
+    """The plugin's modules that need no engine."""
+    sys.path.insert(0, str(SERVING))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(f"fcsd_vllm.{name}") for name in PURE})
+    finally:
+        sys.path.remove(str(SERVING))
+
+
+def test_every_family_is_named_as_in_fcsd(plugin: Any) -> None:
+    for name, row in plugin.families.FAMILIES.items():
+        family = FAMILIES[name]
+        assert (row.model_type, row.config, row.causal_lm) == (name, family.config, family.causal_lm)
+        assert row.farskip_type == PREFIX + name
+        assert row.text_config == family.multimodal
+
+
+def test_no_family_is_served_whose_equations_differ_from_the_plain_layer(plugin: Any) -> None:
+    for name in plugin.families.FAMILIES:
+        family = FAMILIES[name]
+        assert (family.layout, family.residual, family.residual_multiplier) == ("pre_norm", "sum", None)
+        assert family.additive
+        assert (family.layer_shared, family.stream_edit, family.side_output) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        None,
+        [],
+        {},
+        {"version": 2, "layers": [0], "attention": "partial", "mlp": "outdated"},
+        {"version": "1", "layers": [0], "attention": "partial", "mlp": "outdated"},
+        {"version": 1, "layers": [0], "attention": "partial"},
+        {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated", "more": 1},
+        {"version": 1, "layers": "all", "attention": "partial", "mlp": "outdated"},
+        {"version": 1, "layers": [0], "attention": "half", "mlp": "outdated"},
+        {"version": 1, "layers": [0], "attention": "partial", "mlp": "late"},
+        {"version": 1, "layers": [0], "attention": "full", "mlp": "full"},
+        {"version": 1, "layers": [0, 0], "attention": "partial", "mlp": "outdated"},
+        {"version": 1, "layers": [-1], "attention": "partial", "mlp": "outdated"},
+        {"version": 1, "layers": [True], "attention": "partial", "mlp": "outdated"},
+        {"version": 1, "layers": ["0"], "attention": "partial", "mlp": "outdated"},
+        {"version": 1, "layers": [1, 9], "attention": "partial", "mlp": "outdated"},
+    ],
+)
+def test_a_field_that_fcsd_refuses_is_refused_with_the_same_words(plugin: Any, field: Any) -> None:
+    with pytest.raises(UserError) as ours:
+        Connectivity.from_field(field).field([True] * 4)
+    with pytest.raises(plugin.field.FieldError) as theirs:
+        plugin.field.read_field(field, 4)
+    assert str(theirs.value) == str(ours.value)
+
+
+@pytest.mark.parametrize("layers", [[], [3, 1], [0, 1, 2, 3]])
+@pytest.mark.parametrize(
+    "attention, mlp", [("partial", "outdated"), ("full", "outdated"), ("partial", "full")]
+)
+def test_a_field_that_fcsd_writes_is_read(plugin: Any, layers: list[int], attention: Any, mlp: Any) -> None:
+    written = Connectivity(layers or "none", attention, mlp).field([True] * 4)
+    read = plugin.field.read_field(json.loads(json.dumps(written)), 4)
+    assert list(read.layers) == written["layers"]
+    assert (read.partial, read.outdated) == (attention == "partial", mlp == "outdated")
+
+
+def test_the_pure_modules_import_neither_an_engine_nor_torch() -> None:
+    code = "import sys; " + "; ".join(f"import fcsd_vllm.{name}" for name in PURE)
+    code += "; print([name for name in ('vllm', 'torch', 'transformers', 'fcsd') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(SERVING)!r}); {code}"],
+                         capture_output=True, text=True, check=True)  # fmt: skip
+    assert run.stdout.strip() == "[]"
+
+
+def test_no_module_of_the_plugin_imports_fcsd() -> None:
+    for path in SERVING.glob("fcsd_vllm/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(str(name).split(".")[0] == "fcsd" for name in names), path
+
+
+def test_the_distribution_needs_nothing_and_names_its_entry_point() -> None:
+    project = tomllib.loads((SERVING / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["dependencies"] == []
+    assert project["license"] == "Apache-2.0"
+    assert project["entry-points"]["vllm.general_plugins"] == {"fcsd": "fcsd_vllm:register"}
+    assert (SERVING / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert f'__version__ = "{project["version"]}"' in (SERVING / "fcsd_vllm/__init__.py").read_text()
+
+
+def test_no_function_of_the_plugin_is_longer_than_eighty_lines() -> None:
+    for path in SERVING.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
+
+
+def engine_config(dtype: str = "torch.bfloat16", method: str | None = None, **parallel: Any) -> Any:
+    """What the refusals read of a vLLM config."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(dtype=dtype),
+        speculative_config=SimpleNamespace(method=method) if method else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "family, config, words",
+    [
+        ("qwen3_moe", engine_config(enable_dbo=True), "--enable-dbo"),
+        (
+            "qwen3_moe",
+            engine_config(use_sequence_parallel_moe=True, data_parallel_size=2),
+            "sequence-parallel MoE",
+        ),
+        ("qwen3_moe", engine_config(data_parallel_size=2), "one server a replica"),
+        ("qwen3_moe", engine_config(prefill_context_parallel_size=2), "context-parallel prefill"),
+        ("llama4_text", engine_config(method="eagle3"), "use n-gram speculation"),
+        ("deepseek_v3", engine_config(dtype="torch.float16"), "use --dtype bfloat16"),
+    ],
+)
+def test_a_feature_that_farskip_layers_lack_is_refused_in_one_line(
+    plugin: Any, family: str, config: Any, words: str
+) -> None:
+    row = plugin.families.FAMILIES[family]
+    with pytest.raises(plugin.refusals.Refused, match=words) as refused:
+        plugin.refusals.check_engine(config, row)
+    assert str(refused.value).startswith(f"fcsd-serving: {row.architecture}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
+    rows = plugin.families.FAMILIES
+    plugin.refusals.check_engine(engine_config(data_parallel_size=1, enable_dbo=False), rows["deepseek_v3"])
+    plugin.refusals.check_engine(engine_config(method="ngram"), rows["qwen3_moe"])
+    plugin.refusals.check_engine(engine_config(dtype="torch.float16"), rows["qwen3_moe"])
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"com": "blocking"}, r"additional_config: fcsd.com: unknown key; did you mean 'comm'\?"),
+        ({"comm": "nccl"}, "must be one of blocking, stream, c10d, timed, got 'nccl'"),
+        ({"comm": "timed", "latency_ms": -1}, "latency_ms: must be a number of 0 or more, got -1"),
+        ({"comm": "c10d", "latency_ms": 2}, "they need comm: timed"),
+        ("blocking", "must be a mapping"),
+    ],
+)
+def test_a_setting_that_has_no_meaning_is_refused(plugin: Any, given: Any, words: str) -> None:
+    with pytest.raises(plugin.settings.SettingsError, match=words):
+        plugin.settings.read_settings({"fcsd": given})
+
+
+def test_the_key_of_the_compile_cache_tells_the_plugin_and_keeps_what_others_set(plugin: Any) -> None:
+    config = plugin.settings.with_version({"other": 1, "fcsd": {"comm": "timed"}}, "0.1.0")
+    assert config == {"other": 1, "fcsd": {"comm": "timed", "version": "0.1.0"}}
+    assert plugin.settings.read_settings(config) == plugin.settings.read_settings({"fcsd": {"comm": "timed"}})
+
+
+def test_a_verified_engine_is_silent_and_another_warns_with_the_list(plugin: Any) -> None:
+    verified = plugin.versions.VERIFIED[0]
+    assert plugin.versions.unverified(f"{verified}+cpu") is None
+    assert f"({', '.join(plugin.versions.VERIFIED)} is)" in plugin.versions.unverified("9.9.9")
+
+
+def test_a_missing_internal_is_an_error_that_names_the_verified_versions(plugin: Any) -> None:
+    # fcsd's environment has no engine at all.
+    with pytest.raises(
+        plugin.versions.EngineError, match=f"install a verified version: vllm=={plugin.versions.VERIFIED[0]}"
+    ):
+        plugin.versions.check_internals("9.9.9")
+
+
+def test_an_architecture_of_another_family_is_refused(plugin: Any) -> None:
+    sys.path.insert(0, str(SERVING))
+    try:
+        configs = importlib.import_module("fcsd_vllm.configs")
+    finally:
+        sys.path.remove(str(SERVING))
+    field = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
+    row = plugin.families.FAMILIES["qwen3_moe"]
+    good = {"architectures": ["FarSkipQwen3MoeForCausalLM"], "farskip": field, "num_hidden_layers": 4}
+    configs.check_config(good, row)
+    for wrong in (["Qwen3MoeForCausalLM"], ["FarSkipMixtralForCausalLM"], []):
+        with pytest.raises(
+            plugin.field.FieldError, match=r"needs architectures \['FarSkipQwen3MoeForCausalLM'\]"
+        ):
+            configs.check_config({**good, "architectures": wrong}, row)
+    with pytest.raises(plugin.field.FieldError, match="the model has 4 decoder layers"):
+        configs.check_config({**good, "farskip": {**field, "layers": [4]}}, row)
