@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from fcsd_vllm.communication import Alone, Blocking, Communication, make_communication
 from fcsd_vllm.settings import Settings, SettingsError, read_settings
 
@@ -26,11 +27,15 @@ def settings() -> Settings:
     try:
         chosen = read_settings({"fcsd": json.loads(text)})
     except json.JSONDecodeError as error:
-        raise SettingsError(f"{VARIABLE}: must be JSON such as {{\"comm\": \"blocking\"}}, got {text!r}") from error
+        raise SettingsError(
+            f'{VARIABLE}: must be JSON such as {{"comm": "blocking"}}, got {text!r}'
+        ) from error
     except SettingsError as error:
         raise SettingsError(str(error).replace("additional_config: fcsd", VARIABLE)) from error
     if chosen.comm and chosen.comm not in BACK_ENDS:
-        raise SettingsError(f"{VARIABLE}.comm: must be one of {', '.join(BACK_ENDS)} with SGLang, got {chosen.comm!r}")
+        raise SettingsError(
+            f"{VARIABLE}.comm: must be one of {', '.join(BACK_ENDS)} with SGLang, got {chosen.comm!r}"
+        )
     return chosen if chosen.comm else replace(chosen, comm=BACK_ENDS[0])
 
 

@@ -9,11 +9,11 @@ import os
 from typing import Any
 
 import transformers
+
+from fcsd_sglang.families import DEFAULTS, FAMILIES
+from fcsd_sglang.versions import EngineError, check_version, installed
 from fcsd_vllm.configs import check_config
 from fcsd_vllm.families import Family
-
-from fcsd_sglang.families import FAMILIES
-from fcsd_sglang.versions import EngineError, check_version, installed
 
 VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 PACKAGE = __name__.partition(".")[0]
@@ -36,14 +36,15 @@ def make_config_class(family: Family) -> Any:
         check_version(installed())
         check_package(os.environ.get(VARIABLE))
         check_config(config_dict, family)
-        made = super(new, cls).from_dict(config_dict, **kwargs)
+        unset = {k: v for k, v in DEFAULTS.get(family.model_type, {}).items() if config_dict.get(k) is None}
+        made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         config.farskip = config_dict["farskip"]
         config.architectures = [family.causal_lm]
         config.__dict__["model_type"] = family.model_type
         return made
 
-    new = type(
+    new: Any = type(
         f"FarSkip{family.config}",
         (base,),
         {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": __name__},

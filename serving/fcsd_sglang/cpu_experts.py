@@ -1,4 +1,4 @@
-"""A workaround for expert parallelism on CPUs: SGLang 0.5.23's native experts index with -1, the id of others' experts."""
+"""A workaround for expert parallelism on CPUs: SGLang 0.5.23's native ones index with -1, others' id."""
 
 from typing import Any
 

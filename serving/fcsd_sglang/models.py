@@ -9,16 +9,17 @@ import functools
 import importlib
 from typing import Any
 
-from fcsd_vllm.families import Family
-from fcsd_vllm.field import read_field
-
 from fcsd_sglang.families import FAMILIES, MODULES
 from fcsd_sglang.versions import check_version, installed
+from fcsd_vllm.families import Family
+from fcsd_vllm.field import read_field
 
 
 def make_model_class(family: Family) -> Any:
     """Return the class of a family that serves regular and FarSkip checkpoints."""
-    stock: Any = getattr(importlib.import_module(f"sglang.srt.models.{MODULES[family.model_type]}"), family.causal_lm)
+    stock: Any = getattr(
+        importlib.import_module(f"sglang.srt.models.{MODULES[family.model_type]}"), family.causal_lm
+    )
 
     @functools.wraps(stock.__init__)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,20 +35,20 @@ def make_model_class(family: Family) -> Any:
     namespace: dict[str, Any] = {"__init__": __init__, "__module__": __name__}
     if hasattr(stock, "shared_experts_fusion_disable_reason"):
         namespace["shared_experts_fusion_disable_reason"] = classmethod(shared_experts_fusion_disable_reason)
-    made = type(family.causal_lm, (stock,), namespace)
+    made: Any = type(family.causal_lm, (stock,), namespace)
     return made
 
 
 def _rewire(model: Any, config: Any, family: Family) -> None:
     import logging
 
-    from fcsd_vllm.settings import shown
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
     from fcsd_sglang.communication import make, settings
     from fcsd_sglang.refusals import check_arguments
     from fcsd_sglang.rewire import rewire
+    from fcsd_vllm.settings import shown
 
     check_arguments(resolving_view(get_server_args()), family.architecture)
     chosen = settings()

@@ -1,4 +1,4 @@
-"""What of SGLang cannot be had with FarSkip layers: a sentence each, told before weights are loaded. Standard library only."""
+"""What of SGLang cannot be had with FarSkip layers, told before weights are loaded. Standard library only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,10 +48,13 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "--enable-fused-moe-sum-all-reduce sums routed experts in their kernel, at once; leave it off",
     ),
     (_set("enable_torch_compile"), "--enable-torch-compile may move a wait to its start; leave it off"),
-    (_set("enable_lora", "lora_paths"), "LoRA takes its rows from layer_boundary; merge the adapter into the weights"),
+    (
+        _set("enable_lora", "lora_paths"),
+        "LoRA takes its rows from layer_boundary; merge the adapter into the weights",
+    ),
     (
         _reads_between_layers,
-        "draft models read the stream between layers, where FarSkip has sums in flight; use --speculative-algorithm NGRAM",
+        "draft models read the stream between layers, where FarSkip has sums in flight; use NGRAM",
     ),
 )
 

@@ -10,11 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from fcsd_vllm.communication import Communication
-from fcsd_vllm.families import Family
-from fcsd_vllm.field import Field
-from fcsd_vllm.refusals import Refused
-from fcsd_vllm.schedule import Schedule
 from sglang.srt.layers.layer_boundary import PLAIN_ADD
 from sglang.srt.layers.layer_boundary.adapters.attention import get_attn_tp_context
 from sglang.srt.layers.layer_boundary.residual.batch import stream_of
@@ -24,6 +19,11 @@ from sglang.srt.utils import use_intel_amx_backend
 from torch import nn
 
 from fcsd_sglang.families import GIVES_PAIR
+from fcsd_vllm.communication import Communication
+from fcsd_vllm.families import Family
+from fcsd_vllm.field import Field
+from fcsd_vllm.refusals import Refused
+from fcsd_vllm.schedule import Schedule
 
 
 class InFlight(NamedTuple):
@@ -76,7 +76,8 @@ def rewire(stack: Any, family: Family, field: Field, communication: Communicatio
 
 def _take_apart(schedule: Schedule) -> None:
     """Let attention, the block and the shared experts of a layer give this rank's part of their sums."""
-    layer, block, where = schedule.layer, schedule.block, f"layer {schedule.index}"
+    layer, where = schedule.layer, f"layer {schedule.index}"
+    block: Any = schedule.block
     parts: list[Any] = [layer.self_attn]
     if getattr(layer.self_attn, "use_dsa", False):
         raise Refused(f"{where}: sparse attention hands its indices from layer to layer; serve with vLLM")
@@ -84,7 +85,9 @@ def _take_apart(schedule: Schedule) -> None:
         parts.append(block)
     else:
         if getattr(block, "num_fused_shared_experts", 0):
-            raise Refused(f"{where}: shared experts are fused with the routed ones; use --disable-shared-experts-fusion")
+            raise Refused(
+                f"{where}: shared experts are fused with the routed ones; use --disable-shared-experts-fusion"
+            )
         if getattr(block, "_fuse_shared_experts_inside_sbo", False):
             raise Refused(f"{where}: shared experts run inside single-batch overlap; leave it off")
         schedule.block = _routed(block, where)
@@ -106,7 +109,9 @@ def _routed(block: Any, where: str) -> Any:
     def routed(hidden_states: torch.Tensor) -> torch.Tensor:
         shared = getattr(block, "shared_experts", None)
         if shared is not None and use_intel_amx_backend(shared.gate_up_proj):
-            raise Refused(f"{where}: SGLang's AMX kernels add shared experts to the routed ones; serve with vLLM")
+            raise Refused(
+                f"{where}: SGLang's AMX kernels add shared experts to the routed ones; serve with vLLM"
+            )
         return block.forward_normal(hidden_states)
 
     return routed
@@ -116,7 +121,11 @@ def _check_partial(part: nn.Module, where: str) -> None:
     """Raise Refused unless every rank of the group gives its part of the sum."""
     rows = [module for module in part.modules() if isinstance(module, RowParallelLinear)]
     ranks = get_parallel().tp_size
-    if len(rows) != 1 or rows[0].reduce_results or rows[0].input_size != rows[0].input_size_per_partition * ranks:
+    if (
+        len(rows) != 1
+        or rows[0].reduce_results
+        or rows[0].input_size != rows[0].input_size_per_partition * ranks
+    ):
         raise Refused(
             f"{where}: {type(part).__name__} does not give one part of a sum over all {ranks} ranks;"
             " leave the options that replicate or regroup projections off"
@@ -132,10 +141,14 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("captured_last_layer_outputs") is not None or given.get("capture_output") is not None:
-            raise Refused(f"layer {schedule.index}: the stream between layers is asked for, where sums are in flight")
+            raise Refused(
+                f"layer {schedule.index}: the stream between layers is asked for, where sums are in flight"
+            )
         batch = given["forward_batch"]
         base, routed, read = _enter(schedule, given["hidden_states"], batch)
-        attention = layer.self_attn(hidden_states=read, **{name: given[name] for name in takes if name in given})
+        attention = layer.self_attn(
+            hidden_states=read, **{name: given[name] for name in takes if name in given}
+        )
         get_attn_tp_context().clear_attn_inputs()
         outputs = schedule.after_attention(attention, base, routed)
         if schedule.carries and not schedule.ends_stage:

@@ -17,8 +17,8 @@ def check_version(version: str) -> None:
     """Raise EngineError for another version than the one whose layers are known."""
     if version.partition("+")[0] != VERSION:
         raise EngineError(
-            f"fcsd-serving: SGLang {version} is refused: FarSkip layers bypass layer_boundary, whose rules are known for"
-            f" {VERSION} only; install sglang=={VERSION}, or serve with vLLM"
+            f"fcsd-serving: SGLang {version} is refused: FarSkip layers bypass layer_boundary, known for"
+            f" {VERSION} alone; install sglang=={VERSION}, or serve with vLLM"
         )
 
 

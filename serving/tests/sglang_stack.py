@@ -95,7 +95,11 @@ def logprobs(model: Any, tokens: Any) -> torch.Tensor:
 
     tokens = torch.as_tensor(tokens)
     batch = SimpleNamespace(
-        can_run_tbo=False, residual_stream=None, forward_mode=ForwardMode.EXTEND, input_ids=tokens, attn_cp_metadata=None
+        can_run_tbo=False,
+        residual_stream=None,
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=tokens,
+        attn_cp_metadata=None,
     )
     hidden = model.model(tokens, torch.arange(len(tokens)), batch)
     logits = hidden @ model.lm_head.weight.T
@@ -121,7 +125,9 @@ def worst(model: Any, folder: Path) -> float:
 def recorded(model: Any) -> Iterator[list[str]]:
     """Give the list of what happens in a forward: attention, blocks, starts and waits, each with its layer."""
     events: list[str] = []
-    for schedule in {id(s): s for layer in model.model.layers if (s := schedule_of(layer)) is not None}.values():
+    for schedule in {
+        id(s): s for layer in model.model.layers if (s := schedule_of(layer)) is not None
+    }.values():
         schedule.communication = _Recording(schedule.communication, events)
     yield events
 
