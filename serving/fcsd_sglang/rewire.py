@@ -70,6 +70,7 @@ def rewire(stack: Any, family: Family, field: Field, communication: Communicatio
             communication=communication,
         )
         _take_apart(schedule)
+        layer.farskip_schedule = schedule
         layer.forward = _make_forward(schedule, gives_pair=family.model_type in GIVES_PAIR)
     return rewired
 

@@ -5,8 +5,6 @@ norms, experts, shared experts, boundaries, and what fcsd_sglang makes of them; 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,17 +21,19 @@ ENVIRONMENT = {
 os.environ.update(ENVIRONMENT)
 
 
+PLACE: dict[str, int] = {}
+"""Of this process; see `start`."""
+
+
 def start(rank: int = 0, ranks: int = 1, experts: int = 1, port: int = 29531) -> None:
-    """Make this process one of `ranks` of SGLang, among which layers, and experts in `experts` parts, are cut."""
+    """Make this process one of `ranks` of SGLang; experts are spread over them in `experts` parts."""
     import fcsd_sglang
 
     fcsd_sglang.register()
-    start.options = {"tp_size": ranks, "ep_size": experts}  # type: ignore[attr-defined]
-    start.rank, start.port = rank, port  # type: ignore[attr-defined]
+    PLACE.update(rank=rank, ranks=ranks, experts=experts, port=port)
 
 
 def _publish(folder: Path) -> Any:
-    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.runtime_context import SpawnRanks, publish
@@ -47,20 +47,20 @@ def _publish(folder: Path) -> Any:
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_radix_cache=True,
-        **start.options,  # type: ignore[attr-defined]
+        tp_size=PLACE["ranks"],
+        ep_size=PLACE["experts"],
     )
     arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=start.rank, gpu_id=0))  # type: ignore[attr-defined]
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=PLACE["rank"], gpu_id=0))
     if not torch.distributed.is_initialized():
         bootstrap._init_parallel_groups(
             backend="gloo",
-            dist_init_method=f"tcp://127.0.0.1:{start.port}",  # type: ignore[attr-defined]
+            dist_init_method=f"tcp://127.0.0.1:{PLACE['port']}",
             server_args=arguments,
             gpu_id=0,
         )
     model_config = ModelConfig.from_server_args(arguments)
     bootstrap.init_layer_runtime(model_config=model_config)
-    assert resolving_view(arguments).device == "cpu"
     return model_config
 
 
@@ -84,7 +84,7 @@ def load(folder: Path, original: Path) -> Any:
             out = of(hidden_states=hidden_states[None], position_embeddings=angles, attention_mask=None)
             return out[0][0] / ranks  # this rank's part of the sum
 
-        object.__setattr__(layer.self_attn, "forward", attention)
+        layer.self_attn.forward = attention
     return model
 
 
@@ -121,21 +121,30 @@ def worst(model: Any, folder: Path) -> float:
     return difference
 
 
-@contextmanager
-def recorded(model: Any) -> Iterator[list[str]]:
-    """Give the list of what happens in a forward: attention, blocks, starts and waits, each with its layer."""
+def record(model: Any) -> list[str]:
+    """Give the list that a forward fills: attention, shared experts, experts, starts and waits; see `orders`."""
+    from sglang.srt.runtime_context import get_parallel
+
     events: list[str] = []
-    for schedule in {
-        id(s): s for layer in model.model.layers if (s := schedule_of(layer)) is not None
-    }.values():
+
+    def said(event: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return function(*args, **kwargs)
+
+        return run
+
+    for k, layer in enumerate(model.model.layers):
+        layer.self_attn.forward = said(f"attention {k}", layer.self_attn.forward)
+        schedule = getattr(layer, "farskip_schedule", None)
+        if schedule is None:
+            continue
+        schedule.block = said(f"{'mlp' if schedule.dense else 'experts'} {k}", schedule.block)
+        schedule.shared = schedule.shared and said(f"shared {k}", schedule.shared)
         schedule.communication = _Recording(schedule.communication, events)
-    yield events
-
-
-def schedule_of(layer: Any) -> Any:
-    """Return the schedule of a rewired layer; None for a stock one."""
-    cells = getattr(layer.forward, "__closure__", None) or ()
-    return next((c.cell_contents for c in cells if type(c.cell_contents).__name__ == "Schedule"), None)
+    group = get_parallel().tp_group
+    group.all_reduce = said("all_reduce", type(group).all_reduce.__get__(group))
+    return events
 
 
 class _Recording:
@@ -149,3 +158,22 @@ class _Recording:
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         self.events.append(f"wait {tag}")
         return self.inner.wait(x, tag)
+
+
+def compare(models: Path, case: str) -> dict[str, Any]:
+    """Return how far a checkpoint is from fcsd's reference and from the original's, and the order of a step."""
+    folder, original = models / case, models / f"{case.partition('-')[0]}-original"
+    model = load(folder, original)
+    found = {"case": case, "worst": worst(model, folder), "original": worst(model, original)}
+    events = record(model)
+    logprobs(model, range(8))
+    return {**found, "events": list(events)}
+
+
+if __name__ == "__main__":  # one of two ranks: RANK EXPERTS PORT MODELS CASE …
+    import json
+    import sys
+
+    start(int(sys.argv[1]), 2, int(sys.argv[2]), int(sys.argv[3]))
+    for name in sys.argv[5:]:
+        print("RESULT", json.dumps(compare(Path(sys.argv[4]), name)), flush=True)
