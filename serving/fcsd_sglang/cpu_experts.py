@@ -12,12 +12,17 @@ def skip_absent_experts() -> None:
         return
 
     def moe_forward_native(layer: Any, x: Any, topk_output: Any, moe_runner_config: Any) -> Any:
-        absent = topk_output.topk_ids < 0
-        if not bool(absent.any()):
+        token, choice = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
+        if len(token) == topk_output.topk_ids.numel():
             return stock(layer, x, topk_output, moe_runner_config)
-        weights = topk_output.topk_weights.masked_fill(absent, 0)
-        present = topk_output._replace(topk_ids=topk_output.topk_ids.clamp(min=0), topk_weights=weights)
-        return stock(layer, x, present, moe_runner_config)
+        summed = x.new_zeros(x.shape)
+        if len(token):  # each choice of a present expert as a token with one expert
+            one = topk_output._replace(
+                topk_ids=topk_output.topk_ids[token, choice, None],
+                topk_weights=topk_output.topk_weights[token, choice, None],
+            )
+            summed.index_add_(0, token, stock(layer, x[token], one, moe_runner_config))
+        return summed
 
     moe_forward_native.skips_absent_experts = True  # type: ignore[attr-defined]
     fused_moe_native.moe_forward_native = moe_forward_native

@@ -65,7 +65,8 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
 
 
 @functools.cache
-def _classes() -> list[Any]:
+def classes() -> list[Any]:
+    """Return the class of each family, for SGLang's registry."""
     check_version(installed())
     from fcsd_sglang.cpu_experts import skip_absent_experts
 
@@ -77,4 +78,4 @@ def __getattr__(name: str) -> Any:
     """Make the classes when SGLang asks for them."""
     if name != "EntryClass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _classes()
+    return classes()

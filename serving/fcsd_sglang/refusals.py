@@ -5,12 +5,17 @@ from typing import Any
 
 from fcsd_vllm.refusals import Refused
 
+ARGUMENTS: list[str] = ["moe_a2a_backend", "speculative_algorithm"]
+"""Server arguments that are looked at."""
+
 
 def _above_one(*names: str) -> Callable[[Any], bool]:
+    ARGUMENTS.extend(names)
     return lambda arguments: any((getattr(arguments, name, None) or 1) > 1 for name in names)
 
 
 def _set(*names: str) -> Callable[[Any], bool]:
+    ARGUMENTS.extend(names)
     return lambda arguments: any(getattr(arguments, name, None) for name in names)
 
 

@@ -167,3 +167,148 @@ def test_another_version_is_refused_by_its_name() -> None:
     ) as refused:
         check_version("0.5.24")
     assert "\n" not in str(refused.value)
+
+
+CONFIG = {
+    "architectures": ["FarSkipQwen3MoeForCausalLM"],
+    "model_type": "farskip_qwen3_moe",
+    "num_hidden_layers": 4,
+    "farskip": {"version": 1, "layers": [0, 1], "attention": "partial", "mlp": "outdated"},
+}
+
+
+def read(folder: Path, **changes: Any) -> Any:
+    """Return the config that SGLang reads of a checkpoint."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return get_config(str(folder), trust_remote_code=False)
+
+
+def test_a_config_looks_like_the_base_and_keeps_its_field(tmp_path: Path, stack: Any) -> None:
+    config = read(tmp_path)
+    assert (config.model_type, config.architectures) == ("qwen3_moe", ["Qwen3MoeForCausalLM"])
+    assert config.farskip == CONFIG["farskip"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"farskip": {**CONFIG["farskip"], "version": 2}},
+            "farskip.version: this fcsd reads version 1, got 2",
+        ),
+        (
+            {"farskip": {**CONFIG["farskip"], "layers": [9]}},
+            "index 9 is out of range: the model has 4 decoder layers",
+        ),
+        ({"farskip": None}, "farskip.version: this fcsd reads version 1, got None"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs architectures ['FarSkipQwen3MoeForCausalLM']"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_in_a_line(
+    changes: dict[str, Any], message: str, tmp_path: Path, stack: Any
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        read(tmp_path, **changes)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_farskip_config_is_refused_in_another_version(
+    tmp_path: Path, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcsd_sglang.configs.installed", lambda: "0.5.24")
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is refused"):
+        read(tmp_path)
+
+
+def test_no_class_is_made_in_another_version(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcsd_sglang import models
+
+    models.classes.cache_clear()
+    monkeypatch.setattr(models, "installed", lambda: "0.5.24")
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is refused"):
+        _ = models.EntryClass
+    models.classes.cache_clear()
+
+
+@pytest.mark.parametrize("value", ["", "another_package"])
+def test_without_the_variable_a_farskip_config_is_refused(
+    value: str, tmp_path: Path, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", value)
+    with pytest.raises(
+        EngineError, match="needs SGLANG_EXTERNAL_MODEL_PACKAGE=fcsd_sglang in the environment"
+    ):
+        read(tmp_path)
+
+
+def test_without_the_plugin_sglang_refuses_the_folder(models: Path) -> None:
+    code = (
+        "import sys; from sglang.srt.plugins import load_plugins; load_plugins();"
+        "from sglang.srt.utils.hf_transformers_utils import get_config;"
+        "get_config(sys.argv[1], trust_remote_code=False)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(models / "qwen3_moe-all")],
+        env={**ENVIRONMENT, "SGLANG_PLUGINS": "none"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0
+    assert "contains custom code which must be executed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ({"attn_dp_size": 2}, "data-parallel attention"),
+        ({"attn_cp_size": 2}, "context parallelism"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
+        ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"enable_layernorm_sp": True}, "scattered over the ranks"),
+        ({"enable_nvidia_megakernel": True}, "monokernels"),
+        ({"enable_fused_moe_sum_all_reduce": True}, "--enable-fused-moe-sum-all-reduce"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"speculative_algorithm": "EAGLE3"}, "draft models"),
+    ],
+)
+def test_an_argument_that_farskip_layers_do_not_go_with_is_refused(
+    argument: dict[str, Any], message: str
+) -> None:
+    check_arguments(
+        SimpleNamespace(moe_a2a_backend="none", speculative_algorithm="NGRAM", tp_size=8), "FarSkipX"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_arguments(SimpleNamespace(**argument), "FarSkipX")
+
+
+def test_every_refused_argument_is_one_of_sglang(stack: Any) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from fcsd_sglang.refusals import ARGUMENTS
+
+    known = set(ServerArgs.__dataclass_fields__)
+    assert set(ARGUMENTS) <= known
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("blocking", 'must be JSON such as {"comm": "blocking"}'),
+        ('{"com": "blocking"}', "FCSD_SERVING.com: unknown key; did you mean 'comm'?"),
+        ('{"comm": "stream"}', "must be one of c10d, blocking, timed with SGLang, got 'stream'"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused(
+    text: str, message: str, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd_sglang.communication import settings
+
+    monkeypatch.setenv("FCSD_SERVING", text)
+    with pytest.raises(ValueError) as refused:
+        settings()
+    assert message in str(refused.value)
