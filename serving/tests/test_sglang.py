@@ -23,7 +23,7 @@ pytest.importorskip(
 BOUND = 1e-5
 """Nats between two implementations in float32."""
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
-STUBS = Path(__file__).with_name("sglang_stubs")
+STUBS = Path(__file__).resolve().with_name("sglang_stubs")
 ENVIRONMENT = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",
