@@ -22,6 +22,15 @@ def check_config(config: Mapping[str, Any], family: Family) -> None:
     read_field(config.get("farskip"), text.get("num_hidden_layers") if isinstance(text, Mapping) else None)
 
 
+def check_class(config: Any, family: Family) -> None:
+    """Raise FieldError for a config object that was not read, and so not checked, as one of this family's."""
+    if type(config).model_type != family.farskip_type:
+        raise FieldError(
+            f"config.json: architecture '{family.architecture}' needs model_type '{family.farskip_type}', got"
+            f" '{config.model_type}'; write the checkpoint again with `fcsd convert`"
+        )
+
+
 def make_config_class(family: Family) -> Any:
     """Return the config class of a family, as `AutoConfig` is to know it."""
     import transformers

@@ -8,7 +8,6 @@ from typing import Any
 from fcsd_vllm.communication import make_communication
 from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.field import read_field
-from fcsd_vllm.refusals import Refused, check_engine
 from fcsd_vllm.rewire import rewire
 from fcsd_vllm.settings import Settings, read_settings, shown
 
@@ -27,12 +26,6 @@ def make_model_class(family: Family) -> Any:
     stock = _stock_class(family.causal_lm)
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        config = vllm_config.model_config.hf_config
-        if getattr(config, "farskip", None) is None or config.model_type != family.model_type:
-            raise Refused(
-                f"config.json: architecture '{family.architecture}' needs model_type '{family.farskip_type}', got"
-                f" '{config.model_type}' without a farskip field; write the checkpoint again with `fcsd convert`"
-            )
         stock.__init__(self, vllm_config=vllm_config, prefix=prefix)
         _rewire(self, family, vllm_config)
 
@@ -44,7 +37,6 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.logger import init_logger
 
-    check_engine(vllm_config, family)
     config = vllm_config.model_config.hf_config
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     settings = _chosen(vllm_config)

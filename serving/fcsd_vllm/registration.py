@@ -42,6 +42,7 @@ def _add_hook(family: Family) -> None:
     base: Any = MODELS_CONFIG_MAP.get(family.causal_lm, VerifyAndUpdateConfig)
 
     def verify_and_update_config(vllm_config: Any) -> None:
+        configs.check_class(vllm_config.model_config.hf_config, family)
         base.verify_and_update_config(vllm_config)
         check_engine(vllm_config, family)
         settings = read_settings(vllm_config.additional_config)

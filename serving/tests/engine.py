@@ -57,15 +57,16 @@ def start_engine(folder: Path, **options: Any) -> Any:
 
 
 def stop_engine(llm: Any = None) -> None:
-    """Free what an engine in this process holds, so that another can start; ranks stay joined under torchrun."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+    """Free what an engine in this process holds, so that another can start.
+
+    Under torchrun the groups stay: the next engine takes them, and new ones could not be joined a second time.
+    """
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     if llm is not None:
         llm.llm_engine.engine_core.shutdown()
     del llm
-    if "RANK" in os.environ:
-        destroy_model_parallel()
-    else:
+    if "RANK" not in os.environ:
         cleanup_dist_env_and_memory()
     gc.collect()
 

@@ -13,6 +13,8 @@ from engine import BOUND, ENVIRONMENT
 
 HERE = Path(__file__).parent
 
+STAGES = [f"{case}:pp" for case in ("qwen3_moe-all", "qwen2_moe-gap", "deepseek_v2-all", "gpt_oss-all")]
+
 RIGHT = [
     *(
         f"{family}-all:{layout}"
@@ -34,10 +36,8 @@ WRONG = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Every case's result on each rank, of one launch of two processes."""
-    place = tmp_path_factory.mktemp("ranks") / "results"
+def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return every case's result on each rank, of one launch of two processes."""
     command = [
         sys.executable,
         "-m",
@@ -47,7 +47,7 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         str(HERE / "two_ranks.py"),
     ]
     run = subprocess.run(
-        [*command, str(models), str(place), *RIGHT, *WRONG],
+        [*command, str(models), str(place), *cases],
         env={**ENVIRONMENT, **os.environ},
         capture_output=True,
         text=True,
@@ -57,6 +57,24 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         [json.loads(line) for line in Path(f"{place}.{rank}").read_text().splitlines()] for rank in range(2)
     ]
     return {both[0]["case"]: list(both) for both in zip(*ranks, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_ranks(models, tmp_path_factory.mktemp("ranks") / "results", RIGHT + WRONG)
+
+
+@pytest.fixture(scope="module")
+def stages(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_ranks(models, tmp_path_factory.mktemp("stages") / "results", STAGES)
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_two_stages_of_a_pipeline_compute_what_load_model_computes(case: str, stages: dict[str, Any]) -> None:
+    for result in stages[case]:
+        assert "error" not in result, result["error"]
+        assert (result["equal"], result["original"]) == (4, 0)
+        assert result["worst"] < BOUND
 
 
 @pytest.mark.parametrize("case", RIGHT)
