@@ -15,7 +15,7 @@ from sglang.srt.layers.layer_boundary.adapters.attention import get_attn_tp_cont
 from sglang.srt.layers.layer_boundary.residual.batch import stream_of
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils import use_intel_amx_backend
+from sglang.srt.utils import cpu_has_amx_support, is_cpu
 from torch import nn
 
 from fcsd_sglang.families import GIVES_PAIR
@@ -91,8 +91,12 @@ def _take_apart(schedule: Schedule) -> None:
             )
         if getattr(block, "_fuse_shared_experts_inside_sbo", False):
             raise Refused(f"{where}: shared experts run inside single-batch overlap; leave it off")
-        schedule.block = _routed(block, where)
+        schedule.block = _routed(block)
         if getattr(block, "shared_experts", None) is not None:
+            if hasattr(block, "forward_cpu") and is_cpu() and cpu_has_amx_support():
+                raise Refused(
+                    f"{where}: SGLang's AMX kernels add shared experts to the routed ones; serve with vLLM"
+                )
             parts.append(block.shared_experts)
             schedule.shared = block._forward_shared_experts
             block._forward_shared_experts = _nothing
@@ -100,22 +104,19 @@ def _take_apart(schedule: Schedule) -> None:
         _check_partial(part, where)
 
 
+def _routed(block: Any) -> Any:
+    """Return the function of a block's routed experts.
+
+    Not its `forward`, which may add shared experts on another stream. SGLang's kernels write into their input, which
+    shared experts of `mlp: full` read after them.
+    """
+    if getattr(block, "shared_experts", None) is None:
+        return block.forward_normal
+    return lambda hidden_states: block.forward_normal(hidden_states.clone())
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for the shared experts of a block, which are computed apart from it."""
-
-
-def _routed(block: Any, where: str) -> Any:
-    """Return the function of a block's routed experts; not `forward`, which may add shared ones on another stream."""
-
-    def routed(hidden_states: torch.Tensor) -> torch.Tensor:
-        shared = getattr(block, "shared_experts", None)
-        if shared is not None and use_intel_amx_backend(shared.gate_up_proj):
-            raise Refused(
-                f"{where}: SGLang's AMX kernels add shared experts to the routed ones; serve with vLLM"
-            )
-        return block.forward_normal(hidden_states)
-
-    return routed
 
 
 def _check_partial(part: nn.Module, where: str) -> None:

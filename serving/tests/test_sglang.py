@@ -59,6 +59,26 @@ def test_layers_compute_what_fcsd_computes_in_the_order_that_hides_sums(
         assert found["events"] == orders.events(orders.OF_CASE[found["case"]], ranks=1)
 
 
+@pytest.mark.parametrize("case", ["deepseek_v2-all", "glm4_moe-mlp_full"])
+def test_experts_that_write_into_their_input_spoil_nothing(case: str, models: Path, stack: Any) -> None:
+    model = stack.load(models / case, models / f"{case.partition('-')[0]}-original")
+
+    def spoiling(experts: Any) -> Any:
+        stock = experts.forward
+
+        def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            out = stock(hidden_states, *args, **kwargs)
+            hidden_states.fill_(7)
+            return out
+
+        return forward
+
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.forward = spoiling(layer.mlp.experts)
+    assert stack.worst(model, models / case) < BOUND
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_regular_checkpoint_stays_regular(family: str, models: Path, stack: Any) -> None:
     assert stack.compare(models, f"{family}-original")["worst"] < BOUND
