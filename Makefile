@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-cpus test-extras test-serving test-transformers check bench bench-serving docs clean
+.PHONY: setup demo test test-cpus test-extras test-serving test-sglang test-transformers check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,7 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 test: $(STAMP)  ## everything that needs no GPU
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
 test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPUs, as far as this one is not such
@@ -86,10 +86,28 @@ $(SERVING_STAMP): serving/pyproject.toml serving/tests/requirements.txt
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving
 	touch $@
 
+SGLANG := .sglang
+SGLANG_STAMP := $(SGLANG)/.installed
+SGLANG_CASES := $(foreach f,qwen3_moe deepseek_v2 deepseek_v3 glm4_moe,$(foreach c,original all half gap attention_full mlp_full,$(f)-$(c)))
+
+test-sglang: $(STAMP) $(SGLANG_STAMP)  ## converted models in SGLang on a CPU, against load_model
+	rm -rf $(SGLANG)/models
+	$(TEST_ENV) $(BIN)/python serving/tests/make_models.py $(CURDIR)/$(SGLANG)/models $(SGLANG_CASES)
+	cd serving && PYTHONPATH=tests/sglang_stubs FCSD_SERVING_MODELS=$(CURDIR)/$(SGLANG)/models \
+	  $(CURDIR)/$(SGLANG)/bin/python -m pytest -q tests/test_sglang.py
+
+# Without SGLang's own requirements, which are for GPUs; what else it imports is stood in for by serving/tests/sglang_stubs.
+$(SGLANG_STAMP): serving/pyproject.toml serving/tests/requirements-sglang.txt
+	rm -rf $(SGLANG) && $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r serving/tests/requirements-sglang.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving
+	touch $@
+
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore

@@ -1,0 +1,81 @@
+"""The classes that take the places of SGLang's own, found by `SGLANG_EXTERNAL_MODEL_PACKAGE`.
+
+Each is the stock class for a stock checkpoint. With a FarSkip config, layers are rewired before weights are loaded.
+SGLang only logs a module of such a package that fails to import, and would go on with the stock classes. So this one
+imports nothing that can fail, and makes its classes when `EntryClass` is read, where an error ends the process.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+from fcsd_sglang.families import FAMILIES, MODULES
+from fcsd_sglang.versions import check_version, installed
+from fcsd_vllm.families import Family
+from fcsd_vllm.field import read_field
+
+
+def make_model_class(family: Family) -> Any:
+    """Return the class of a family that serves regular and FarSkip checkpoints."""
+    stock: Any = getattr(
+        importlib.import_module(f"sglang.srt.models.{MODULES[family.model_type]}"), family.causal_lm
+    )
+
+    @functools.wraps(stock.__init__)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        stock.__init__(self, config, *args, **kwargs)
+        if getattr(config, "farskip", None) is not None:
+            _rewire(self, config, family)
+
+    def shared_experts_fusion_disable_reason(cls: Any, hf_config: Any, quant_config: Any) -> str | None:
+        if getattr(hf_config, "farskip", None) is not None:
+            return "FarSkip layers sum shared experts with attention, apart from the routed ones."
+        return super(made, cls).shared_experts_fusion_disable_reason(hf_config, quant_config)  # type: ignore[misc]
+
+    namespace: dict[str, Any] = {"__init__": __init__, "__module__": __name__}
+    if hasattr(stock, "shared_experts_fusion_disable_reason"):
+        namespace["shared_experts_fusion_disable_reason"] = classmethod(shared_experts_fusion_disable_reason)
+    made: Any = type(family.causal_lm, (stock,), namespace)
+    return made
+
+
+def _rewire(model: Any, config: Any, family: Family) -> None:
+    import logging
+
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+
+    from fcsd_sglang.communication import make, settings
+    from fcsd_sglang.refusals import check_arguments
+    from fcsd_sglang.rewire import rewire
+    from fcsd_vllm.settings import shown
+
+    check_arguments(resolving_view(get_server_args()), family.architecture)
+    chosen = settings()
+    communication = make(chosen, get_parallel().tp_group)
+    rewired = rewire(model.model, family, read_field(config.farskip, config.num_hidden_layers), communication)
+    logging.getLogger("sglang.fcsd").info(
+        "FarSkip: rewired %d of %d layers of %s, all-reduces %s, SGLang %s",
+        len(rewired),
+        config.num_hidden_layers,
+        family.causal_lm,
+        shown(chosen),
+        installed(),
+    )
+
+
+@functools.cache
+def classes() -> list[Any]:
+    """Return the class of each family, for SGLang's registry."""
+    check_version(installed())
+    from fcsd_sglang.cpu_experts import skip_absent_experts
+
+    skip_absent_experts()
+    return [make_model_class(family) for family in FAMILIES.values()]
+
+
+def __getattr__(name: str) -> Any:
+    """Make the classes when SGLang asks for them."""
+    if name != "EntryClass":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return classes()

@@ -1,0 +1,335 @@
+"""FarSkip models in SGLang on a CPU: `make test-sglang` makes the environment and the checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orders
+import pytest
+
+from fcsd_sglang.families import FAMILIES
+from fcsd_sglang.refusals import ARGUMENTS, check_arguments
+from fcsd_sglang.versions import VERSION, EngineError, check_version
+
+pytest.importorskip(
+    "sglang", reason="sglang is not installed; `make test-sglang` installs it beside the checkout"
+)
+
+BOUND = 1e-5
+"""Nats between two implementations in float32."""
+CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
+STUBS = Path(__file__).resolve().with_name("sglang_stubs")
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang",
+    "SGLANG_USE_CPU_ENGINE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Any]:
+    """SGLang's layers in this process."""
+    sys.path.insert(0, str(STUBS))
+    import sglang_stack
+
+    sglang_stack.start()
+    yield sglang_stack
+    sys.path.remove(str(STUBS))
+
+
+@pytest.mark.parametrize("connectivity", CONNECTIVITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_compute_what_fcsd_computes_in_the_order_that_hides_sums(
+    family: str, connectivity: str, models: Path, stack: Any
+) -> None:
+    found = stack.compare(models, f"{family}-{connectivity}")
+    print(found["case"], found["worst"])
+    assert found["worst"] < BOUND
+    assert found["original"] > 0.1
+    if found["case"] in orders.OF_CASE:
+        assert found["events"] == orders.events(orders.OF_CASE[found["case"]], ranks=1)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2-all", "glm4_moe-mlp_full"])
+def test_experts_that_write_into_their_input_spoil_nothing(case: str, models: Path, stack: Any) -> None:
+    model = stack.load(models / case, models / f"{case.partition('-')[0]}-original")
+
+    def spoiling(experts: Any) -> Any:
+        stock = experts.forward
+
+        def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            out = stock(hidden_states, *args, **kwargs)
+            hidden_states.fill_(7)
+            return out
+
+        return forward
+
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.forward = spoiling(layer.mlp.experts)
+    assert stack.worst(model, models / case) < BOUND
+
+
+# transformers writes no moe_layer_freq for DeepSeek, which SGLang asks for; files of real checkpoints have it.
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_a_regular_checkpoint_stays_regular(family: str, models: Path, stack: Any) -> None:
+    assert stack.compare(models, f"{family}-original")["worst"] < BOUND
+
+
+@pytest.mark.parametrize("experts, port", [(1, 29541), (2, 29542)])
+def test_two_ranks_compute_the_same_and_sum_in_the_same_order(experts: int, port: int, models: Path) -> None:
+    cases = ["qwen3_moe-all", "qwen3_moe-gap", "deepseek_v2-all", "deepseek_v3-gap", "glm4_moe-mlp_full"]
+    script = str(Path(__file__).with_name("sglang_stack.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(experts), str(port), str(models), *cases],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    first, second = (
+        [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("RESULT")]
+        for output in outputs
+    )
+    assert [found["case"] for found in first] == cases
+    for ours, theirs in zip(first, second, strict=True):
+        assert max(ours["worst"], theirs["worst"]) < BOUND
+        assert ours["original"] > 0.1
+        assert ours["events"] == theirs["events"]
+        if ours["case"] in orders.OF_CASE:
+            assert ours["events"] == orders.events(orders.OF_CASE[ours["case"]], ranks=2)
+
+
+ENGINE = """
+import json, os, sys
+import numpy as np
+
+if __name__ == "__main__":
+    import sglang
+
+    folder, options = sys.argv[1], json.loads(sys.argv[2])
+    engine = sglang.Engine(
+        model_path=folder, device="cpu", dtype="float32", attention_backend="torch_native",
+        sampling_backend="pytorch", grammar_backend="none", disable_radix_cache=True,
+        disable_overlap_schedule=True, mem_fraction_static=0.1, max_total_tokens=4096, context_length=512,
+        skip_server_warmup=True, **options,
+    )
+    reference = np.load(folder + "/reference.npz")
+    outputs = engine.generate(
+        input_ids=[reference[f"prompt{k}"].tolist() for k in range(4)],
+        sampling_params={"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
+        return_logprob=True, logprob_start_len=0, top_logprobs_num=5,
+    )
+    found = []
+    for output in outputs:
+        rows = output["meta_info"]["input_top_logprobs"] + output["meta_info"]["output_top_logprobs"]
+        found.append({"ids": output["output_ids"], "rows": [[entry[:2] for entry in row or []] for row in rows]})
+    print("RESULT", json.dumps(found), flush=True)
+    engine.shutdown()
+"""
+
+
+def run_engine(folder: Path, tmp_path: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Return what a server's engine said of a checkpoint, in processes of its own."""
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    changed = options.pop("environment", {})
+    return subprocess.run(
+        [sys.executable, str(script), str(folder), json.dumps(options)],
+        env={**ENVIRONMENT, **changed},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("qwen3_moe-all", {}),
+        ("qwen3_moe-gap", {"tp_size": 2, "ep_size": 2}),
+        ("glm4_moe-all", {"tp_size": 2}),
+    ],
+)
+def test_the_engine_generates_what_load_model_generates(
+    case: str, options: dict[str, Any], models: Path, tmp_path: Path
+) -> None:
+    import numpy as np
+
+    run = run_engine(models / case, tmp_path, **options)
+    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert line is not None, run.stderr[-2000:]
+    reference = np.load(models / case / "reference.npz")
+    worst = 0.0
+    for k, found in enumerate(json.loads(line.partition(" ")[2])):
+        assert found["ids"] == reference[f"ids{k}"].tolist()
+        for position, row in enumerate(found["rows"]):
+            for logprob, token in row:
+                worst = max(worst, abs(logprob - float(reference[f"logprobs{k}"][position - 1, token])))
+    assert worst < BOUND
+    assert "FarSkip: rewired" in run.stderr + run.stdout
+
+
+def test_another_version_is_refused_by_its_name() -> None:
+    check_version(VERSION)
+    check_version(f"{VERSION}+cpu")
+    with pytest.raises(
+        EngineError, match=r"SGLang 0\.5\.24 is refused: .* install sglang==0\.5\.23"
+    ) as refused:
+        check_version("0.5.24")
+    assert "\n" not in str(refused.value)
+
+
+CONFIG = {
+    "architectures": ["FarSkipQwen3MoeForCausalLM"],
+    "model_type": "farskip_qwen3_moe",
+    "num_hidden_layers": 4,
+    "farskip": {"version": 1, "layers": [0, 1], "attention": "partial", "mlp": "outdated"},
+}
+
+
+def read(folder: Path, **changes: Any) -> Any:
+    """Return the config that SGLang reads of a checkpoint."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return get_config(str(folder), trust_remote_code=False)
+
+
+def test_a_config_looks_like_the_base_and_keeps_its_field(tmp_path: Path, stack: Any) -> None:
+    config = read(tmp_path)
+    assert (config.model_type, config.architectures) == ("qwen3_moe", ["Qwen3MoeForCausalLM"])
+    assert config.farskip == CONFIG["farskip"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"farskip": {**CONFIG["farskip"], "version": 2}},
+            "farskip.version: this fcsd reads version 1, got 2",
+        ),
+        (
+            {"farskip": {**CONFIG["farskip"], "layers": [9]}},
+            "index 9 is out of range: the model has 4 decoder layers",
+        ),
+        ({"farskip": None}, "farskip.version: this fcsd reads version 1, got None"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs architectures ['FarSkipQwen3MoeForCausalLM']"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_in_a_line(
+    changes: dict[str, Any], message: str, tmp_path: Path, stack: Any
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        read(tmp_path, **changes)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_farskip_config_is_refused_in_another_version(
+    tmp_path: Path, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcsd_sglang.configs.installed", lambda: "0.5.24")
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is refused"):
+        read(tmp_path)
+
+
+def test_no_class_is_made_in_another_version(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcsd_sglang import models
+
+    models.classes.cache_clear()
+    monkeypatch.setattr(models, "installed", lambda: "0.5.24")
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is refused"):
+        _ = models.EntryClass
+    models.classes.cache_clear()
+
+
+@pytest.mark.parametrize("value", ["", "another_package"])
+def test_without_the_variable_a_farskip_config_is_refused(
+    value: str, tmp_path: Path, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", value)
+    with pytest.raises(
+        EngineError, match="needs SGLANG_EXTERNAL_MODEL_PACKAGE=fcsd_sglang in the environment"
+    ):
+        read(tmp_path)
+
+
+def test_without_the_plugin_sglang_refuses_the_folder(models: Path) -> None:
+    code = (
+        "import sys; from sglang.srt.plugins import load_plugins; load_plugins();"
+        "from sglang.srt.utils.hf_transformers_utils import get_config;"
+        "get_config(sys.argv[1], trust_remote_code=False)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(models / "qwen3_moe-all")],
+        env={**ENVIRONMENT, "SGLANG_PLUGINS": "none"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0
+    assert "contains custom code which must be executed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ({"attn_dp_size": 2}, "data-parallel attention"),
+        ({"attn_cp_size": 2}, "context parallelism"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
+        ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"enable_layernorm_sp": True}, "scattered over the ranks"),
+        ({"enable_nvidia_megakernel": True}, "monokernels"),
+        ({"enable_fused_moe_sum_all_reduce": True}, "--enable-fused-moe-sum-all-reduce"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"speculative_algorithm": "EAGLE3"}, "draft models"),
+    ],
+)
+def test_an_argument_that_farskip_layers_do_not_go_with_is_refused(
+    argument: dict[str, Any], message: str
+) -> None:
+    check_arguments(
+        SimpleNamespace(moe_a2a_backend="none", speculative_algorithm="NGRAM", tp_size=8), "FarSkipX"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_arguments(SimpleNamespace(**argument), "FarSkipX")
+
+
+def test_every_refused_argument_is_one_of_sglang(stack: Any) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    given = ServerArgs(model_path="x")
+    assert [name for name in ARGUMENTS if not hasattr(given, name)] == []
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("blocking", 'must be JSON such as {"comm": "blocking"}'),
+        ('{"com": "blocking"}', "FCSD_SERVING.com: unknown key; did you mean 'comm'?"),
+        ('{"comm": "stream"}', "must be one of c10d, blocking, timed with SGLang, got 'stream'"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused(
+    text: str, message: str, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd_sglang.communication import settings
+
+    monkeypatch.setenv("FCSD_SERVING", text)
+    with pytest.raises(ValueError) as refused:
+        settings()
+    assert message in str(refused.value)
