@@ -5,16 +5,24 @@ same on every rank and in every step. `start` leaves its argument alone and give
 compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag.
 """
 
+import dataclasses
+import json
+import os
 import queue
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fcsd_vllm.settings import Settings
+
+TIMES_VARIABLE = "FCSD_SERVING_TIMES"
+"""Environment variable with the folder in which `timed` writes what it measured, a file a rank (`fcsd bench serve`)."""
+_QUIET_S = 0.1
 
 
 class Communication(Protocol):
@@ -138,6 +146,9 @@ class Timed:
         self.times = Times()
         self.pending: dict[str, tuple[threading.Event, list[float]]] = {}
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        told_in = os.environ.get(TIMES_VARIABLE)
+        self.told_in = Path(told_in) / f"rank{dist.get_rank()}.json" if told_in else None
+        self.told = Times()
         threading.Thread(target=self._run, daemon=True, name="fcsd-communication").start()
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -166,7 +177,11 @@ class Timed:
 
     def _run(self) -> None:
         while True:
-            x, done, took = self.queue.get()
+            try:
+                x, done, took = self.queue.get(timeout=None if self.told_in is None else _QUIET_S)
+            except queue.Empty:
+                self._tell()
+                continue
             begun = time.perf_counter()
             dist.all_reduce(x, group=self.group)
             speed = self.settings.bandwidth_gb_per_s * 1e9
@@ -174,6 +189,15 @@ class Timed:
             time.sleep(max(0.0, network_s - (time.perf_counter() - begun)))
             took.append(time.perf_counter() - begun)
             done.set()
+
+    def _tell(self) -> None:
+        """Write what was measured, when there is more than was written; under another name first."""
+        times = dataclasses.replace(self.times)
+        if self.told_in is not None and times != self.told:
+            half = self.told_in.with_suffix(".tmp")
+            half.write_text(json.dumps({"schema_version": 1, **dataclasses.asdict(times)}), encoding="utf-8")
+            half.replace(self.told_in)
+            self.told = times
 
 
 class SmallAtOnce:
