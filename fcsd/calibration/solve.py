@@ -41,7 +41,7 @@ class LeastSquares:
             zeros(num_inputs * width, width),
             zeros(1),
         )
-        self.different = zeros(1)
+        self.different, self.rows = zeros(1), zeros(1)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add rows: x (N, K·D), y (N, D)."""
@@ -49,15 +49,21 @@ class LeastSquares:
         self.xx.addmm_(x.T, x)
         self.xy.addmm_(x.T, y)
         self.yy += y.square().sum()
+        self.rows += len(x)
         if x.shape != y.shape or not torch.equal(x, y):
             self.different += 1
+
+    @property
+    def count(self) -> int:
+        """Number of rows, of all ranks once they are added up."""
+        return int(self.rows.item())
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up what all ranks have. All of them call this."""
         if ranks.size > 1:
             import torch.distributed as dist
 
-            for tensor in (self.xx, self.xy, self.yy, self.different):
+            for tensor in (self.xx, self.xy, self.yy, self.different, self.rows):
                 dist.all_reduce(tensor)
 
     def solve(self, ridge: float, what: str, ranks: Ranks = ALONE) -> Solution:
