@@ -31,7 +31,9 @@ from fcsd.calibration.trace import Group, Place, Roles, Side, first_tensor, trac
 from fcsd.data.batches import NO_LOSS, Batch
 from fcsd.distributed.ranks import ALONE, Ranks
 
-EXPERT_RIDGE = 1e-2
+EXPERT_RIDGES = (1e-2, 1e-1, 1.0)
+"""Of which each expert's map has the one that is best on the rows that are held out, one of `_HELD_OUT`."""
+_HELD_OUT = 4
 _TRACED_TOKENS = 64
 
 
@@ -256,18 +258,27 @@ class _Layer:
     def _expert(
         self, number: int, group: Group, module: nn.Module, calls: list[Call], missing: list[Tensor]
     ) -> None:
-        device, problem = self.models.device, LeastSquares(self.width, device=self.models.device)
+        device = self.models.device
+        problem, held_out = (LeastSquares(self.width, device=device) for _ in range(2))
         added: list[tuple[Tensor, Tensor]] = []
-        for call, mask, rest in zip(calls, self.masks, missing, strict=True):
+        row = 0
+        for call, mask, rest, batch in zip(calls, self.masks, missing, self.batches, strict=True):
             with torch.no_grad():
                 tokens, out = call.to(device).expert(module, number, mask)
             out, tokens = out.double() * group.factor, tokens.cpu()
-            problem.add(out, out + rest[tokens].to(device).double())
+            wanted = out + rest[tokens].to(device).double()
+            num_rows, length = batch["input_ids"].shape
+            held = (row + tokens // length) % _HELD_OUT == _HELD_OUT - 1
+            for rows, sums in ((~held, problem), (held, held_out)):
+                sums.add(out[rows.to(device)], wanted[rows.to(device)])
             added.append((tokens, out.cpu()))
+            row += num_rows
         problem.sum_over(self.ranks)
+        held_out.sum_over(self.ranks)
         if problem.count < problem.width:  # they say little of it: it keeps the map of all
             return
-        solution = problem.solve(EXPERT_RIDGE, f"layer {self.index}, what expert {number} adds", self.ranks)
+        what = f"layer {self.index}, what expert {number} adds"
+        solution = problem.solve_like(held_out, EXPERT_RIDGES, what, self.ranks)
         if solution.map is None:
             return
         self.models.fold(self.index, group.writers, solution.map, "writes", number)
