@@ -31,9 +31,8 @@ from fcsd.calibration.trace import Group, Place, Roles, Side, first_tensor, trac
 from fcsd.data.batches import NO_LOSS, Batch
 from fcsd.distributed.ranks import ALONE, Ranks
 
-EXPERT_RIDGES = (1e-2, 1e-1, 1.0)
-"""Of which each expert's map has the one that is best on the rows that are held out, one of `_HELD_OUT`."""
-_HELD_OUT = 4
+EXPERT_RIDGE = 1e-2
+_HELD_OUT = 4  # every so many-th row says whether an expert's map fits the others only
 _TRACED_TOKENS = 64
 
 
@@ -278,7 +277,7 @@ class _Layer:
         if problem.count < problem.width:  # they say little of it: it keeps the map of all
             return
         what = f"layer {self.index}, what expert {number} adds"
-        solution = problem.solve_like(held_out, EXPERT_RIDGES, what, self.ranks)
+        solution = problem.solve_checked(held_out, EXPERT_RIDGE, what, self.ranks)
         if solution.map is None:
             return
         self.models.fold(self.index, group.writers, solution.map, "writes", number)
