@@ -16,8 +16,10 @@ from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 
 FITS_THE_SAMPLE = 1.15
-"""A map that leaves so many times what the identity leaves of rows that it was not solved on is not taken. Not 1: on the
-models of benchmarks/recovery the KL falls with maps that leave up to 1.1 times as much."""
+"""A map that leaves more than this times what the identity leaves of rows that it was not solved on is not taken.
+
+Not 1: on the models of benchmarks/recovery the KL falls with maps that leave up to 1.1 times as much.
+"""
 _NOISE = 1e-12  # float32 gives 1e-14, squared and relative
 
 
