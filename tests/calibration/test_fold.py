@@ -154,6 +154,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
     assert one_by_one == (model_type not in TOGETHER)
 
 
+@torch.no_grad()
 def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: Callable[[], Tensor]) -> bool:
     """A map of its own for every expert is what that expert's part of the output is mapped by."""
     if not roles.experts:
