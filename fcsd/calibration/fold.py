@@ -10,12 +10,19 @@ from fcsd.calibration.trace import Place
 
 
 @torch.no_grad()
-def fold(layer: nn.Module, places: Iterable[Place], found: Tensor, side: Literal["reads", "writes"]) -> None:
+def fold(
+    layer: nn.Module,
+    places: Iterable[Place],
+    found: Tensor,
+    side: Literal["reads", "writes"],
+    expert: int | None = None,
+) -> None:
     """Change the weights of a layer in place, each in its own dtype.
 
     Args:
         found: (D, D), rows are what is mapped: x A, u B.
         places: names of parameters in the layer, and the axis of each that the map is multiplied with.
+        expert: change this slice of the parameters only, whose first axis is the experts.
     """
     for name, axis in places:
         weight = layer.get_parameter(name)
@@ -23,9 +30,11 @@ def fold(layer: nn.Module, places: Iterable[Place], found: Tensor, side: Literal
         matrix = (found.T if side == "reads" else found).to(
             weight.device, torch.promote_types(weight.dtype, torch.float32)
         )
-        if weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
-            for expert in weight:
-                _fold(expert, axis - 1, matrix)
+        if expert is not None:
+            _fold(weight[expert], axis - 1, matrix)
+        elif weight.ndim == 3 and axis:  # an expert at a time: copies of all of them are large
+            for part in weight:
+                _fold(part, axis - 1, matrix)
         else:
             _fold(weight, axis, matrix)
 

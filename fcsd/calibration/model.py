@@ -46,8 +46,10 @@ class InMemory:
     def layer(self, index: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def fold(self, index: int, places: Sequence[Place], found: Tensor, side: Any) -> None:
-        fold(self.student.layers[index], places, found, side)
+    def fold(
+        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+    ) -> None:
+        fold(self.student.layers[index], places, found, side, expert)
 
 
 def calibrate_model(
@@ -69,8 +71,8 @@ def calibrate_model(
         ridge: λ relative to the mean diagonal.
 
     Returns:
-        For each rewired layer what was solved: `reads` (branch -> [before, after]) and `adds` ([before, after]),
-        squared residuals relative to what was wanted, and `left`, what could not be folded.
+        For each rewired layer what was solved: `reads` (branch -> [before, after]), `adds` and `experts` ([before,
+        after]), squared residuals relative to what was wanted, and `left`, what could not be folded.
 
     Raises:
         UserError: a student that is not converted, models that do not belong together or are sharded; too little text.
@@ -179,4 +181,6 @@ def shown(result: dict[str, Any]) -> str:
     parts = [f"{name} {before:.3f}>{after:.3f}" for name, (before, after) in result["reads"].items()]
     if result["adds"] is not None:
         parts.append("adds {:.3f}>{:.3f}".format(*result["adds"]))
+    if result["experts"] is not None:
+        parts.append("experts {:.3f}>{:.3f}".format(*result["experts"]))
     return f"layer {result['layer']}: " + ", ".join(parts)

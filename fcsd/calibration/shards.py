@@ -74,12 +74,15 @@ class Layerwise:
         finally:
             layer.to("meta")
 
-    def fold(self, index: int, places: Sequence[Place], found: Tensor, side: Any) -> None:
+    def fold(
+        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+    ) -> None:
         """Fold a map, and round the weights to what their files hold."""
         layer = self.teacher_layer(index)
-        fold(layer, places, found, side)
+        fold(layer, places, found, side, expert)
         for name, _ in places:
             weight = layer.get_parameter(name).data
+            weight = weight if expert is None else weight[expert]
             weight.copy_(weight.to(self._dtypes[f"{self.stack}.{index}.{name}"]))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:

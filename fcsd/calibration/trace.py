@@ -62,10 +62,15 @@ class Group:
 
 @dataclass
 class Roles:
-    """What can be folded in one layer; `left`: what cannot, and why."""
+    """What can be folded in one layer.
+
+    experts: modules of routed experts that are slices of their weights, which can have maps of their own. left: what
+        cannot be folded, and why.
+    """
 
     sides: list[Side] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    experts: list[Group] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
@@ -407,6 +412,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     roles = Roles()
     _add_sides(roles, follow, sides, [paths[b] for b in branches])
     _add_groups(roles, follow, outputs, final, sides)
+    _add_experts(roles, layer, outputs, final)
     return roles
 
 
@@ -453,6 +459,26 @@ def _add_groups(
     for side in sides:
         if side not in {name for name, _ in found}:
             roles.left.append(f"what {side} adds: its last product does not reach the stream by sums alone")
+
+
+def _add_experts(
+    roles: Roles, layer: nn.Module, outputs: dict[str, _Mark | None], final: _Mark | None
+) -> None:
+    written = {place for group in roles.groups for place in group.writers}
+    for module, mark in outputs.items():
+        terms = mark.terms if mark is not None else {}
+        weights = [
+            layer.get_parameter(name)
+            for name, axis in terms
+            if (name, axis) in written and name.rpartition(".")[0] == module and axis > 0
+        ]
+        if len(weights) < len(terms) or not any(weight.ndim == 3 for weight in weights):
+            continue
+        assert final is not None
+        factors = {final.terms[place][0] / factor for place, (factor, _) in terms.items()}
+        same = all(final.terms[place][1] == number for place, (_, number) in terms.items())
+        if same and len(factors) == 1 and len({len(weight) for weight in weights}) == 1:
+            roles.experts.append(Group((module,), tuple(terms), factors.pop()))
 
 
 def _within(module: str, branch: str) -> bool:

@@ -7,6 +7,7 @@ The same tokens go through teacher and student. Of a rewired layer, all layers b
 1. x is what a branch of the student reads, y what the same branch of the teacher reads; A goes into what reads x.
 2. u, v are what the student's branches then add; [u v] B ≈ o(teacher) - o(student) + u + v goes into what writes them:
    what the layer adds beside them (the stream, a part that cannot be folded) stays as it is.
+3. What is then still missing goes into the routed experts, one after another (`fcsd.calibration.experts`).
 
 A side whose input depends on another side of the same layer (`mlp: full`) is solved after that one is folded.
 
@@ -23,12 +24,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fcsd.calibration.experts import Call, adds_up, calls_of
 from fcsd.calibration.solve import LeastSquares
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.trace import Group, Place, Roles, Side, first_tensor, trace_layer
 from fcsd.data.batches import NO_LOSS, Batch
 from fcsd.distributed.ranks import ALONE, Ranks
 
+EXPERT_RIDGE = 1e-2
+_HELD_OUT = 4  # every so many-th row says whether an expert's map fits the others only
 _TRACED_TOKENS = 64
 
 
@@ -47,8 +51,10 @@ class Models(Protocol):
     def layer(self, index: int) -> contextlib.AbstractContextManager[Any]:
         """Have the weights of a layer in memory."""
 
-    def fold(self, index: int, places: Sequence[Place], found: Tensor, side: Any) -> None:
-        """Fold a map into weights of the student's layer."""
+    def fold(
+        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+    ) -> None:
+        """Fold a map into weights of the student's layer, or into those of one expert."""
 
 
 @dataclass
@@ -148,7 +154,8 @@ class _Layer:
         )
 
     def calibrate(self, ridge: float) -> dict[str, Any]:
-        result: dict[str, Any] = {"layer": self.index, "reads": {}, "adds": None, "left": self.roles.left}
+        result: dict[str, Any] = {"layer": self.index, "reads": {}, "adds": None, "experts": None}
+        result["left"] = self.roles.left
         sides = self.roles.sides
         rounds = [sides] if self.layer.farskip_plan.outdated else [[side] for side in sides]
         later: list[dict[str, Tensor]] = []
@@ -169,6 +176,8 @@ class _Layer:
                 self._teacher(place, sides, later)
         if self.roles.groups:
             result["adds"] = self._outputs(ridge)
+        if self.roles.experts:
+            result["experts"] = self._experts()
         for place in range(len(self.batches)):
             self.student[place] = _cpu(self._step(place))
         return result
@@ -221,6 +230,66 @@ class _Layer:
             for group, found_map in zip(groups, solution.map.split(self.width), strict=True):
                 self.models.fold(self.index, group.writers, found_map, "writes")
         return [solution.before, solution.after]
+
+    def _experts(self) -> list[float] | None:
+        """Give every expert a map of its own; None where they cannot be called one by one."""
+        group, cpu = self.roles.experts[0], torch.device("cpu")
+        module = self.layer.get_submodule(group.modules[0])
+        num_experts = len(self.layer.get_parameter(group.writers[0][0]))
+        calls: list[Call] = []
+        missing: list[Tensor] = []  # (N, D) of each batch
+        understood = True
+        for place in range(len(self.batches)):
+            with calls_of(module) as found:
+                stream = self._step(place)
+            one = len(found) == 1 and len(found[0].hidden) == len(self.masks[place])
+            understood = understood and one and (place > 0 or adds_up(module, found[0], num_experts))
+            if understood:
+                calls.append(found[0].to(cpu))
+                missing.append((self.state.teacher[place]["o"] - stream["o"].cpu()).flatten(0, -2))
+        if not all(self.ranks.share(lambda: understood)):
+            return None
+        before = self._squares(missing)
+        for number in range(num_experts):
+            self._expert(number, group, module, calls, missing)
+        return [1.0, self._squares(missing) / before] if before else [0.0, 0.0]
+
+    def _expert(
+        self, number: int, group: Group, module: nn.Module, calls: list[Call], missing: list[Tensor]
+    ) -> None:
+        device = self.models.device
+        problem, held_out = (LeastSquares(self.width, device=device) for _ in range(2))
+        added: list[tuple[Tensor, Tensor]] = []
+        row = 0
+        for call, mask, rest, batch in zip(calls, self.masks, missing, self.batches, strict=True):
+            with torch.no_grad():
+                tokens, out = call.to(device).expert(module, number, mask)
+            out, tokens = out.double() * group.factor, tokens.cpu()
+            wanted = out + rest[tokens].to(device).double()
+            num_rows, length = batch["input_ids"].shape
+            held = (row + tokens // length) % _HELD_OUT == _HELD_OUT - 1
+            for rows, sums in ((~held, problem), (held, held_out)):
+                sums.add(out[rows.to(device)], wanted[rows.to(device)])
+            added.append((tokens, out.cpu()))
+            row += num_rows
+        problem.sum_over(self.ranks)
+        held_out.sum_over(self.ranks)
+        if problem.count < problem.width:  # they say little of it: it keeps the map of all
+            return
+        what = f"layer {self.index}, what expert {number} adds"
+        solution = problem.solve_checked(held_out, EXPERT_RIDGE, what, self.ranks)
+        if solution.map is None:
+            return
+        self.models.fold(self.index, group.writers, solution.map, "writes", number)
+        change = solution.map.cpu() - torch.eye(self.width, dtype=torch.float64)
+        for (tokens, out), rest in zip(added, missing, strict=True):
+            rest[tokens] -= (out @ change).to(rest.dtype)
+
+    def _squares(self, missing: list[Tensor]) -> float:
+        own = [
+            _rows(rest, mask).double().square().sum() for rest, mask in zip(missing, self.masks, strict=True)
+        ]
+        return float(sum(self.ranks.share(lambda: float(sum(own)))))
 
     def _solve(self, problem: LeastSquares, ridge: float, what: str) -> Any:
         problem.sum_over(self.ranks)

@@ -156,12 +156,26 @@ def _layers(arguments: argparse.Namespace) -> None:
 
 def _plan_layers(arguments: argparse.Namespace) -> None:
     from fcsd.distributed.launch import join_launch
-    from fcsd.layers.proposal import plan_layers, plan_text
+    from fcsd.layers.proposal import layers_within, plan_layers, plan_text, within_text
 
+    if arguments.max_loss is not None:
+        if arguments.verify or arguments.calibrated or arguments.model is not None:
+            raise UserError(
+                "--max-loss reads the finished study, with copied and with calibrated weights; --verify, --calibrated"
+                " and --model belong to --budget"
+            )
+        found = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
+        print(within_text(found, as_json=arguments.json))
+        return
     quiet_transformers()
     launch = join_launch() if arguments.verify else None
     plan = plan_layers(
-        arguments.study, arguments.budget, metric=arguments.metric, model=arguments.model, verify=launch
+        arguments.study,
+        arguments.budget,
+        metric=arguments.metric,
+        calibrated=arguments.calibrated,
+        model=arguments.model,
+        verify=launch,
     )
     if os.environ.get("RANK", "0") == "0":
         print(plan_text(plan, as_json=arguments.json))
@@ -328,6 +342,18 @@ def _add_layers(command: Command) -> None:
     field_option(parser, "data.max_length", "tokens in one row of the text")
     field_option(parser, "data.loss_on", "tokens the KL is computed on: response or all")
     parser.add_argument(
+        "--calibrated",
+        metavar="TEXT",
+        help="measure every selection with calibrated weights too (`fcsd calibrate`), solved on this text, written as"
+        " for --text; not on the text that is measured",
+    )
+    field_option(
+        parser,
+        "calibration.tokens",
+        "with --calibrated: tokens to solve on",
+        name="calibration_tokens",
+    )
+    parser.add_argument(
         "--task",
         action="append",
         default=[],
@@ -357,9 +383,22 @@ def _add_plan_layers(command: Command) -> None:
         "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
     )
     parser.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
-    parser.add_argument("--budget", required=True, help="share of the layers (90%%) or their number (43)")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--budget", help="share of the layers (90%%) or their number (43)")
+    wanted.add_argument(
+        "--max-loss",
+        type=float,
+        metavar="X",
+        help="answer instead how many layers, from either end, can be rewired without training for this KL, or this"
+        " loss of a task's score",
+    )
     parser.add_argument(
         "--metric", help="kl or a task of the study (default: the first one, kl if it was measured)"
+    )
+    parser.add_argument(
+        "--calibrated",
+        action="store_true",
+        help="go by what the layers cost with calibrated weights (a study with --calibrated)",
     )
     parser.add_argument(
         "--verify", action="store_true", help="measure the proposal and the last N layers on the study's data"

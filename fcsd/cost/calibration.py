@@ -4,13 +4,19 @@ from typing import Any
 
 from fcsd.cost.hardware import Gpu
 
-PASSES = 3
-"""Forward passes of a layer: one of the original; of the student one for what the branches add and one with the
-calibrated weights."""
+PASSES = 5
+"""Forward passes of a layer: one of the original; of the student one for what the branches add, one for what is still
+missing then, the experts one by one, and one with the calibrated weights."""
 
 
 def calibration_flops(
-    *, forward: float, tokens: int, num_layers: int, hidden_size: int, num_parameters: int
+    *,
+    forward: float,
+    tokens: int,
+    num_layers: int,
+    hidden_size: int,
+    num_parameters: int,
+    experts_per_token: int,
 ) -> float:
     """Count the operations of a calibration.
 
@@ -18,7 +24,8 @@ def calibration_flops(
         forward: of one token's forward pass.
         num_layers: that are rewired. num_parameters: of these layers, each of which a map is multiplied into.
     """
-    sums = 20 * hidden_size**2  # two problems of D inputs and one of 2 D, XᵀX and XᵀY, a token
+    # Two problems of D inputs and one of 2 D, and one of D for every expert that a token uses: XᵀX and XᵀY.
+    sums = (20 + 4 * experts_per_token) * hidden_size**2
     return tokens * (PASSES * forward + num_layers * sums) + 2 * hidden_size * num_parameters
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from fcsd.cost.training import (
 from fcsd.distill.arguments import accumulation_steps
 from fcsd.distill.disk import disk_need
 from fcsd.errors import UserError
+from fcsd.families import expert_counts
 
 MFU = (0.10, 0.25)
 """Assumption: share of the GPU's peak. Megatron's tuned runs of Qwen3-30B-A3B on H100 reach a little above 200
@@ -121,7 +123,7 @@ def estimate(
         else None,
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
-            *([] if pretrain else _calibration(recipe, variant, trace, setting, hardware)),
+            *([] if pretrain else _calibration(recipe, training, variant, trace, setting, hardware)),
             *_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant),
         ],
         "assumptions": list(_assumptions(training, setting, hardware, trace)),
@@ -266,19 +268,26 @@ def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | N
 
 
 def _calibration(
-    recipe: Recipe, variant: str | None, trace: Trace, setting: Setting, hardware: Hardware
+    recipe: Recipe,
+    training: Training,
+    variant: str | None,
+    trace: Trace,
+    setting: Setting,
+    hardware: Hardware,
 ) -> Iterator[dict[str, Any]]:
     """Return the row of the calibration that precedes the training, with all layers as if they were rewired."""
     one = recipe.variant(variant) if variant is not None else recipe
     if one.calibration is None:
         return
     forward = sum(trace.flops["activations"].values()) / (setting.num_rows * setting.num_tokens)
+    text = SimpleNamespace(**training.config.get("text_config", training.config))
     flops = calibration_flops(
         forward=forward,
         tokens=one.calibration.tokens,
         num_layers=trace.num_layers,
         hidden_size=trace.hidden_size,
         num_parameters=trace.num_parameters - trace.embeddings_and_head,
+        experts_per_token=expert_counts(text, None)[1] or 0,
     )
     yield calibration_row(flops, one.calibration.tokens, _gpu(hardware), hardware.num_gpus, hardware.mfu)
 

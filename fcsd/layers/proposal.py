@@ -7,10 +7,13 @@ A sum of sensitivities is not the quality of the selection. A layer alone reads 
 outdated. In a run of selected layers every one but the first also reads its attention input without the routed output
 before it, and what one layer breaks changes what the next one reads. Only `verify` measures a selection.
 
+How many layers can be rewired without any training, for a given loss, is read from the same study (`layers_within`).
+
 Not covered: the quality after distillation.
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,6 +35,7 @@ def plan_layers(
     budget: str,
     *,
     metric: str | None = None,
+    calibrated: bool = False,
     model: str | None = None,
     verify: Launch | None = None,
 ) -> dict[str, Any]:
@@ -39,23 +43,23 @@ def plan_layers(
 
     Args:
         metric: of the study; None: the KL, or else the first task.
+        calibrated: go by what the layers cost with calibrated weights.
         verify: measure the proposal and the last N layers on the study's own model and data, paired, in this launch.
         model: where the study's model lies now.
 
     Raises:
         UserError: no finished study with sides 'single', budget out of range, unknown metric, another model than the
-            study's.
+            study's, a study without calibrated weights.
     """
     study = read_study(folder)
     num_layers = study["num_hidden_layers"]
     count = parse_budget(budget, num_layers)
-    names = [row["name"] for row in study["metrics"]]
-    if metric is not None and metric not in names:
+    chosen = _metric(study, metric)
+    if calibrated and not has_calibrated(study):
         raise UserError(
-            f"metric {metric!r}: not in this study{did_you_mean(metric, names)}; it has {', '.join(names)}"
+            f"{folder}: this study has copied weights only; run `fcsd layers` with --calibrated TEXT"
         )
-    chosen = metric or names[0]
-    sensitivities, errors = _sensitivities(study, chosen, folder)
+    sensitivities, errors = _sensitivities(study, chosen, folder, calibrated)
     proposal = least_sensitive(sensitivities, count)
     last = list(range(num_layers - count, num_layers))
     settings = study["study"]
@@ -63,6 +67,7 @@ def plan_layers(
     result: dict[str, Any] = {
         "study": str(folder),
         "metric": next(row for row in study["metrics"] if row["name"] == chosen),
+        "calibrated": calibrated,
         "budget": budget,
         "num_layers": count,
         "num_hidden_layers": num_layers,
@@ -85,7 +90,7 @@ def plan_layers(
                 "sum_of_sensitivities": sum(sensitivities[layer] for layer in layers),
                 "overlapped_collectives": overlapped,
                 "collectives": total,
-                "measured": _in_study(study, layers, chosen),
+                "measured": _in_study(study, layers, chosen, calibrated),
             }
         )
     result["difference"] = (
@@ -135,21 +140,115 @@ def overlapped_collectives(
     return dispatch + combine, 2 * len(moe_layers)
 
 
-def _sensitivities(study: dict[str, Any], metric: str, folder: Path) -> tuple[list[float], list[float]]:
-    """Return what each layer alone costs: its KL, or what the task's score loses against the original."""
-    points = {p["layers"][0]: p["values"][metric] for p in study["points"] if p["side"] == "single"}
+def has_calibrated(study: dict[str, Any]) -> bool:
+    """Tell whether a study was measured with calibrated weights, too."""
+    return all("calibrated" in point for point in study["points"])
+
+
+def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -> dict[str, Any]:
+    """Answer from the study in `folder` how many layers can be rewired, from either end, without any training.
+
+    Args:
+        max_loss: of the KL, or of what the task's score loses against the original.
+
+    Returns:
+        For each side, with copied and with calibrated weights where they were measured, the largest number of layers
+        whose loss is at most `max_loss`, that loss and its standard error; 0 layers lose nothing.
+
+    Raises:
+        UserError: a negative loss, unknown metric, a study of single layers only.
+    """
+    study = read_study(folder)
+    if not 0 <= max_loss < math.inf:
+        raise UserError(f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric")
+    chosen, rows = _metric(study, metric), []
+    sides = [side for side in ("first", "last") if any(p["side"] == side for p in study["points"])]
+    if not sides:
+        raise UserError(f"{folder}: single layers only; run `fcsd layers` with --sides first,last")
+    for calibrated in (False, True) if has_calibrated(study) else (False,):
+        for side in sides:
+            points = [point for point in study["points"] if point["side"] == side]
+            losses = [(point, *_loss(study, point, chosen, calibrated)) for point in points]
+            within = [row for row in losses if row[1] <= max_loss]
+            best = max(within, key=lambda row: row[0]["num_layers"], default=None)
+            layers, value, error = (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
+            rows.append(
+                {
+                    "side": side,
+                    "calibrated": calibrated,
+                    "num_layers": len(layers),
+                    "selection": selection_text(layers),
+                    "loss": {"value": value, "stderr": error},
+                }
+            )
+    return {
+        "study": str(folder),
+        "metric": next(row for row in study["metrics"] if row["name"] == chosen),
+        "max_loss": max_loss,
+        "num_hidden_layers": study["num_hidden_layers"],
+        "within": rows,
+    }
+
+
+def within_text(found: dict[str, Any], *, as_json: bool = False) -> str:
+    """Return the answer of `layers_within` for people, or as JSON."""
+    if as_json:
+        return json.dumps(found, indent=2)
+    total, name = found["num_hidden_layers"], found["metric"]["name"]
+    lost = "KL" if name == KL else f"{name} lost"
+    rows = [
+        [
+            "calibrated" if row["calibrated"] else "copied",
+            f"{row['side']} {row['num_layers']} of {total}",
+            row["selection"],
+            _number(row["loss"]),
+        ]
+        for row in found["within"]
+    ]
+    header = ["weights", f"most with {lost} <= {found['max_loss']:g}", "--layers", lost]
+    return markdown(header, rows)
+
+
+def _metric(study: dict[str, Any], metric: str | None) -> str:
+    names = [row["name"] for row in study["metrics"]]
+    if metric is not None and metric not in names:
+        raise UserError(
+            f"metric {metric!r}: not in this study{did_you_mean(metric, names)}; it has {', '.join(names)}"
+        )
+    return metric or str(names[0])
+
+
+def _values(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
+    found: dict[str, Any] = point["calibrated" if calibrated else "values"]
+    return found
+
+
+def _loss(study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool) -> tuple[float, float]:
+    """Return what a selection costs: its KL, or what the task's score loses against the original."""
+    row = _values(point, calibrated)[metric]
+    if metric == KL:
+        return row["value"], row["stderr"]
+    (original,) = (p["values"][metric]["value"] for p in study["points"] if p["side"] == "none")
+    return original - row["value"], row["stderr"]
+
+
+def _sensitivities(
+    study: dict[str, Any], metric: str, folder: Path, calibrated: bool
+) -> tuple[list[float], list[float]]:
+    """Return what each layer alone costs."""
+    points = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not points:
         raise UserError(f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides single")
-    values = [points[layer] for layer in range(study["num_hidden_layers"])]
-    if metric == KL:
-        return [row["value"] for row in values], [row["stderr"] for row in values]
-    (original,) = (p["values"][metric]["value"] for p in study["points"] if p["side"] == "none")
-    return [original - row["value"] for row in values], [row["stderr"] for row in values]
+    found = [_loss(study, points[layer], metric, calibrated) for layer in range(study["num_hidden_layers"])]
+    return [value for value, _ in found], [error for _, error in found]
 
 
-def _in_study(study: dict[str, Any], layers: Sequence[int], metric: str) -> dict[str, Any] | None:
+def _in_study(
+    study: dict[str, Any], layers: Sequence[int], metric: str, calibrated: bool
+) -> dict[str, Any] | None:
     """Return what the study itself has measured of this selection."""
-    return next((p["values"][metric] for p in study["points"] if p["layers"] == list(layers)), None)
+    same = (point for point in study["points"] if point["layers"] == list(layers))
+    return next((_values(point, calibrated)[metric] for point in same), None)
 
 
 def _verify(
@@ -177,8 +276,10 @@ def _verify(
         raise UserError(
             f"{folder}: {', '.join(changed)}: is not what the study was measured on; run `fcsd layers` again"
         )
+    if not result["calibrated"]:
+        plan = plan.model_copy(update={"calibrated": None})
     with measuring(plan, source, launch) as measure:
-        measured = [measure(row["layers"]) for row in result["selections"]]
+        measured = [measure(row["layers"], calibrated=result["calibrated"]) for row in result["selections"]]
     for row, each in zip(result["selections"], measured, strict=True):
         row["measured"] = asdict(each.values[metric])
     return asdict(difference(measured[0], measured[1], metric))
@@ -205,6 +306,8 @@ def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:
         for row in plan["selections"]
     ]
     measured = "KL" if metric["name"] == KL else metric["name"]
+    if plan["calibrated"]:
+        unit, measured = f"{unit}, calibrated,", f"{measured}, calibrated,"
     header = ["selection", "layers", f"sum of {unit} alone", f"{measured} measured", "collectives overlapped"]
     return "\n".join(
         [
@@ -252,13 +355,19 @@ def study_table(study: dict[str, Any]) -> str:
     """Return the table of `fcsd layers`: a row for each number of layers or single layer, with every metric."""
     names = [row["name"] for row in study["metrics"]]
     labels = {"none": "original", "first": "first {}", "last": "last {}", "single": "only {}"}
+    which = [False, True] if has_calibrated(study) else [False]
     rows = [
         [
             labels[point["side"]].format(
                 point["layers"][0] if point["side"] == "single" else point["num_layers"]
             ),
-            *[_number(point["values"][name]) for name in names],
+            *[_number(_values(point, calibrated)[name]) for calibrated in which for name in names],
         ]
         for point in study["points"]
     ]
-    return markdown(["rewired layers", *[f"{row['name']} ({row['unit']})" for row in study["metrics"]]], rows)
+    heads = [
+        f"{row['name']} ({row['unit']}){', calibrated' if calibrated else ''}"
+        for calibrated in which
+        for row in study["metrics"]
+    ]
+    return markdown(["rewired layers", *heads], rows)

@@ -5,7 +5,8 @@
     OUT/stage.json, manifest.json
 
 The model is loaded once and rewired in place between the points. `first` and `last` count layers from the start and
-from the end, `single` rewires one layer alone: its sensitivity.
+from the end, `single` rewires one layer alone: its sensitivity. With a text to calibrate on every point is measured a
+second time, with calibrated weights (`fcsd.calibration`).
 
 On several ranks each has the whole model, and its share of the rows and items.
 
@@ -17,12 +18,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from fcsd.artifact import Stage
+from fcsd.calibration.checkpoint import take_rows
+from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import SourceConfig
 from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, did_you_mean, parse_yaml, validate
@@ -30,7 +33,8 @@ from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
-from fcsd.data.dataset import heldout_rows
+from fcsd.data.dataset import build_dataset, heldout_rows
+from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import prepare_evaluation
@@ -38,6 +42,7 @@ from fcsd.evaluate.stage import test_set_fingerprints
 from fcsd.families import moe_mask
 from fcsd.families.structure import packing_of
 from fcsd.files import read_json, write_json
+from fcsd.layers.calibrated import Calibrations
 from fcsd.losses.kl import kl_by_row, read_original
 from fcsd.models.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
 from fcsd.stats import ratio, standard_error
@@ -63,6 +68,9 @@ class Study(Strict):
     max_length: int = Field(4096, gt=1)  # tokens in one row
     packing: bool = True
     loss_on: Literal["response", "all"] = "response"
+    # Measure every selection with calibrated weights too, solved on so many tokens of this text
+    calibrated: SourceConfig | None = None
+    calibration_tokens: int = Field(CalibrationConfig.model_fields["tokens"].default, gt=0)
     # tasks
     suite: str = "tiny"
     tasks: list[str] = Field(default_factory=list)
@@ -103,10 +111,7 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     Raises:
         UserError: an option that does not make sense.
     """
-    text = options["text"]
-    if text is not None:
-        found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
-        text = validate(SourceConfig, found, "--text").model_dump()
+    texts = {name: _source(options[name], f"--{name}") for name in ("text", "calibrated")}
     sides = options["sides"].split(",") if options["sides"] else None
     if sides is None:
         sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
@@ -117,8 +122,15 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
             raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
         counts = [int(word) for word in words]
     model = _of_their_names(ModelConfig, options) | {"path": options["model"]}
-    own = {"model": model, "text": text, "tasks": options["task"], "sides": sides, "counts": counts}
+    own = {"model": model, "tasks": options["task"], "sides": sides, "counts": counts, **texts}
     return validate(Study, _of_their_names(Study, options) | own, "the study")
+
+
+def _source(text: str | None, option: str) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    found = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    return validate(SourceConfig, found, option).model_dump()
 
 
 def _of_their_names(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +159,10 @@ class Measured:
     items: dict[str, list[Any]]
 
 
-Measure = Callable[[Sequence[int]], Measured]
+class Measure(Protocol):
+    """Rewires these layers of the model in place and measures it, its weights copied or calibrated."""
+
+    def __call__(self, layers: Sequence[int], *, calibrated: bool = False) -> Measured: ...
 
 
 def study_layers(
@@ -176,7 +191,8 @@ def study_layers(
     found = folder / "layers.json"
     done = ranks.from_first(lambda: _read(found)["points"] if found.is_file() else [])
     with measuring(study, model, launch) as measure:
-        known = {tuple(point["layers"]): point["values"] for point in done}
+        weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
+        known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
         result: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "study": study.model_dump(mode="json"),
@@ -192,14 +208,12 @@ def study_layers(
             for side, layers in wanted:
                 if (key := tuple(layers)) not in known:
                     bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
-                    known[key] = {name: asdict(value) for name, value in measure(layers).values.items()}
+                    known[key] = {
+                        which: _as_dicts(measure(layers, calibrated=which == "calibrated"))
+                        for which in weights
+                    }
                     bar.update()
-                point = {
-                    "side": side,
-                    "num_layers": len(layers),
-                    "layers": list(layers),
-                    "values": known[key],
-                }
+                point = {"side": side, "num_layers": len(layers), "layers": list(layers), **known[key]}
                 result["points"].append(point)
                 if len(result["points"]) > len(done) and ranks.first:
                     write_json(folder / "layers.json", result)
@@ -207,6 +221,10 @@ def study_layers(
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
     return stage
+
+
+def _as_dicts(measured: Measured) -> dict[str, Any]:
+    return {name: asdict(value) for name, value in measured.values.items()}
 
 
 def check_copies(launch: Launch) -> None:
@@ -221,7 +239,10 @@ def check_copies(launch: Launch) -> None:
 def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
     """Return the folder of a study, with everything that its points depend on."""
     suite = suite_of(study)
-    settings = study.model_dump(mode="json", exclude={"model", "suite", "data_root", "allow_weak_sandbox"})
+    left_out = {"model", "suite", "data_root", "allow_weak_sandbox"}
+    if study.calibrated is None:  # a study that was begun before there was a choice goes on
+        left_out |= {"calibrated", "calibration_tokens"}
+    settings = study.model_dump(mode="json", exclude=left_out)
     settings |= {
         "model": {"dtype": study.model.dtype},
         "tasks": [row.model_dump(mode="json") for row in suite.tasks] if suite is not None else [],
@@ -231,6 +252,8 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
         "original": model.weights,
         **test_set_fingerprints(suite.tasks if suite is not None else [], data_root, study.text),
     }
+    if study.calibrated is not None:
+        inputs["calibrated"] = data_fingerprint(study.calibrated.path, study.calibrated.revision)
     return Stage(folder, "layers", settings, inputs)
 
 
@@ -296,6 +319,14 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     suite = suite_of(study)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=source.config.trust_remote_code)
     model = to_device(load_checkpoint(source), study.model.path, launch.device)
+    packing = study.packing and packing_of(model.config) != "leaks"
+    calibrations = None
+    if study.calibrated is not None:
+        found = build_dataset(
+            [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
+            loss_on=study.loss_on,
+        )  # fmt: skip
+        calibrations = Calibrations(model, take_rows(found, study.calibration_tokens), ranks)
     rows = None
     if study.text is not None:
         if not hasattr(model, "lm_head"):
@@ -308,7 +339,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             tokenizer,
             num_examples=study.text_examples,
             max_length=study.max_length,
-            packing=study.packing and packing_of(model.config) != "leaks",
+            packing=packing,
             loss_on=study.loss_on,
         )
     with contextlib.ExitStack() as stack:
@@ -328,12 +359,19 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             )
         known = read_original(model, rows, progress=True, ranks=ranks) if rows is not None else None
 
-        def measure(layers: Sequence[int]) -> Measured:
+        def measure(layers: Sequence[int], *, calibrated: bool = False) -> Measured:
             if layers:
                 wired = Connectivity(list(layers), study.attention, study.mlp)
                 convert_model(model, wired, regular_ok=True)
             else:
                 unconvert_model(model)
+            if not calibrated:
+                return as_it_is(layers)
+            assert calibrations is not None
+            with calibrations.folded():
+                return as_it_is(layers)
+
+        def as_it_is(layers: Sequence[int]) -> Measured:
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
             if rows is not None and known is not None:

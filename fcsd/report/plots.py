@@ -326,8 +326,10 @@ def _plot_ends(axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any],
         if by_side[side]:
             # 0 layers: the original's score; its KL is 0, for which a logarithmic axis has no place.
             points = (by_side["none"] if metric["better"] == "higher" else []) + by_side[side]
-            style = {"marker": marker, "markersize": 4, "capsize": 2, "label": label, "color": colour}
-            axis.errorbar([p["num_layers"] for p in points], *_values(points, metric), **style)
+            for weights, word, line in _curves(points):
+                style = {"marker": marker, "markersize": 4, "capsize": 2, "color": colour, "linestyle": line}
+                places = [p["num_layers"] for p in points]
+                axis.errorbar(places, *_values(points, metric, weights), label=label + word, **style)
     axis.set(xlabel=f"N, rewired layers of {num_layers}", xlim=(-0.02 * num_layers, None))
     _finish_layers(axis, metric, "rewired from either end, untrained", grid="both")
 
@@ -338,23 +340,32 @@ def _plot_single(
     for is_moe, colour, label in ((True, "black", "MoE layer"), (False, _GREY, "dense layer")):
         if points := [p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe]:
             # Points: bars have no foot on a logarithmic axis, and those of scores would all look alike.
-            style = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2}
+            style = {"linestyle": "none", "marker": "o", "markersize": 5, "capsize": 2, "color": colour}
             places = [p["layers"][0] for p in points]
-            axis.errorbar(places, *_values(points, metric), color=colour, label=label, **style)
+            for weights, word, line in _curves(points):
+                fill = {"markerfacecolor": "white"} if line == "--" else {}
+                axis.errorbar(places, *_values(points, metric, weights), label=label + word, **style, **fill)
     for point in by_side["none"] if metric["better"] == "higher" else []:
-        (value,), _ = _values([point], metric)
+        (value,), _ = _values([point], metric, "values")
         axis.axhline(value, color="black", linewidth=1, linestyle="--", label="original")
     axis.set(xlabel="index of the one rewired layer")
     axis.set_axisbelow(True)
     _finish_layers(axis, metric, "one layer at a time, untrained", grid="y")
 
 
+def _curves(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return what these points were measured with: key, word of the legend, style of the line."""
+    if not all("calibrated" in point for point in points):
+        return [("values", "", "-")]
+    return [("values", ", copied", "-"), ("calibrated", ", calibrated", "--")]
+
+
 def _values(
-    points: Sequence[Mapping[str, Any]], metric: Mapping[str, str]
+    points: Sequence[Mapping[str, Any]], metric: Mapping[str, str], weights: str
 ) -> tuple[list[float], list[float]]:
     """Return values and standard errors of a metric; scores, which are shares, in per cent."""
     found, scale = (
-        [point["values"][metric["name"]] for point in points],
+        [point[weights][metric["name"]] for point in points],
         100 if metric["better"] == "higher" else 1,
     )
     return [scale * value["value"] for value in found], [scale * value["stderr"] for value in found]

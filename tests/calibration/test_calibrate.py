@@ -13,7 +13,9 @@ from torch import Tensor
 
 import fcsd
 from fcsd.calibration import checkpoint as folder_module
+from fcsd.calibration import solve
 from fcsd.calibration.checkpoint import calibrate_checkpoint, take_rows
+from fcsd.calibration.experts import calls_of
 from fcsd.calibration.model import calibrate_model
 from fcsd.calibration.shards import Layerwise
 from fcsd.calibration.walk import real_tokens
@@ -81,7 +83,7 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
     assert kl(teacher, student, text(32, seed=1)) < 0.95 * before
     assert [result["layer"] for result in results] == student.config.farskip["layers"]
     for result in results:
-        pairs = [*result["reads"].values(), *([result["adds"]] if result["adds"] else [])]
+        pairs = [*result["reads"].values(), *(result[key] for key in ("adds", "experts") if result[key])]
         assert all(after <= before for before, after in pairs)
     names = {
         name.split(".")[2]
@@ -89,6 +91,73 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
         if not torch.equal(value, student.state_dict()[name])
     }
     assert names <= {str(k) for k in student.config.farskip["layers"]}
+
+
+def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By hand, on the last layer: before it is what a calibration without such maps leaves. A map that fits the sample
+    only, by every fourth row, is not taken; else it is solved on all rows."""
+    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+    ids, last = text(96), Connectivity({"last": 1})
+    found, shared = converted(teacher, last), converted(teacher, last)
+    (result,) = calibrate_model(found, teacher, ids, progress=False)
+    monkeypatch.setattr(solve, "FITS_THE_SAMPLE", 0.0)  # no map of their own
+    calibrate_model(shared, teacher, ids, progress=False)
+    seen: dict[str, Tensor] = {}
+    for name, model in (("teacher", teacher), ("student", shared)):
+        layer, block = model.model.layers[-1], model.model.layers[-1].mlp
+        layer.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
+        block.experts.register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({f"{name} args": args})
+        )
+        model.model(ids)
+    missing = (seen["teacher"] - seen["student"]).detach().flatten(0, 1)
+    experts, (hidden, choices, weights) = shared.model.layers[-1].mlp.experts, seen["student args"]
+    width, before, kept = hidden.shape[1], missing.square().sum(), 0
+
+    def regression(added: Tensor, wanted: Tensor) -> Tensor:
+        pull = (0.01 * added.square().sum(0).mean()).sqrt() * torch.eye(width, dtype=torch.float64)
+        rows = torch.cat([wanted, torch.zeros_like(pull)])
+        return torch.linalg.lstsq(torch.cat([added, pull]), rows).solution
+
+    for number, down in enumerate(experts.down_proj.detach()):
+        tokens, slots = (choices == number).nonzero(as_tuple=True)
+        gate, up = (hidden[tokens] @ experts.gate_up_proj[number].T).chunk(2, -1)
+        added = (torch.nn.functional.silu(gate) * up @ down.T * weights[tokens, slots][:, None]).detach()
+        wanted, held_out = missing[tokens], tokens // ids.shape[1] % 4 == 3
+        change = regression(added[~held_out], wanted[~held_out])
+        left = (wanted - added @ change)[held_out].square().sum()
+        fits_the_sample = left > 1.15 * wanted[held_out].square().sum()
+        change = 0 * change if fits_the_sample else regression(added, wanted)
+        kept += fits_the_sample
+        missing[tokens] -= added @ change
+        torch.testing.assert_close(
+            found.model.layers[-1].mlp.experts.down_proj[number].detach(),
+            down + change.T @ down,
+            rtol=1e-6,
+            atol=1e-9,
+        )
+    assert kept < len(experts.down_proj)
+    assert result["experts"][1] == pytest.approx(float(missing.square().sum() / before), rel=1e-6)
+    assert result["experts"][1] < 0.99
+
+
+def test_an_expert_that_few_tokens_choose_keeps_the_map_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = tiny_model("qwen3_moe", seed=1)
+    found, shared = (converted(teacher, Connectivity({"last": 1})) for _ in range(2))
+    calibrate_model(
+        found, teacher, text(5), progress=False
+    )  # 160 tokens, of which an expert has 40 on average
+    monkeypatch.setattr(solve, "FITS_THE_SAMPLE", 0.0)  # no map of their own
+    calibrate_model(shared, teacher, text(5), progress=False)
+    one, other = (model.model.layers[-1].mlp.experts for model in (found, shared))
+    with calls_of(other) as calls:
+        shared.model(text(5))
+    counts = torch.bincount(calls[0].choices.flatten(), minlength=8)
+    same = [torch.equal(a, b) for a, b in zip(one.down_proj, other.down_proj, strict=True)]
+    few = [bool(count < 32) for count in counts]
+    assert any(few) and all(same[k] for k in range(8) if few[k])
 
 
 def test_a_teacher_that_is_a_linear_map_away_is_recovered() -> None:

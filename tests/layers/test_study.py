@@ -2,13 +2,17 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from matplotlib.axes import Axes
 
+from fcsd.calibration.checkpoint import take_rows
+from fcsd.calibration.model import calibrate_model
 from fcsd.cli.main import main
 from fcsd.config.data import SourceConfig
 from fcsd.config.model import ConnectivityConfig
@@ -21,7 +25,7 @@ from fcsd.connectivity import (
     load_model,
     parse_selection,
 )
-from fcsd.data.dataset import heldout_rows
+from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.errors import UserError
 from fcsd.evaluate.runner import evaluate, prepare_evaluation
 from fcsd.layers import study as study_module
@@ -88,6 +92,31 @@ def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
     return ["layers", str(model), "--text", str(text), *sizes, "--output", str(folder), *more]
 
 
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the maps are solved on: none of the rows that the KL is measured on."""
+    path = tmp_path_factory.mktemp("other") / "rows.jsonl"
+    lines = ({"text": f"{n * 7 % 31} times {n} and {n % 5} letters more"} for n in range(60))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+CALIBRATION_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def calibrated(model: Path, text: Path, other_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrated") / "study"
+    assert main(calibrated_command(model, text, other_text, folder)) == 0
+    return folder
+
+
+def calibrated_command(model: Path, text: Path, other_text: Path, folder: Path) -> list[str]:
+    source = f"{{path: {other_text}, columns: {{text: text}}}}"
+    sizes = ("--calibration-tokens", str(CALIBRATION_TOKENS), "--counts", "2", "--sides", "last,single")
+    return command(model, text, folder, "--calibrated", source, *sizes)
+
+
 Refused = Callable[..., None]
 
 
@@ -127,6 +156,57 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
         assert found["num_items"] == direct["num_tokens"]
     assert study["moe_layers"] == [1, 2, 3]
     assert (finished / "layers.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
+    model: Path, text: Path, other_text: Path, calibrated: Path, finished: Path
+) -> None:
+    tokenizer, study = load_tokenizer(model), read_study(calibrated)
+    rows = heldout_rows(SourceConfig(path=str(text)), tokenizer, **ROWS)  # type: ignore[arg-type]
+    source = SourceConfig(path=str(other_text), columns={"text": "text"})
+    solved_on = take_rows(
+        build_dataset([source], tokenizer, max_length=ROWS["max_length"], shuffle=False), CALIBRATION_TOKENS
+    )
+    assert 400 <= sum(len(row["input_ids"]) for row in solved_on) < 400 + 2 * 32
+    copied = {tuple(point["layers"]): point["values"] for point in read_study(finished)["points"]}
+    assert [point["layers"] for point in study["points"]] == [[2, 3], [0], [1], [2], [3]]
+    for point in study["points"]:
+        wired = load_model(model, connectivity=Connectivity(point["layers"]))
+        calibrate_model(wired, load_model(model), solved_on, progress=False)
+        direct = mean_kl(read_original(load_model(model), rows), wired, rows)
+        assert point["calibrated"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-4)
+        # The weights are the original's again for the next point, to the last bit.
+        assert point["values"] == copied[tuple(point["layers"])]
+        assert abs(direct["kl"] - point["values"]["kl"]["value"]) > 1e-3
+
+
+def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
+    model: Path, text: Path, other_text: Path, calibrated: Path, tmp_path: Path, refused: Refused
+) -> None:
+    folder = tmp_path / "study"
+    shutil.copytree(calibrated, folder)
+    (folder / "manifest.json").unlink()
+    begun = json.loads((folder / "layers.json").read_text())
+    begun["points"] = begun["points"][:3]
+    (folder / "layers.json").write_text(json.dumps(begun))
+    assert main(calibrated_command(model, text, other_text, folder)) == 0
+    assert (folder / "layers.json").read_bytes() == (calibrated / "layers.json").read_bytes()
+    other_text_now = tmp_path / "now.jsonl"
+    other_text_now.write_text(other_text.read_text() * 2)
+    refused(calibrated_command(model, text, other_text_now, folder), r"calibrated: ")
+
+
+def test_verify_measures_calibrated_weights(
+    calibrated: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for more, which in (((), "values"), (("--calibrated",), "calibrated")):
+        words = ["plan-layers", str(calibrated), "--budget", "2", "--verify", "--json", *more]
+        assert main(words) == 0
+        (last,) = (p for p in read_study(calibrated)["points"] if p["side"] == "last")
+        found = json.loads(capsys.readouterr().out)["selections"][1]
+        assert found["layers"] == [2, 3]
+        assert found["measured"]["value"] == pytest.approx(last[which]["kl"]["value"], rel=1e-4)
 
 
 def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, tmp_path: Path) -> None:
@@ -231,6 +311,7 @@ def test_a_changed_study_is_refused_with_the_difference(
         (["--mlp", "full", "--sides", "single"], r"'single' with mlp: full would measure nothing"),
         (["--mlp", "full", "--attention", "full"], r"is the regular model"),
         (["--max-length", "1"], r"max_length"),
+        (["--calibrated", "{path: x, colums: {}}"], r"--calibrated: colums: unknown key"),
         (["--text", "{path: x, colums: {}}"], r"--text: colums: unknown key; did you mean 'columns'"),
         (["--text", "/absent/x.jsonl"], r"/absent/x\.jsonl: no such file"),
     ],
@@ -291,21 +372,50 @@ def test_the_figure_is_drawn_for_what_was_measured(tmp_path: Path, sides: list[s
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+def test_the_figure_has_a_second_curve_for_calibrated_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = hand_made([0.5, 0.1, 0.2], tmp_path, calibrated=0.1)
+    drawn: dict[str, list[float]] = {}
+
+    def errorbar(
+        axis: Axes, x: list[int], y: list[float], error: list[float], *, label: str, **_: Any
+    ) -> None:
+        drawn[label] = y
+
+    monkeypatch.setattr(Axes, "errorbar", errorbar)
+    monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
+    plot_layers(study, tmp_path / "figure.png")
+    assert drawn["first N layers, copied"] == pytest.approx([0.5, 0.6, 0.8])
+    assert drawn["first N layers, calibrated"] == pytest.approx([0.05, 0.06, 0.08])
+    assert drawn["MoE layer, calibrated"] == pytest.approx([0.01, 0.02])
+
+
 # ---- the plan
 
 
 def hand_made(
-    sensitivities: list[float], folder: Path, *, task: bool = False, **changes: Any
+    sensitivities: list[float],
+    folder: Path,
+    *,
+    task: bool = False,
+    calibrated: float | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """A finished study with these KLs; the sums of them stand for the runs from either end. Layer 0 is dense."""
+    """A finished study with these KLs; the sums of them stand for the runs from either end. Layer 0 is dense.
+
+    calibrated: what share of a loss is left with calibrated weights.
+    """
     total = len(sensitivities)
 
     def point(side: str, layers: list[int]) -> dict[str, Any]:
-        kl = sum(sensitivities[layer] for layer in layers)
-        values = {"kl": {"value": kl, "stderr": 0.01, "num_items": 100}}
-        if task:
-            values["quiz"] = {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}
-        return {"side": side, "num_layers": len(layers), "layers": layers, "values": values}
+        def values(share: float) -> dict[str, Any]:
+            kl = share * sum(sensitivities[layer] for layer in layers)
+            found = {"kl": {"value": kl, "stderr": 0.01, "num_items": 100}}
+            return found | ({"quiz": {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}} if task else {})
+
+        found = {"side": side, "num_layers": len(layers), "layers": layers, "values": values(1)}
+        return found | ({} if calibrated is None else {"calibrated": values(calibrated)})
 
     study = {
         "schema_version": 1,
@@ -359,6 +469,42 @@ def test_a_tasks_sensitivity_is_what_its_score_loses(tmp_path: Path) -> None:
     assert [row["value"] for row in plan["sensitivities"]] == pytest.approx([0.5, 0.1, 0.2])
     assert plan["layers"] == [1]
     assert plan_layers(tmp_path, "1")["metric"]["name"] == "kl"
+
+
+def test_a_plan_goes_by_sensitivities_after_calibration(tmp_path: Path) -> None:
+    study = hand_made([0.9, 0.1, 0.4], tmp_path, calibrated=0.5)
+    (point,) = (p for p in study["points"] if p["side"] == "single" and p["layers"] == [0])
+    point["calibrated"]["kl"]["value"] = 0.04  # what is worst of all when copied, is best when calibrated
+    (tmp_path / "layers.json").write_text(json.dumps(study))
+    assert plan_layers(tmp_path, "1")["layers"] == [1]
+    plan = plan_layers(tmp_path, "1", calibrated=True)
+    assert plan["layers"] == [0]
+    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx([0.04, 0.05, 0.2])
+    assert plan["selections"][1]["measured"]["value"] == pytest.approx(0.2)
+    assert "KL, calibrated, measured" in plan_text(plan)
+
+
+def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hand_made([0.5, 0.1, 0.2], tmp_path / "a", calibrated=0.25, task=True)
+    assert main(["plan-layers", str(tmp_path / "a"), "--max-loss", "0.31", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["side"], row["calibrated"]): row for row in found["within"]}
+    assert {key: row["num_layers"] for key, row in rows.items()} == {
+        ("first", False): 0, ("last", False): 2, ("first", True): 3, ("last", True): 3,
+    }  # fmt: skip
+    assert rows["last", False]["selection"] == "1-2"
+    assert rows["last", False]["loss"]["value"] == pytest.approx(0.3)
+    assert (rows["first", False]["selection"], rows["first", False]["loss"]["value"]) == ("none", 0.0)
+    # A task's loss is what its score loses: 0.5 for the first layer, not 0.9 - 0.5.
+    words = ["plan-layers", str(tmp_path / "a"), "--max-loss", "0.55", "--metric", "quiz"]
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"copied +\| +first 1 of 3 ", table) and "most with quiz lost <= 0.55" in table
+    hand_made([0.5, 0.1], tmp_path / "b")
+    assert main(["plan-layers", str(tmp_path / "b"), "--max-loss", "1"]) == 0
+    assert "calibrated" not in capsys.readouterr().out
 
 
 def test_of_equal_layers_the_later_is_rewired() -> None:
@@ -418,6 +564,19 @@ def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused)
     refused(
         ["plan-layers", str(tmp_path / "b"), "--budget", "2"],
         r"no sensitivities; run `fcsd layers` with --sides single",
+    )
+    here = ["plan-layers", str(tmp_path / "a")]
+    refused(
+        [*here, "--budget", "1", "--calibrated"],
+        r"copied weights only; run `fcsd layers` with --calibrated TEXT",
+    )
+    refused([*here, "--max-loss", "-1"], r"--max-loss -1: needs a number from 0")
+    refused([*here, "--max-loss", "1", "--calibrated"], r"--calibrated and --model belong to --budget")
+    alone = [point for point in study["points"] if point["side"] == "single"]
+    hand_made([0.5, 0.1, 0.2], tmp_path / "d", points=alone)
+    refused(
+        ["plan-layers", str(tmp_path / "d"), "--max-loss", "1"],
+        r"single layers only; run .* --sides first,last",
     )
     hand_made([0.5], tmp_path / "c", schema_version=0)
     refused(["plan-layers", str(tmp_path / "c"), "--budget", "1"], r"schema_version is 0, this fcsd reads 1")
