@@ -129,6 +129,7 @@ def launch(folder: str, compiled: bool, rounds: int) -> dict[str, Any]:
             sys.executable,
             "-m",
             "torch.distributed.run",
+            "--standalone",
             "--nproc-per-node",
             "2",
             __file__,

@@ -42,6 +42,7 @@ def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dic
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node",
         "2",
         str(HERE / "two_ranks.py"),

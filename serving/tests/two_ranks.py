@@ -130,8 +130,17 @@ def run(case: str, models: Path) -> dict[str, Any]:
         engine.stop_engine(llm)
 
 
+def name_shared_memory() -> None:
+    """Name the memory that ranks share after their launch: to vLLM all are one, also those that were killed."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    stock = SharedMemory.make_group_name
+    SharedMemory.make_group_name = staticmethod(lambda communicator: f"{stock(communicator)}-{os.getppid()}")
+
+
 def main(models: str, results: str, *cases: str) -> None:
     """Run cases one after another; a case that fails says why and leaves the others."""
+    name_shared_memory()
     engine.inspect_here(*{case.partition("-")[0] for case in cases})
     with open(f"{results}.{os.environ['RANK']}", "w") as file:
         for case in cases:
