@@ -124,7 +124,7 @@ if __name__ == "__main__":
         model_path=folder, device="cpu", dtype="float32", attention_backend="torch_native",
         sampling_backend="pytorch", grammar_backend="none", disable_radix_cache=True,
         disable_overlap_schedule=True, mem_fraction_static=0.1, max_total_tokens=4096, context_length=512,
-        skip_server_warmup=True, **options,
+        skip_server_warmup=True, log_level="info", **options,
     )
     reference = np.load(folder + "/reference.npz")
     outputs = engine.generate(
