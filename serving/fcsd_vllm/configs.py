@@ -47,7 +47,7 @@ def make_config_class(family: Family) -> Any:
         return made
 
     # The module is one that pickle finds the class in by its name.
-    new = type(
+    new: Any = type(
         f"FarSkip{family.config}",
         (base,),
         {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": __name__},

@@ -31,7 +31,7 @@ class Schedule:
     index: int
     name: str
     """Under which the custom ops find it."""
-    layer: nn.Module
+    layer: Any
     block: nn.Module
     """MoE block, which gives the routed output alone; or the dense MLP."""
     shared: nn.Module | None
@@ -62,7 +62,7 @@ class Schedule:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stream without the routed output of the layer before, and that after the norm."""
         base = stream.clone() if flight is None else stream + self._wait(flight, self.flight, self.index - 1)
-        return base, self.layer.input_layernorm(base)  # type: ignore[operator]
+        return base, self.layer.input_layernorm(base)
 
     def after_attention(
         self, attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None
@@ -90,7 +90,7 @@ class Schedule:
             stream = base + self._wait(routed, "routed", self.index - 1)
         if not self.outdated:
             stream = stream + self._wait(early, "attention")
-        read = self.layer.post_attention_layernorm(stream)  # type: ignore[operator]
+        read = self.layer.post_attention_layernorm(stream)
         if self.dense:
             return self._dense(attention, stream, read)
         return self._outdated(attention, early, stream, read) if self.outdated else self._full(stream, read)
