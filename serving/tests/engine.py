@@ -49,25 +49,30 @@ def start_engine(folder: Path, **options: Any) -> Any:
             "enforce_eager": True,
             "max_model_len": 512,
             "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 2**26,
+            "kv_cache_memory_bytes": 2**24,
             "disable_log_stats": True,
             **options,
         },
     )
 
 
+_KEPT: list[Any] = []
+
+
 def stop_engine(llm: Any = None) -> None:
     """Free what an engine in this process holds, so that another can start.
 
-    Under torchrun the groups stay: the next engine takes them, and new ones could not be joined a second time.
+    Under torchrun it is kept: with the engine its groups would end, and ranks cannot be joined a second time.
     """
+    if "RANK" in os.environ:
+        _KEPT.append(llm)
+        return
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     if llm is not None:
         llm.llm_engine.engine_core.shutdown()
     del llm
-    if "RANK" not in os.environ:
-        cleanup_dist_env_and_memory()
+    cleanup_dist_env_and_memory()
     gc.collect()
 
 
