@@ -118,9 +118,10 @@ class Schedule:
         if self.carries:
             flight = () if self.shared is None else (self._start(self.shared(read), "shared"),)
             return stream, self._start(self.block(read), "routed"), *flight
+        shared = None if self.shared is None else self.shared(read)  # first: experts may write into what they read
         out = self.block(read)
-        if self.shared is not None:
-            out = out + self.shared(read)
+        if shared is not None:
+            out = out + shared
         return stream, self._wait(self._start(out, "routed"), "routed")
 
     def _start(self, x: torch.Tensor, what: str) -> torch.Tensor:
