@@ -118,7 +118,9 @@ class Schedule:
         if self.carries:
             flight = () if self.shared is None else (self._start(self.shared(read), "shared"),)
             return stream, self._start(self.block(read), "routed"), *flight
-        shared = None if self.shared is None else self.shared(read)  # first: experts may write into what they read
+        shared = (
+            None if self.shared is None else self.shared(read)
+        )  # first: experts may write into what they read
         out = self.block(read)
         if shared is not None:
             out = out + shared
