@@ -88,23 +88,3 @@ def test_prefixes_in_the_cache_and_chunks_of_sixteen_change_nothing(
         assert equal == 4
         assert worst < engine.BOUND
     assert max(output.num_cached_tokens for output in second) >= 32  # of the prompt of 64 tokens
-
-
-def test_an_adapter_on_attention_and_shared_experts_is_applied(models: Path, start: Any) -> None:
-    from vllm.lora.request import LoRARequest
-
-    folder = models / "qwen2_moe-all"
-    shared = [
-        f"model.layers.{k}.mlp.shared_expert" for k in range(4)
-    ]  # on routed experts it would need Triton
-    targets = [
-        "qkv_proj",
-        "o_proj",
-        *(f"{name}.{part}" for name in shared for part in ("gate_up_proj", "down_proj")),
-    ]
-    llm = start(folder, enable_lora=True, max_lora_rank=8, max_loras=1, lora_target_modules=targets)
-    adapter = LoRARequest("tiny", 1, str(folder / "adapter"))
-    for place, request in ((folder, None), (folder / "adapter", adapter)):
-        equal, worst = engine.compare(engine.generate(llm, folder, lora_request=request), place)
-        assert equal == 4
-        assert worst < engine.BOUND
