@@ -42,11 +42,14 @@ def _read(folder: Path) -> Times:
 
 
 def communication_between(before: Times, after: Times) -> dict[str, Any] | None:
-    """Return the sums over all ranks of what came between, with the overlap: hidden / total; None where nothing did."""
+    """Return the sums over all ranks of what came between, with the overlap: hidden / total; None where nothing did.
+
+    To wake a thread takes time, so that a blocking rank may have waited for more than the total: 0 then.
+    """
     sums = {
         name: sum(figures[name] - before.get(rank, {}).get(name, 0.0) for rank, figures in after.items())
         for name in _FIGURES
     }
     if not sums["total_s"] > 0:
         return None
-    return {"ranks": len(after), **sums, "overlap": 1 - sums["exposed_s"] / sums["total_s"]}
+    return {"ranks": len(after), **sums, "overlap": max(0.0, 1 - sums["exposed_s"] / sums["total_s"])}

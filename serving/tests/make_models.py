@@ -7,7 +7,6 @@ lies `reference.npz`: prompts, the 16 ids that `load_model(...).generate` adds g
 the whole vocabulary at every position, of one forward without a cache.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,40 +106,6 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
 in `all` and in `gap`."""
 
 
-ADAPTED = "qwen2_moe-all"
-"""The checkpoint that also has an adapter: `ADAPTED/adapter`, with a reference of its own."""
-_RANK = 4
-
-
-def make_adapter(folder: Path) -> None:
-    """Write a LoRA adapter of attention and shared experts, in PEFT's format, and what the sums W + B·A give."""
-    from safetensors.torch import save_file
-
-    model = load_model(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    tensors = {}
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
-            a = torch.randn(_RANK, module.in_features, generator=generator) / module.in_features**0.5
-            b = torch.randn(module.out_features, _RANK, generator=generator)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = a
-            tensors[f"base_model.model.{name}.lora_B.weight"] = b
-            module.weight.add_(b @ a)
-    place = folder / "adapter"
-    place.mkdir()
-    save_file(tensors, place / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": _RANK,
-        "lora_alpha": _RANK,
-        "target_modules": list(targets),
-        "bias": "none",
-    }
-    (place / "adapter_config.json").write_text(json.dumps(config))
-    np.savez(place / "reference.npz", **outputs_of(model))
-
-
 def make(case: str, folder: Path) -> None:
     """Write one checkpoint with its reference, and the original's where it is missing."""
     family, connectivity = CASES[case]
@@ -157,8 +122,6 @@ def make(case: str, folder: Path) -> None:
         np.savez(
             folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
         )
-    if case == ADAPTED and not (folder / case / "adapter").exists():
-        make_adapter(folder / case)
 
 
 def outputs_of(model: Any) -> dict[str, Any]:
