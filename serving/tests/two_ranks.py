@@ -152,6 +152,8 @@ def main(models: str, results: str, *cases: str) -> None:
                 result = {"case": case, "error": f"{type(error).__name__}: {error}"}
                 engine.stop_engine()
             print(json.dumps(result), file=file, flush=True)
+    for shared in Path("/dev/shm").glob(f"*-cpushm-{os.getppid()}_*"):  # engines that are kept leave it
+        shared.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
