@@ -12,6 +12,7 @@ import pytest
 from engine import BOUND, ENVIRONMENT
 
 HERE = Path(__file__).parent
+PATIENCE_S = 1200
 
 STAGES = [f"{case}:pp" for case in ("qwen3_moe-all", "qwen2_moe-gap", "deepseek_v2-all", "gpt_oss-all")]
 
@@ -47,13 +48,19 @@ def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dic
         "2",
         str(HERE / "two_ranks.py"),
     ]
-    run = subprocess.run(
+    run = subprocess.Popen(
         [*command, str(models), str(place), *cases],
         env={**ENVIRONMENT, **os.environ},
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert run.returncode == 0, run.stderr[-4000:]
+    try:
+        _, said = run.communicate(timeout=PATIENCE_S)
+    finally:
+        run.terminate()  # and torchrun its ranks, of which one may wait for ever for the other
+        run.wait()
+    assert run.returncode == 0, said[-4000:]
     ranks = [
         [json.loads(line) for line in Path(f"{place}.{rank}").read_text().splitlines()] for rank in range(2)
     ]

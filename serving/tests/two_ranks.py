@@ -140,7 +140,7 @@ def name_shared_memory() -> None:
 
 
 def main(models: str, results: str, *cases: str) -> None:
-    """Run cases one after another; a case that fails says why and leaves the others."""
+    """Run cases one after another; one that fails says why and ends the launch, in which the other rank would wait."""
     name_shared_memory()
     engine.inspect_here(*{case.partition("-")[0] for case in cases})
     with open(f"{results}.{os.environ['RANK']}", "w") as file:
@@ -150,8 +150,9 @@ def main(models: str, results: str, *cases: str) -> None:
             except Exception as error:
                 traceback.print_exc()
                 result = {"case": case, "error": f"{type(error).__name__}: {error}"}
-                engine.stop_engine()
             print(json.dumps(result), file=file, flush=True)
+            if "error" in result:
+                os._exit(1)
     for shared in Path("/dev/shm").glob(f"*-cpushm-{os.getppid()}_*"):  # engines that are kept leave it
         shared.unlink(missing_ok=True)
 
