@@ -53,7 +53,7 @@ shared 1 | start shared.1 | experts 1 | start routed.1
 wait shared.1 | attention 2 | start attention.2 | wait routed.1 | wait attention.2
 shared 2 | start shared.2 | experts 2 | start routed.2
 wait shared.2 | attention 3 | start attention.3 | wait routed.2 | wait attention.3
-experts 3 | shared 3 | start routed.3 | wait routed.3
+shared 3 | experts 3 | start routed.3 | wait routed.3
 """
 
 OF_FAMILY = {
