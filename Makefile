@@ -71,11 +71,12 @@ SERVING_STAMP := $(SERVING)/.installed
 
 test-serving: $(STAMP)  ## converted models in vLLM on a CPU, against load_model; skipped where vLLM cannot be installed
 	if ! $(MAKE) --no-print-directory $(SERVING_STAMP); then \
-	  echo "skipped: vLLM for CPUs cannot be installed here, so nothing of serving/ was run in an engine"; exit 0; \
+	  echo "skipped: vLLM for CPUs cannot be installed or does not run here, so nothing of serving/ was run in an engine"; exit 0; \
 	fi; \
-	rm -rf $(SERVING)/models && \
+	rm -rf $(SERVING)/models $(SERVING)/cache && \
 	$(TEST_ENV) $(BIN)/python serving/tests/make_models.py $(CURDIR)/$(SERVING)/models && \
-	cd serving && FCSD_SERVING_MODELS=$(CURDIR)/$(SERVING)/models $(CURDIR)/$(SERVING)/bin/python -m pytest -q
+	cd serving && VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache FCSD_SERVING_MODELS=$(CURDIR)/$(SERVING)/models \
+	  $(CURDIR)/$(SERVING)/bin/python -m pytest -q
 
 # An environment of its own: no version of transformers suits both fcsd and vLLM.
 $(SERVING_STAMP): serving/pyproject.toml serving/tests/requirements.txt
@@ -84,6 +85,7 @@ $(SERVING_STAMP): serving/pyproject.toml serving/tests/requirements.txt
 	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for CUDA; text needs none
 	$(SERVING)/bin/python serving/tests/name_vllm.py
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e serving
+	VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache $(SERVING)/bin/python -c 'import vllm._C'  # for this processor, too
 	touch $@
 
 SGLANG := .sglang
