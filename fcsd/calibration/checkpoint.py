@@ -95,6 +95,7 @@ def calibrate_checkpoint(
                 _save(state, work, ranks)
                 bar.update()
         facts = {"tokens": tokens, "ridge": ridge, "layers": layers}
+        ranks.share(lambda: None)  # no rank is still at work in the folder that the first removes
         ranks.from_first(lambda: _finish(model, out, facts))
     return {**facts, "layers": state.results, "seconds": round(time.perf_counter() - started, 1)}
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,20 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
     (tmp_path / "one").mkdir()
     run_folder(base, tmp_path / "one" / "out", ids)
 
-    def rank(number: int) -> None:
+    left: list[int] = []
+
+    def rank(number: int) -> list[int]:
+        unlink, finish = Path.unlink, folder_module._finish
+
+        def late(path: Path, **options: Any) -> None:
+            time.sleep(0.3 * number)
+            unlink(path, **options)
+
+        def counted(model: Path, *args: Any) -> None:
+            left.append(len(list(model.parent.glob("streams-*"))))
+            finish(model, *args)
+
+        Path.unlink, folder_module._finish = late, counted  # type: ignore[assignment,method-assign]
         engine = Engine("fsdp2", reshard=True)
         run_folder(
             base,
@@ -276,9 +290,11 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
             ids,
             Launch(torch.device("cpu"), engine, Ranks(number, 2, lockstep=True)),
         )
+        return left
 
     (tmp_path / "two").mkdir()
-    run_ranks(rank, 2)
+    # When the first rank removes the folder, a late one is no longer at work in it.
+    assert run_ranks(rank, 2) == [[2], []]
     one, two, old = (tensors(folder) for folder in (tmp_path / "one" / "out", tmp_path / "two" / "out", base))
     distances = [
         float(
