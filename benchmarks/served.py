@@ -30,6 +30,7 @@ import torch
 
 from fcsd.connectivity.export import convert_checkpoint
 from fcsd.connectivity.spec import Connectivity
+from fcsd.errors import UserError
 from fcsd.evaluate import server as client
 from fcsd.evaluate.server import Server
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -83,7 +84,7 @@ class Served:
             try:
                 server.look("")
                 return server
-            except Exception:
+            except UserError:  # nothing answers yet
                 if self._process.poll() is not None or time.monotonic() > end:
                     raise SystemExit(f"the server did not start; see {self._log}") from None
                 time.sleep(1)
