@@ -6,14 +6,12 @@ in each process that reads a config: otherwise the stock class would load the sa
 """
 
 import os
-from typing import Any
 
 import transformers
 
-from fcsd_sglang.families import DEFAULTS, FAMILIES
+from fcsd_sglang.families import FAMILIES
 from fcsd_sglang.versions import EngineError, check_version, installed
-from fcsd_vllm.configs import check_config
-from fcsd_vllm.families import Family
+from fcsd_vllm.configs import make_config_class
 
 VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 PACKAGE = __name__.partition(".")[0]
@@ -28,31 +26,18 @@ def check_package(value: str | None) -> None:
         )
 
 
-def make_config_class(family: Family) -> Any:
-    """Return the config class of a family, as `AutoConfig` is to know it."""
-    base: Any = getattr(transformers, family.config)
+def check_server() -> None:
+    """Raise EngineError unless this SGLang is the one whose layers are known, and takes its classes from here."""
+    check_version(installed())
+    check_package(os.environ.get(VARIABLE))
 
-    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        check_version(installed())
-        check_package(os.environ.get(VARIABLE))
-        check_config(config_dict, family)
-        unset = {k: v for k, v in DEFAULTS.get(family.model_type, {}).items() if config_dict.get(k) is None}
-        made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
-        config = made[0] if isinstance(made, tuple) else made
-        config.farskip = config_dict["farskip"]
-        config.architectures = [family.causal_lm]
-        config.__dict__["model_type"] = family.model_type
-        return made
 
-    new: Any = type(
-        f"FarSkip{family.config}",
-        (base,),
-        {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": __name__},
+CLASSES = {
+    family.farskip_type: make_config_class(
+        family, module=__name__, base_architecture=True, check=check_server
     )
-    return new
-
-
-CLASSES = {family.farskip_type: make_config_class(family) for family in FAMILIES.values()}
+    for family in FAMILIES.values()
+}
 globals().update({made.__name__: made for made in CLASSES.values()})  # where pickle looks for them
 
 

@@ -3,7 +3,7 @@
 So vLLM decides MLA, mRoPE, chunked attention, quantisation and speculation as it does for the base.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fcsd_vllm.families import FAMILIES, Family
@@ -31,26 +31,41 @@ def check_class(config: Any, family: Family) -> None:
         )
 
 
-def make_config_class(family: Family) -> Any:
-    """Return the config class of a family, as `AutoConfig` is to know it."""
+def make_config_class(
+    family: Family,
+    *,
+    module: str = __name__,
+    base_architecture: bool = False,
+    check: Callable[[], None] | None = None,
+) -> Any:
+    """Return the config class of a family, as `AutoConfig` is to know it.
+
+    Args:
+        module: where pickle finds the class by its name.
+        base_architecture: instances carry the base's `architectures`, too.
+        check: called before a config is read.
+    """
     import transformers
 
     base: Any = getattr(transformers, family.config)
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if check is not None:
+            check()
         check_config(config_dict, family)
         unset = {name: value for name, value in family.defaults if config_dict.get(name) is None}
         made = super(new, cls).from_dict({**config_dict, **unset}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         config.farskip = config_dict["farskip"]
+        if base_architecture:
+            config.architectures = [family.causal_lm]
         config.__dict__["model_type"] = family.model_type
         return made
 
-    # The module is one that pickle finds the class in by its name.
     new: Any = type(
         f"FarSkip{family.config}",
         (base,),
-        {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": __name__},
+        {"model_type": family.farskip_type, "from_dict": classmethod(from_dict), "__module__": module},
     )
     return new
 

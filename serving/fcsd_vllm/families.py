@@ -25,7 +25,7 @@ class Family:
     text_config: bool = False
     """A multimodal wrapper: the fields of the stack are in the text config."""
     defaults: tuple[tuple[str, Any], ...] = ()
-    """Config fields that transformers' class does not write, because it has one way, and that vLLM chooses by."""
+    """Config fields that transformers' class does not write, because it has one way, and that engines choose by."""
     fp16_rescales: bool = False
     """vLLM divides the residual stream by a factor in float16, in which the sums of two connectivities cannot meet."""
 
@@ -57,7 +57,13 @@ _ROWS = (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
-        defaults=(("n_group", 1), ("topk_group", 1)),
+        defaults=(
+            ("moe_layer_freq", 1),
+            ("n_group", 1),
+            ("topk_group", 1),
+            ("scoring_func", "softmax"),
+            ("topk_method", "greedy"),
+        ),
         fp16_rescales=True,
     ),
     Family(
@@ -65,7 +71,7 @@ _ROWS = (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         arguments=("positions", "hidden_states", "residual", "llama_4_scaling"),
-        defaults=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        defaults=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
         fp16_rescales=True,
     ),
     Family("llama4_text", "Llama4TextConfig", "Llama4ForCausalLM", moe="feed_forward"),
