@@ -17,8 +17,8 @@ ORDER = [
     ["artifact", "connectivity"],
     ["config", "inspect", "overlap"],
     ["distributed"],
-    ["models", "data", "tiny"],
-    ["losses"],
+    ["models", "data", "tiny", "network"],
+    ["losses", "routing"],
     ["distill", "evaluate", "calibration"],  # side by side: none knows of another
     ["layers", "cost", "chat", "bench"],
     ["report"],

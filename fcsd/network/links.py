@@ -1,0 +1,124 @@
+"""Links between endpoints as a file: latency and seconds a byte of each direction and phase, rates of shared ports.
+
+The model is that of CAMoE (Cost-Aware Communication Optimization for MoE Inference, section 3.1): T_uv(B) = alpha_uv + beta_uv * B, per phase of an
+expert-parallel exchange: metadata (token counts), dispatch (hidden states and routing weights), combine (hidden states
+on their way back).
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from fcsd.config.strict import Strict, validate
+from fcsd.errors import UserError
+from fcsd.files import read_json, write_json
+
+Array = NDArray[np.float64]
+Phase = Literal["metadata", "dispatch", "combine"]
+Collective = Literal["p2p", "all_to_all_single"]
+"""p2p: every irecv posted, then every isend, so that both directions of a pair run at once. all_to_all_single: the
+backend's own; gloo's serves the two directions of a pair one after another."""
+
+PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
+
+
+class PhaseLinks(Strict):
+    """The fitted links of one phase; rows are sources, columns are destinations, the diagonal is 0.
+
+    r2 of an edge is null where it was not fitted from measurements; refined tells that it was measured under
+    contention, too (phase 2 of the profile); without that it keeps what was measured alone.
+    """
+
+    alpha_s: list[list[float]]
+    beta_s_per_byte: list[list[float]]
+    r2: list[list[float | None]]
+    refined: list[list[bool]]
+    repeats: int = Field(ge=1)
+
+
+class Ports(Strict):
+    """Seconds a byte of what an endpoint sends to all others together, or receives; null where edges do not share."""
+
+    egress_s_per_byte: list[float | None]
+    ingress_s_per_byte: list[float | None]
+
+
+class LinkModel(Strict):
+    """Links between N endpoints; `endpoints` names them in the order of ranks."""
+
+    version: Literal[1] = 1
+    endpoints: list[str] = Field(min_length=2)
+    collective: Collective
+    backend: str
+    world_size: int = Field(ge=2)
+    libraries: dict[str, str]
+    metadata: PhaseLinks
+    dispatch: PhaseLinks
+    combine: PhaseLinks
+    ports: Ports
+
+    @model_validator(mode="after")
+    def _square_and_not_negative(self) -> "LinkModel":
+        size = len(self.endpoints)
+        if len(set(self.endpoints)) != size:
+            raise ValueError("endpoints: a name stands twice")
+        if self.world_size != size:
+            raise ValueError(f"world_size {self.world_size}, but {size} endpoints are named")
+        for phase in PHASES:
+            links: PhaseLinks = getattr(self, phase)
+            for name in ("alpha_s", "beta_s_per_byte", "r2", "refined"):
+                rows = getattr(links, name)
+                if len(rows) != size or any(len(row) != size for row in rows):
+                    raise ValueError(f"{phase}.{name}: needs {size} rows of {size}, an edge is missing")
+            for name in ("alpha_s", "beta_s_per_byte"):
+                for u, row in enumerate(getattr(links, name)):
+                    for v, value in enumerate(row):
+                        if value < 0:
+                            raise ValueError(f"{phase}.{name}: edge {u} -> {v} is negative ({value:g})")
+        for name in ("egress_s_per_byte", "ingress_s_per_byte"):
+            rates = getattr(self.ports, name)
+            if len(rates) != size:
+                raise ValueError(f"ports.{name}: needs {size} values")
+            if any(rate is not None and rate < 0 for rate in rates):
+                raise ValueError(f"ports.{name}: a value is negative")
+        return self
+
+    def alpha(self, phase: Phase) -> Array:
+        """Return the latencies in seconds, [N, N], 0 on the diagonal."""
+        return _without_diagonal(getattr(self, phase).alpha_s)
+
+    def beta(self, phase: Phase) -> Array:
+        """Return the seconds a byte, [N, N], 0 on the diagonal."""
+        return _without_diagonal(getattr(self, phase).beta_s_per_byte)
+
+    def port(self, direction: Literal["egress", "ingress"]) -> Array:
+        """Return the seconds a byte of each endpoint's port, [N]; 0 where its edges share none."""
+        rates = getattr(self.ports, f"{direction}_s_per_byte")
+        return np.array([0.0 if rate is None else rate for rate in rates])
+
+
+def read_links(path: str | Path) -> LinkModel:
+    """Read and check a links file.
+
+    Raises:
+        UserError: it is no such file, or a value is missing, negative or not a number; the message names the edge.
+    """
+    path = Path(path)
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a links file; `fcsd profile-network` writes one")
+    return validate(LinkModel, value, str(path))
+
+
+def write_links(path: str | Path, links: LinkModel) -> None:
+    """Write a links file under a temporary name, then rename it."""
+    write_json(Path(path), links.model_dump(mode="json"))
+
+
+def _without_diagonal(rows: list[list[float]]) -> Array:
+    matrix = np.array(rows, dtype=np.float64)
+    np.fill_diagonal(matrix, 0)
+    return matrix

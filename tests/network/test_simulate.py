@@ -1,0 +1,71 @@
+"""Exchange times against equation 9 computed by hand on three endpoints."""
+
+import numpy as np
+import pytest
+
+from fcsd.network.links import LinkModel
+from fcsd.network.simulate import Payload, endpoint_counts, exchange_time, simulate
+
+ALPHA = [[9.0, 0.1, 0.2], [0.3, 9.0, 0.4], [0.5, 0.6, 9.0]]  # the diagonal is never read
+BETA = [[9.0, 0.01, 0.02], [0.03, 9.0, 0.04], [0.05, 0.06, 9.0]]
+
+
+def links(egress: list[float | None] = [None] * 3, ingress: list[float | None] = [None] * 3) -> LinkModel:
+    phase = {
+        "alpha_s": ALPHA,
+        "beta_s_per_byte": BETA,
+        "r2": [[None] * 3] * 3,
+        "refined": [[False] * 3] * 3,
+        "repeats": 1,
+    }
+    return LinkModel.model_validate(
+        {
+            "endpoints": ["a", "b", "c"],
+            "collective": "p2p",
+            "backend": "gloo",
+            "world_size": 3,
+            "libraries": {},
+            "metadata": phase,
+            "dispatch": phase,
+            "combine": phase,
+            "ports": {"egress_s_per_byte": egress, "ingress_s_per_byte": ingress},
+        }
+    )
+
+
+BYTES = np.array([[500.0, 10, 20], [30, 500, 0], [0, 5, 500]])
+# alpha + beta * bytes by hand: 0->1 0.2, 0->2 0.6, 1->0 1.2, 1->2 0.4, 2->0 0.5, 2->1 0.9
+
+
+def test_the_slowest_edge_decides() -> None:
+    assert exchange_time(links(), "dispatch", BYTES, "edge") == pytest.approx(1.2)
+    assert exchange_time(links(), "dispatch", BYTES, "port") == pytest.approx(1.2)  # no port is shared
+
+
+def test_both_directions_of_a_pair_run_one_after_another_at_half_duplex() -> None:
+    # 0-1: max(.1, .3) + .1 + .9 = 1.3; 0-2: .5 + .4 + 0 = .9; 1-2: .6 + 0 + .3 = .9
+    assert exchange_time(links(), "dispatch", BYTES, "pair") == pytest.approx(1.3)
+
+
+def test_a_shared_port_carries_what_all_its_edges_carry() -> None:
+    # endpoint 0 sends 30 bytes at 0.1 s each after a latency of at most 0.2
+    assert exchange_time(links(egress=[0.1, None, None]), "dispatch", BYTES) == pytest.approx(3.2)
+    # endpoint 1 receives 15 bytes at 0.2 s each after a latency of at most 0.6
+    assert exchange_time(links(ingress=[None, 0.2, None]), "dispatch", BYTES) == pytest.approx(3.6)
+
+
+def test_a_layer_takes_its_counts_its_dispatch_and_its_combine() -> None:
+    payload = Payload(hidden_size=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
+    counts = np.array([[7.0, 2, 4], [6, 7, 0], [0, 1, 7]])
+    times = simulate(links(), counts, payload, "edge")
+    assert times.metadata == pytest.approx(0.6 + 0.06 * 10)
+    assert times.dispatch == pytest.approx(0.3 + 0.03 * 6 * 5)
+    assert times.combine == pytest.approx(
+        max(0.1 + 0.01 * 18, 0.5 + 0.05 * 12, 0.6 + 0.06 * 0)
+    )  # 1 -> 0's way back
+    assert times.total == pytest.approx(1.2 + 1.2 + 1.1)
+
+
+def test_counts_of_experts_are_summed_by_the_endpoint_that_holds_them() -> None:
+    counts = np.array([[1, 2, 4, 8], [16, 32, 64, 128]])
+    np.testing.assert_array_equal(endpoint_counts(counts, np.array([0, 1, 1, 0])), [[9, 6], [144, 96]])
