@@ -1,8 +1,8 @@
 """Links between endpoints as a file: latency and seconds a byte of each direction and phase, rates of shared ports.
 
-The model is that of CAMoE (Cost-Aware Communication Optimization for MoE Inference, section 3.1): T_uv(B) = alpha_uv + beta_uv * B, per phase of an
-expert-parallel exchange: metadata (token counts), dispatch (hidden states and routing weights), combine (hidden states
-on their way back).
+The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts Inference, section 3.1):
+T_uv(B) = alpha_uv + beta_uv * B, for each phase of an expert-parallel exchange: metadata (counts of tokens), dispatch
+(hidden states and routing weights), combine (hidden states on their way back).
 """
 
 from pathlib import Path
