@@ -265,7 +265,13 @@ def test_no_process_of_a_server_outlives_the_command(place: Place, number: int) 
     words = [sys.executable, "-m", "fcsd", *place.words("--rows=stock")]
     (place.bin / "fail").write_text("1")  # a measurement that takes long
     place.program("vllm", (place.bin / "vllm").read_text().replace('(HERE / "die").touch()', "pass"))
-    command = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    command = subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        # a shell that runs the tests in the background lets its children ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     wait_for(lambda: (place.bin / "calls.jsonl").exists() and any("bench" in call for call in place.calls()))
     assert not gone(pids(place))
     command.send_signal(number)
