@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fcsd.distributed.ranks import input_device
 from fcsd.errors import UserError
 from fcsd.routing.routers import Router, find_routers
 
@@ -163,7 +164,7 @@ def routed_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) ->
     # The logits of all tokens over the vocabulary would be the largest tensor of the run; nobody reads them.
     parameters: Any = inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-    device = next(model.parameters()).device
+    device = input_device(model)
     with recording(model) as found:
         for batch in batches:
             inputs = {name: value.to(device) for name, value in batch.items()}
