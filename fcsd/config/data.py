@@ -1,10 +1,10 @@
 """Schema of training data, held-out text and the test items that are kept out of them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from fcsd.config.strict import Strict
+from fcsd.config.strict import Strict, parse_yaml, validate
 
 Column = Literal["messages", "prompt", "input", "response", "text"]
 
@@ -30,6 +30,14 @@ class SourceConfig(Strict):
                 f" got {', '.join(sorted(kinds)) or 'nothing'}"
             )
         return self
+
+
+def source_option(text: str | None, option: str) -> dict[str, Any] | None:
+    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds."""
+    if text is None:
+        return None
+    found = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    return validate(SourceConfig, found, option).model_dump()
 
 
 class TestSetConfig(Strict):

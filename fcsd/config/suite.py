@@ -15,6 +15,7 @@ Not covered: downloading the data sets (`fcsd.evaluate.fetch` fills a data root)
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -191,6 +192,24 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
     if "folder" in suite.model_fields_set:
         raise UserError(f"{path}: folder: unknown key")
     return suite.model_copy(update={"folder": str(path.parent)})
+
+
+def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
+    """Return a suite with these of its tasks, in the order given.
+
+    Raises:
+        UserError: as `load_suite`, or a task that the suite does not have.
+    """
+    suite = load_suite(suite_name)
+    rows = {row.task: row for row in suite.tasks}
+    for task in tasks:
+        if task not in rows:
+            raise UserError(
+                f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}; it has {', '.join(rows)}"
+            )
+    # A single task that is no headline of its suite is one here.
+    chosen = [rows[task].model_copy(update={"headline": True}) for task in tasks]
+    return suite.model_copy(update={"tasks": chosen})
 
 
 def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:

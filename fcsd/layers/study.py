@@ -26,10 +26,10 @@ from tqdm import tqdm
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
 from fcsd.config.calibration import CalibrationConfig
-from fcsd.config.data import SourceConfig
+from fcsd.config.data import SourceConfig, source_option
 from fcsd.config.model import ModelConfig
-from fcsd.config.strict import Strict, did_you_mean, parse_yaml, validate
-from fcsd.config.suite import SuiteConfig, load_suite
+from fcsd.config.strict import Strict, validate
+from fcsd.config.suite import SuiteConfig, named_tasks
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
@@ -111,7 +111,7 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     Raises:
         UserError: an option that does not make sense.
     """
-    texts = {name: _source(options[name], f"--{name}") for name in ("text", "calibrated")}
+    texts = {name: source_option(options[name], f"--{name}") for name in ("text", "calibrated")}
     sides = options["sides"].split(",") if options["sides"] else None
     if sides is None:
         sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
@@ -124,13 +124,6 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     model = _of_their_names(ModelConfig, options) | {"path": options["model"]}
     own = {"model": model, "tasks": options["task"], "sides": sides, "counts": counts, **texts}
     return validate(Study, _of_their_names(Study, options) | own, "the study")
-
-
-def _source(text: str | None, option: str) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    found = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
-    return validate(SourceConfig, found, option).model_dump()
 
 
 def _of_their_names(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,18 +263,7 @@ def layer_mask(model: ModelFolder) -> list[bool]:
 
 def suite_of(study: Study) -> SuiteConfig | None:
     """Return the chosen tasks of the study's suite, in the order given; None without tasks."""
-    if not study.tasks:
-        return None
-    suite = load_suite(study.suite)
-    rows = {row.task: row for row in suite.tasks}
-    for task in study.tasks:
-        if task not in rows:
-            raise UserError(
-                f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}; it has {', '.join(rows)}"
-            )
-    # A single task that is no headline of its suite is one here.
-    chosen = [rows[task].model_copy(update={"headline": True}) for task in study.tasks]
-    return suite.model_copy(update={"tasks": chosen})
+    return named_tasks(study.suite, study.tasks) if study.tasks else None
 
 
 def metrics(study: Study) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # files only; no display is needed
 
@@ -422,6 +423,63 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     traces = {row["title"]: row["trace"]["layer"] for row in rows if row["trace"] is not None}
     if traces:
         plot_timelines(traces, folder / "layer.png")
+
+
+def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
+    """Draw loads.png (experts by layers), traffic.png (sources by destinations) and, of two models, shift.png.
+
+    result: what `fcsd.routing.study` writes to `routing.json`.
+    """
+    models = result["models"]
+    loads = [np.array(facts["counts"]).sum(1) for facts in models]
+    shares = [each / each.mean(1, keepdims=True) for each in loads]
+    traffic = [100 * np.array(facts["traffic"]) / np.sum(facts["traffic"]) for facts in models]
+    for file, matrices, label, names in (
+        ("loads.png", shares, "load / mean of the layer", ("expert", "MoE layer")),
+        ("traffic.png", traffic, "per cent of all pairs", ("to endpoint", "from endpoint")),
+    ):
+        figure, axes = plt.subplots(1, len(models), figsize=(_SIZE[0] * len(models), _SIZE[1]), squeeze=False)
+        highest = max(float(matrix.max()) for matrix in matrices)
+        for axis, facts, matrix in zip(axes[0], models, matrices, strict=True):
+            image = axis.imshow(
+                matrix, aspect="auto", cmap="viridis", vmin=0, vmax=highest, interpolation="nearest"
+            )
+            axis.set(xlabel=names[0], ylabel=names[1])
+            for side in (axis.xaxis, axis.yaxis):
+                side.set_major_locator(MaxNLocator(integer=True))
+            if file == "loads.png":
+                axis.yaxis.set_major_formatter(FuncFormatter(_named(facts["layers"])))
+            _title(axis, Path(facts["name"]).name)
+            figure.colorbar(image, ax=axis, label=label)
+        _save(figure, folder / file)
+    if (found := result["comparison"]) is not None:
+        figure, (moved, spread) = plt.subplots(1, 2, figsize=(_SIZE[0] * 2, _SIZE[1]))
+        layers = models[0]["layers"]
+        moved.bar(layers, [100 * share for share in found["layer_moved"]], color=_GREY)
+        moved.set(ylabel="per cent of (token, expert) pairs")
+        _title(moved, "Routes moved")
+        for facts, colour in ((models[1], "0.25"), (models[0], "C0")):
+            spread.plot(
+                layers,
+                facts["layer_cv"],
+                color=colour,
+                marker="o",
+                markersize=3,
+                label=Path(facts["name"]).name,
+            )
+        spread.set(ylabel="standard deviation / mean of loads", ylim=(0, None))
+        _title(spread, "How unevenly experts are used")
+        spread.legend()
+        for axis in (moved, spread):
+            axis.set(xlabel="MoE layer")
+            axis.grid(alpha=0.3)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _save(figure, folder / "shift.png")
+
+
+def _named(layers: Sequence[int]) -> Any:
+    """Return a formatter that writes the index of the layer at each place."""
+    return lambda value, place: str(layers[int(value)]) if 0 <= value < len(layers) else ""
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:

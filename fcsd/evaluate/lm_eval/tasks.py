@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,16 +209,28 @@ def longest_requests(
     for task in tasks.values():
         documents = [str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))]
         order = sorted(range(len(documents)), key=lambda index: -len(documents[index]))
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        with quiet(), _no_bars_while_building():
-            task.build_all_requests(
-                samples=sorted(order[:_LONGEST]),
-                system_instruction=row.system_prompt,
-                apply_chat_template=row.chat_template,
-                fewshot_as_multiturn=row.chat_template,
-                chat_template=language_model.apply_chat_template if row.chat_template else None,
-            )
-        yield task.instances
+        longest = sorted(order[:_LONGEST])
+        chat = language_model.apply_chat_template
+        yield [request for requests in item_requests(task, row, longest, chat) for request in requests]
+
+
+def item_requests(
+    task: Any, row: LMEvalTaskConfig, documents: Sequence[int], chat_template: Callable[..., str]
+) -> list[list[Any]]:
+    """Build the requests about each of these documents; chat_template writes turns as text, if the row wants that."""
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    with quiet(), _no_bars_while_building():
+        task.build_all_requests(
+            samples=list(documents),
+            system_instruction=row.system_prompt,
+            apply_chat_template=row.chat_template,
+            fewshot_as_multiturn=row.chat_template,
+            chat_template=chat_template if row.chat_template else None,
+        )
+    by_item: dict[int, list[Any]] = {}
+    for request in task.instances:
+        by_item.setdefault(request.doc_id, []).append(request)
+    return list(by_item.values())
 
 
 def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:

@@ -1,0 +1,112 @@
+"""Commands about where tokens go: routing."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.cli.options import (
+    DATA_ROOT_HELP,
+    Command,
+    expert_parallel_argument,
+    field_option,
+    model_argument,
+    quiet_transformers,
+)
+
+if TYPE_CHECKING:
+    from fcsd.routing.study import RoutingStudy
+
+
+def _routing(arguments: argparse.Namespace) -> None:
+    from fcsd.config.data import source_option
+    from fcsd.config.strict import validate
+    from fcsd.data.local import data_fingerprint
+    from fcsd.distributed.launch import join_launch
+    from fcsd.report.plots import plot_routing
+    from fcsd.routing.report import report
+    from fcsd.routing.study import RoutingStudy, study_routing
+
+    quiet_transformers()
+    options = vars(arguments)
+    model = {name: options[name] for name in ("revision", "trust_remote_code", "dtype")}
+    against = {name: value for name, value in model.items() if name != "revision"}
+    given = {name: options[name] for name in RoutingStudy.model_fields if name in options} | {
+        "model": model | {"path": arguments.model},
+        "against": None if arguments.against is None else against | {"path": arguments.against},
+        "text": source_option(arguments.text, "--text"),
+        "tasks": arguments.task,
+    }
+    study = validate(RoutingStudy, given, "the study")
+    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
+    inputs, prompts = {}, None
+    if study.text is not None:
+        inputs["text"] = data_fingerprint(study.text.path, study.text.revision)
+    if study.tasks:
+        found, prompts = _prompts(study)
+        inputs |= found
+    result = study_routing(study, arguments.output, launch, plot_routing, prompts=prompts, inputs=inputs)
+    if launch.first:
+        print(json.dumps(result, indent=2) if arguments.json else report(result))
+
+
+def _prompts(study: "RoutingStudy") -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
+    """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
+    from fcsd.config.suite import named_tasks
+    from fcsd.evaluate.prompts import suite_prompts
+    from fcsd.evaluate.stage import test_set_fingerprints
+
+    suite = named_tasks(study.suite, study.tasks)
+    root = Path(study.data_root) if study.data_root is not None else None
+    return test_set_fingerprints(suite.tasks, root), lambda tokenizer: suite_prompts(
+        suite, root, tokenizer, study.limit
+    )
+
+
+def add_commands(command: Command) -> None:
+    """Add these commands to the parser."""
+    parser = command(
+        "routing",
+        _routing,
+        "Where a model's routers send the tokens of real text, and what that costs on given links.",
+        "Loads of experts, traffic between endpoints, what capacity factors drop, and with --links the time of the"
+        " exchanges and placements that lower it; with --against what a conversion did to it (docs/routing.md).",
+    )
+    model_argument(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for routing.json, routing.md and figures"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="MODEL2",
+        help="the model that MODEL is compared with on the same tokens: the original of a conversion",
+    )
+    parser.add_argument(
+        "--text",
+        help="text to route: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
+        " '{path: X, columns: {text: body}, split: test}'",
+    )
+    field_option(parser, "data.heldout_examples", "examples of the text", name="text_examples")
+    field_option(parser, "data.max_length", "tokens of one row; what is longer is cut")
+    parser.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        help="route the prompts of this task of the suite; may be given several times",
+    )
+    field_option(parser, "evaluation.suite", "name in eval/suites, or a path to a suite file")
+    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP)
+    field_option(parser, "evaluation.limit", "items per task")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="rows of one batch; each batch is at one endpoint"
+    )
+    parser.add_argument("--links", metavar="FILE", help="links that `fcsd profile-network` measured")
+    parser.add_argument(
+        "--endpoints",
+        type=int,
+        help="endpoints that experts and batches are shared out over (default: those of the links, or 8)",
+    )
+    field_option(parser, "model.dtype", "of the models")
+    expert_parallel_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
