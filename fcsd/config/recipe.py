@@ -79,7 +79,9 @@ class EvaluationConfig(Strict):
     cache: str | None = None  # folder of finished tasks that several runs share; null: one in each evaluation
     server: ServerConfig | None = None  # null: the model is in memory
     layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
-    router_bias: RouterBiasConfig | None = None  # the original again, its routers steered away from slow links
+    router_bias: RouterBiasConfig | None = (
+        None  # the original again, its routers steered away from slow links
+    )
     allow_weak_sandbox: bool = False
 
     @model_validator(mode="after")

@@ -60,7 +60,7 @@ def tables_fingerprint(tables: BiasTables) -> str:
 
 
 @contextlib.contextmanager
-def steered(
+def biased_routers(
     model: "PreTrainedModel", tables: BiasTables | None, batch_size: BatchSize
 ) -> Iterator[Batches | None]:
     """Bias the routers inside, if there are tables; give what says to which endpoint a batch belongs.

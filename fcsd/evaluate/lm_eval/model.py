@@ -172,7 +172,7 @@ class InMemory(LanguageModel):
             return ask([requests[number] for number in numbers])
 
         def one_by_one(begin: Callable[[int], None]) -> list[Any]:
-            found = {}
+            found: dict[int, Any] = {}
             for place, numbers in tqdm(dealt, desc="batches", disable=self.silent):
                 begin(place)
                 found |= zip(numbers, self.batch.run(functools.partial(sized, numbers)), strict=True)
