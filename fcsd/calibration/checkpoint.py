@@ -24,12 +24,12 @@ from tqdm import tqdm
 from fcsd.calibration.model import FIELD, batches_of, check_enough, check_vocabulary, shown
 from fcsd.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.calibration.steps import Stream
-from fcsd.calibration.walk import State, real_tokens, walk
+from fcsd.calibration.walk import State, walk
 from fcsd.connectivity import convert_checkpoint
 from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_checkpoint_json
 from fcsd.connectivity.rewire import rewired_layers
 from fcsd.connectivity.spec import Connectivity
-from fcsd.data.batches import Batch
+from fcsd.data.batches import Batch, real_tokens
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from fcsd.calibration.fold import fold
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.trace import Place
-from fcsd.calibration.walk import State, real_tokens, walk
+from fcsd.calibration.walk import State, walk
 from fcsd.connectivity.convert import farskip_layers
-from fcsd.data.batches import Batch, Collator
+from fcsd.data.batches import Batch, Collator, real_tokens
 from fcsd.distributed.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.errors import UserError
 from fcsd.families import base_model_type, family_of

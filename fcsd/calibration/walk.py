@@ -28,7 +28,7 @@ from fcsd.calibration.experts import Call, adds_up, calls_of
 from fcsd.calibration.solve import LeastSquares
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.trace import Group, Place, Roles, Side, first_tensor, trace_layer
-from fcsd.data.batches import NO_LOSS, Batch
+from fcsd.data.batches import Batch, real_tokens
 from fcsd.distributed.ranks import ALONE, Ranks
 
 EXPERT_RIDGE = 1e-2
@@ -65,17 +65,6 @@ class State:
     teacher: list[Stream]
     student: list[Stream] | None = None
     results: list[dict[str, Any]] = field(default_factory=list)
-
-
-def real_tokens(batch: Batch) -> Tensor:
-    """Tell which of a batch's tokens (B, T) are text: all but the padding at the end of a row."""
-    labels, positions = batch["labels"], batch["position_ids"]
-    last = (labels != NO_LOSS).int().flip(1).argmax(1)  # tokens behind the last one with loss
-    place = torch.arange(labels.shape[1]).expand_as(labels)
-    behind = place >= labels.shape[1] - last[:, None]
-    # An example may end without loss; padding begins at position 0.
-    begins = ((positions == 0) & behind).int().cumsum(1) > 0
-    return ~begins
 
 
 def walk(

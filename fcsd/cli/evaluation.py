@@ -46,6 +46,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
     from fcsd.evaluate.stage import evaluate_checkpoint
     from fcsd.report.table import result_table
+    from fcsd.routing.bias import read_tables
 
     quiet_transformers()
     evaluate_checkpoint(
@@ -65,6 +66,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         device_map=arguments.device_map,
         server=_server(arguments),
         server_check=not arguments.no_server_check,
+        bias=None if arguments.router_bias is None else read_tables(arguments.router_bias),
     )
     if not launch.first:
         return
@@ -263,6 +265,12 @@ def _add_evaluate(command: Command) -> None:
         "--device-map",
         choices=["auto"],
         help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
+    )
+    parser.add_argument(
+        "--router-bias",
+        type=Path,
+        metavar="TABLES",
+        help="steer the model's routers by what `fcsd bias` wrote; batch j of a task belongs to endpoint j mod N",
     )
     _server_arguments(parser)
     sandbox_argument(parser)

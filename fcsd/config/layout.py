@@ -8,6 +8,7 @@ distill/             the main distillation
 variants/NAME/       further distillations
 teacher-cache/       hidden states of the teacher (`fcsd cache-teacher`)
 evaluate/NAME/       results of every model, on the same items
+router-bias/         tables that steer the original's routers, NAME.safetensors
 layers/              untrained KL against the rewired layers
 report/              report.md, report.json, figures
 publish/             the folder that goes to the Hub
@@ -34,6 +35,7 @@ class RunLayout:
         self.sweep = root / "sweep"
         self.teacher_cache = root / "teacher-cache"
         self.layers = root / "layers"
+        self.router_bias = root / "router-bias"
         self.report = root / "report"
         self.publish = root / "publish"
 
@@ -48,6 +50,10 @@ class RunLayout:
     def calibration(self, name: str) -> Path:
         """Return the folder of the calibrated weights that the distillation `name` may start from."""
         return self.root / "calibrate" / name
+
+    def bias_tables(self, name: str) -> Path:
+        """Return the tables of the steered model `name`."""
+        return self.router_bias / f"{name}.safetensors"
 
     def evaluation(self, name: str) -> Path:
         """Return the folder of the results of the model `name`."""

@@ -39,7 +39,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace the path of a suite that is not below the working directory but beside the recipe."""
+    """Replace the paths of suites and links that are not below the working directory but beside the recipe."""
     raw = copy.deepcopy(raw)
     pretrain = raw.get("pretrain")
     data = [part.get("data") for part in (raw, pretrain) if isinstance(part, dict)]
@@ -52,6 +52,11 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
             continue
         if is_suite_file(name) and not Path(name).exists() and (folder / name).is_file():
             section["suite"] = str(folder / name)
+    evaluation = raw.get("evaluation")
+    bias = evaluation.get("router_bias") if isinstance(evaluation, dict) else None
+    links = bias.get("links") if isinstance(bias, dict) else None
+    if isinstance(links, str) and not Path(links).exists() and (folder / links).is_file():
+        bias["links"] = str(folder / links)
     return raw
 
 

@@ -22,6 +22,7 @@ from fcsd.config.model import (
     TeacherConfig,
 )
 from fcsd.config.overrides import set_dotted
+from fcsd.config.router_bias import RouterBiasConfig
 from fcsd.config.stopping import EarlyStoppingConfig
 from fcsd.config.strict import Strict, did_you_mean, validate
 from fcsd.config.training import (
@@ -78,7 +79,26 @@ class EvaluationConfig(Strict):
     cache: str | None = None  # folder of finished tasks that several runs share; null: one in each evaluation
     server: ServerConfig | None = None  # null: the model is in memory
     layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
+    router_bias: RouterBiasConfig | None = (
+        None  # the original again, its routers steered away from slow links
+    )
     allow_weak_sandbox: bool = False
+
+    @model_validator(mode="after")
+    def _a_bias_knows_its_batches(self) -> "EvaluationConfig":
+        if self.router_bias is None:
+            return self
+        if self.server is not None:
+            raise ValueError(
+                "server: a router bias is one for each endpoint that tokens come from, and the ranks of a server that"
+                " end a layer in an all-reduce all hold the same tokens: leave the section out, or router_bias"
+            )
+        if self.batch_size == "auto":
+            raise ValueError(
+                "batch_size: 'auto' has no meaning with router_bias: which endpoint an item belongs to depends on the"
+                " batch size; give a number"
+            )
+        return self
 
 
 class PretrainConfig(Strict):
@@ -192,6 +212,13 @@ class Recipe(Strict):
             raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
         if self.evaluation.layer_study and self.data.heldout is None:
             raise ValueError("evaluation.layer_study needs data.heldout, the text on which KL is measured")
+        if (bias := self.evaluation.router_bias) is not None:
+            if self.data.heldout is None:
+                raise ValueError(
+                    "evaluation.router_bias needs data.heldout, the text on which time and KL are measured"
+                )
+            if taken := sorted(bias.names.keys() & self.variants.keys()):
+                raise ValueError(f"variants.{taken[0]}: is the name of a model of evaluation.router_bias")
         return self
 
     @model_validator(mode="after")

@@ -56,6 +56,17 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
     return keep, labels.roll(-1, dims=1)[keep]
 
 
+def real_tokens(batch: Batch) -> Tensor:
+    """Tell which of a batch's tokens (B, T) are text: all but the padding at the end of a row."""
+    labels, positions = batch["labels"], batch["position_ids"]
+    last = (labels != NO_LOSS).int().flip(1).argmax(1)  # tokens behind the last one with loss
+    place = torch.arange(labels.shape[1]).expand_as(labels)
+    behind = place >= labels.shape[1] - last[:, None]
+    # An example may end without loss; padding begins at position 0.
+    begins = ((positions == 0) & behind).int().cumsum(1) > 0
+    return ~begins
+
+
 def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut the batch behind the last position with loss in any of its rows: what follows is padding, mostly.
 

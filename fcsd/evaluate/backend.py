@@ -4,7 +4,8 @@ Not covered: which questions there are, and what an answer is worth.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fcsd.config.suite import CodeTaskConfig
@@ -40,14 +41,27 @@ class Backend(Protocol):
         """Return what a result says of it."""
 
 
+@dataclass(frozen=True)
+class Batches:
+    """What is done before a batch is asked, given its number in the task; and what a result says of that."""
+
+    begin: Callable[[int], None] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 class InMemoryBackend:
     """A model in memory, whole on every rank or sharded over them."""
 
     def __init__(
-        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch: BatchSize, ranks: Ranks
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        batch: BatchSize,
+        ranks: Ranks,
+        batches: Batches | None = None,
     ):
         self.model, self.tokenizer, self.ranks = model, tokenizer, ranks
-        self.batch = BatchSizer(batch, model)
+        self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
         self._wrapper: Any = None
 
     @contextlib.contextmanager
@@ -67,7 +81,12 @@ class InMemoryBackend:
                 from fcsd.evaluate.lm_eval.model import InMemory
 
                 self._wrapper = InMemory(
-                    self.model, self.tokenizer, self.batch, self.ranks, progress=progress
+                    self.model,
+                    self.tokenizer,
+                    self.batch,
+                    self.ranks,
+                    progress=progress,
+                    begin_batch=self.batches.begin,
                 )
         return self._wrapper
 
@@ -83,11 +102,13 @@ class InMemoryBackend:
             batch_size=self.batch,
             progress=progress,
             ranks=self.ranks,
+            begin_batch=self.batches.begin,
         )
 
     def settings(self) -> dict[str, Any]:
         """Return precision and device."""
         return {
+            **self.batches.facts,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": input_device(self.model).type,
         }

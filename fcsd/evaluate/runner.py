@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.config.suite import CODE_STOP, CodeTaskConfig, SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
-from fcsd.evaluate.backend import Backend, InMemoryBackend
+from fcsd.evaluate.backend import Backend, Batches, InMemoryBackend
 from fcsd.evaluate.batch import BatchSize, check_batch_size
 from fcsd.evaluate.code.generate import prompts
 from fcsd.evaluate.code.problems import Problem, load_problems
@@ -198,9 +198,12 @@ class PreparedEvaluation:
     ranks: Ranks
     progress: bool
 
-    def __call__(self, model: "PreTrainedModel", name: str) -> tuple[dict[str, Any], Samples]:
+    def __call__(
+        self, model: "PreTrainedModel", name: str, batches: Batches | None = None
+    ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
-        return self.ask(InMemoryBackend(model, self.tokenizer, self.settings["batch_size"], self.ranks), name)
+        size = self.settings["batch_size"]
+        return self.ask(InMemoryBackend(model, self.tokenizer, size, self.ranks, batches), name)
 
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""

@@ -6,7 +6,8 @@ Not covered: which models a recipe has; that is `fcsd.stages.run`.
 import contextlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSize, check_batch_size
+from fcsd.evaluate.endpoints import bias_facts, biased_routers, check_bias
 from fcsd.evaluate.lm_eval.write import write_lm_eval
 from fcsd.evaluate.results import Samples, read_result, read_samples, write_result
-from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.evaluate.runner import PreparedEvaluation, prepare_evaluation
 from fcsd.evaluate.served import ServedBackend
 from fcsd.evaluate.server import Server
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
@@ -33,8 +35,21 @@ from fcsd.losses.kl import mean_kl, read_original
 from fcsd.models.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.models.place import check_device_map, load_for_evaluation
 from fcsd.overlap import refusal
+from fcsd.routing.bias import BiasTables
 
 FINISHED_TASKS = "finished-tasks"
+
+
+@dataclass(frozen=True)
+class Steered:
+    """A model of a run whose routers are biased.
+
+    ask: gives result and samples. inputs: name -> fingerprint of what they depend on beside tables and model.
+    """
+
+    tables: BiasTables
+    inputs: Mapping[str, str]
+    ask: Callable[[PreparedEvaluation], tuple[dict[str, Any], Samples]]
 
 
 def evaluate_stage(
@@ -46,11 +61,13 @@ def evaluate_stage(
     evaluation: EvaluationConfig,
     data: DataConfig,
     launch: Launch,
+    steered: Steered | None = None,
 ) -> Stage:
     """Evaluate one model of a run on its suite, and measure its KL to the original on held-out text.
 
     All ranks call this.
     """
+    biased = {} if steered is None else bias_facts(steered.tables, evaluation.batch_size)
     check_server(evaluation.server, launch)
     launch = launch.for_evaluation()
     data_root = Path(evaluation.data_root) if evaluation.data_root is not None else None
@@ -58,7 +75,7 @@ def evaluate_stage(
     settings = {
         # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
         "evaluation": evaluation.model_dump(
-            mode="json", exclude={"layer_study", "cache", "batch_size", "server"}
+            mode="json", exclude={"layer_study", "cache", "batch_size", "server", "router_bias"}
         ),
         "suite": suite.model_dump(mode="json", exclude={"folder"}),
         "data": data.model_dump(
@@ -66,10 +83,12 @@ def evaluate_stage(
         ),
         "model": {"dtype": model.config.dtype},
         **_asked(evaluation.server),
+        **biased,
     }
     inputs = launch.ranks.from_first(
         lambda: {
             **_identity(model),
+            **(steered.inputs if steered is not None else {}),
             "original": original.weights,
             **test_set_fingerprints(suite.tasks, data_root, data.heldout),
         }
@@ -79,7 +98,7 @@ def evaluate_stage(
     cache = Path(evaluation.cache) if evaluation.cache is not None else None
 
     def store(answered_by: dict[str, Any]) -> TaskStore:
-        return _store(stage, suite, cache, evaluation.limit, {"loading": loading, **answered_by})
+        return _store(stage, suite, cache, evaluation.limit, {"loading": loading, **answered_by, **biased})
 
     if _begin(stage, suite, store({}) if evaluation.server is None else None, launch) == "finished":
         return stage
@@ -96,26 +115,42 @@ def evaluate_stage(
         store=store(_answered_by(backend, check=True)),
         ranks=launch.ranks,
     ) as evaluate:
-        if backend is not None:
-            backend.check(evaluate)
-            backend.identify(lambda: load_for_evaluation(model, launch))
-        rows, known, loaded = _heldout(data, tokenizer), None, None
-        if rows is not None:
-            # First, and then it goes: a device may not hold two models.
-            known = read_original(
-                load_for_evaluation(original, launch), rows, progress=True, ranks=launch.ranks
-            )
-            free_memory()
-        if backend is None:
-            loaded = load_for_evaluation(model, launch)
-            result, samples = evaluate(loaded, name)
+        if steered is not None:
+            result, samples = steered.ask(evaluate)
         else:
-            result, samples = evaluate.ask(backend, name)
+            rows = heldout_of(data, tokenizer)
+            result, samples = _ask(evaluate, backend, name, model, original, rows, launch)
+    _leave(stage, result, samples, launch)
+    return stage
+
+
+def _ask(
+    evaluate: PreparedEvaluation,
+    backend: ServedBackend | None,
+    name: str,
+    model: ModelFolder,
+    original: ModelFolder,
+    rows: Any,
+    launch: Launch,
+) -> tuple[dict[str, Any], Samples]:
+    """Return result, with the KL to the original, and samples of one model of a run."""
+    if backend is not None:
+        backend.check(evaluate)
+        backend.identify(lambda: load_for_evaluation(model, launch))
+    known, loaded = None, None
+    if rows is not None:
+        # First, and then it goes: a device may not hold two models.
+        known = read_original(load_for_evaluation(original, launch), rows, progress=True, ranks=launch.ranks)
+        free_memory()
+    if backend is None:
+        loaded = load_for_evaluation(model, launch)
+        result, samples = evaluate(loaded, name)
+    else:
+        result, samples = evaluate.ask(backend, name)
     if rows is not None and known is not None:
         loaded = load_for_evaluation(model, launch) if loaded is None else loaded
         result["kl_to_original"] = mean_kl(known, loaded, rows, progress=True, ranks=launch.ranks)
-    _leave(stage, result, samples, launch)
-    return stage
+    return result, samples
 
 
 def evaluate_checkpoint(
@@ -132,14 +167,17 @@ def evaluate_checkpoint(
     device_map: str | None = None,
     server: ServerConfig | None = None,
     server_check: bool = True,
+    bias: BiasTables | None = None,
 ) -> None:
     """Evaluate any checkpoint, without a recipe; the results are in `output`. All ranks call this.
 
     cache: a folder of finished tasks that several evaluations share; None: one in `output`, until all are finished.
     device_map: see `fcsd.models.place.load_for_evaluation`.
     server: what answers for the model, if it is not to be asked in memory; checked first whether it is this model.
+    bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
     """
     check_server(server, launch)
+    check_bias(bias, batch_size, server)
     launch = launch.for_evaluation()
     ranks = launch.ranks
     check_device_map(device_map, launch)
@@ -147,12 +185,18 @@ def evaluate_checkpoint(
     tasks = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     model = find_model(config)
     _check_overlap(model, launch)
-    settings = {"suite": tasks.model_dump(mode="json", exclude={"folder"}), "limit": limit, **_asked(server)}
+    biased = bias_facts(bias, batch_size)
+    settings = {
+        "suite": tasks.model_dump(mode="json", exclude={"folder"}),
+        "limit": limit,
+        **_asked(server),
+        **biased,
+    }
     inputs = ranks.from_first(lambda: {**_identity(model), **test_set_fingerprints(tasks.tasks, data_root)})
     stage = Stage(output, "evaluate", settings, inputs)
 
     def store(answered_by: dict[str, Any]) -> TaskStore:
-        return _store(stage, tasks, cache, limit, {"loading": {}, **answered_by})
+        return _store(stage, tasks, cache, limit, {"loading": {}, **answered_by, **biased})
 
     if _begin(stage, tasks, store({}) if server is None else None, launch) != "finished":
         tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
@@ -168,9 +212,9 @@ def evaluate_checkpoint(
             ranks=ranks,
         ) as evaluate:  # a mistake in tasks or data shows before the weights are read
             if backend is None:
-                result, samples = evaluate(
-                    load_for_evaluation(model, launch, device_map=device_map), config.path
-                )
+                loaded = load_for_evaluation(model, launch, device_map=device_map)
+                with biased_routers(loaded, bias, batch_size) as batches:
+                    result, samples = evaluate(loaded, config.path, batches)
             else:
                 backend.check(evaluate)
                 if server_check:
@@ -191,7 +235,7 @@ def _check_overlap(model: ModelFolder, launch: Launch) -> None:
         raise UserError(f"--overlap {asked}: {model.config.path} cannot: {reason}; leave --overlap out")
 
 
-def _heldout(data: DataConfig, tokenizer: Any) -> Any:
+def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
     """Return the rows that the KL to the original is measured on, if there are any."""
     if data.heldout is None:
         return None

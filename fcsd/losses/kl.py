@@ -23,6 +23,8 @@ from fcsd.losses.fused import fused_linear_kl
 from fcsd.losses.head import attach_loss_head, batch_hidden, detach_loss_head, refuse_packing
 from fcsd.stats import ratio
 
+AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
+
 
 def read_rows(
     rows: Sequence[Any],
@@ -33,6 +35,7 @@ def read_rows(
     ranks: Ranks = ALONE,
     trim: bool = False,
     bar: str | None = None,
+    around_row: AroundRow | None = None,
 ) -> list[Batch]:
     """Collate this rank's rows, one a batch, for `prepare` to add `teacher_hidden` (kept tokens, D).
 
@@ -43,6 +46,8 @@ def read_rows(
         device: where `prepare` is given them; they come back in main memory.
         trim: cut off the padding behind the last token with loss.
         bar: description of the progress bar; None: no bar.
+        around_row: given a row's number, the block in which it is prepared; not for the rows of a rank in lockstep that
+            only others need.
 
     Raises:
         UserError: packed rows for a family that would let the examples in them see each other.
@@ -50,13 +55,15 @@ def read_rows(
     batches: list[Batch] = []
 
     def own_share() -> None:
-        numbers = [*ranks.deal(range(len(rows))), *[0] * ranks.idle_passes(len(rows))]
-        for number in _with_bar(numbers, bar, ranks):
+        own = ranks.deal(range(len(rows)))
+        numbers = [*own, *[0] * ranks.idle_passes(len(rows))]
+        for place, number in enumerate(_with_bar(numbers, bar, ranks)):
             batch = {name: value.to(device) for name, value in Collator()([rows[number]]).items()}
             if trim:
                 batch = trim_padding(batch)
             refuse_packing(model, batch["labels"], batch["position_ids"])
-            prepare(batch)
+            with _around(around_row, own, place):
+                prepare(batch)
             batches.append({name: value.cpu() for name, value in batch.items()})
 
     ranks.share(own_share)  # an error of one rank is raised on all
@@ -71,22 +78,33 @@ def sums_by_row(
     device: torch.device,
     ranks: Ranks = ALONE,
     bar: str | None = None,
+    around_row: AroundRow | None = None,
 ) -> tuple[list[float], list[int]]:
     """Return for each of `num_rows` rows its loss summed over tokens, and its kept tokens; the same on all ranks.
 
-    Args: batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`.
+    Args: batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`; around_row: as of
+    `read_rows`.
     """
 
     def own_share() -> list[tuple[float, int]]:
-        found = []
-        for batch in _with_bar(batches, bar, ranks):
-            total = loss_sum({name: value.to(device) for name, value in batch.items()})
+        found, own = [], ranks.deal(range(num_rows))
+        for place, batch in enumerate(_with_bar(batches, bar, ranks)):
+            with _around(around_row, own, place):
+                total = loss_sum({name: value.to(device) for name, value in batch.items()})
             found.append((float(total), len(next_token_targets(batch["labels"], batch["position_ids"])[1])))
-        return found[: len(ranks.deal(range(num_rows)))]
+        return found[: len(own)]
 
     by_rank = ranks.share(own_share)
     pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(num_rows)]
     return [total for total, _ in pairs], [count for _, count in pairs]
+
+
+def _around(
+    around_row: AroundRow | None, own: Sequence[int], place: int
+) -> contextlib.AbstractContextManager[None]:
+    if around_row is None or place >= len(own):
+        return contextlib.nullcontext()
+    return around_row(own[place])
 
 
 def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
@@ -107,9 +125,16 @@ class Original:
 
 @torch.no_grad()
 def read_original(
-    original: PreTrainedModel, rows: Sequence[Any], *, progress: bool = False, ranks: Ranks = ALONE
+    original: PreTrainedModel,
+    rows: Sequence[Any],
+    *,
+    progress: bool = False,
+    ranks: Ranks = ALONE,
+    around_row: AroundRow | None = None,
 ) -> Original:
     """Run the original over this rank's share of `rows`; all ranks call this.
+
+    around_row: as of `read_rows`.
 
     Raises:
         UserError: packed rows for a family that would let the examples in them see each other.
@@ -121,7 +146,13 @@ def read_original(
     bar = "the original's hidden states" if progress else None
     with _evaluating(original):
         batches = read_rows(
-            rows, prepare, model=original, device=input_device(original), ranks=ranks, bar=bar
+            rows,
+            prepare,
+            model=original,
+            device=input_device(original),
+            ranks=ranks,
+            bar=bar,
+            around_row=around_row,
         )
         return Original(batches, whole_head(original, input_device(original)).cpu(), original.config)
 
@@ -134,8 +165,12 @@ def kl_by_row(
     *,
     progress: bool = False,
     ranks: Ranks = ALONE,
+    around_row: AroundRow | None = None,
 ) -> tuple[list[float], list[int]]:
-    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
+    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks.
+
+    around_row: as of `read_rows`.
+    """
     device = input_device(model)
     teacher_head, head = original.head.to(device), whole_head(model, device)
     teacher_scale, teacher_softcap = head_scaling(original.config)
@@ -158,7 +193,9 @@ def kl_by_row(
 
     bar = "KL to the original" if progress else None
     with _evaluating(model):
-        return sums_by_row(original.batches, len(rows), loss_sum, device=device, ranks=ranks, bar=bar)
+        return sums_by_row(
+            original.batches, len(rows), loss_sum, device=device, ranks=ranks, bar=bar, around_row=around_row
+        )
 
 
 def mean_kl(
@@ -168,17 +205,19 @@ def mean_kl(
     *,
     progress: bool = False,
     ranks: Ranks = ALONE,
+    around_row: AroundRow | None = None,
 ) -> dict[str, float | None]:
     """Compute the forward KL in nats per kept token, over `rows` of `fcsd.data.dataset.build_dataset`.
 
     Args:
         original: from `read_original`, with the same rows and ranks.
+        around_row: as of `read_rows`.
 
     Returns:
         `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
         `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
     """
-    return ratio(*kl_by_row(original, model, rows, progress=progress, ranks=ranks))
+    return ratio(*kl_by_row(original, model, rows, progress=progress, ranks=ranks, around_row=around_row))
 
 
 @contextlib.contextmanager

@@ -384,6 +384,42 @@ def _finish_layers(axis: Any, metric: Mapping[str, str], title: str, grid: Liter
     axis.legend()
 
 
+def plot_steering(points: Sequence[Mapping[str, Any]], path: Path, note: str = "") -> None:
+    """Draw the output's KL and the mean of the tasks against the mean time of an exchange, a curve a kind of bias.
+
+    points: of `fcsd.report.steering.steering_points`, the original first.
+    """
+    original, kinds = points[0], list(dict.fromkeys(point["kind"] for point in points[1:]))
+    figure, axes = plt.subplots(1, 2, figsize=(2 * _SIZE[0], _SIZE[1]))
+    for index, kind in enumerate(kinds):
+        curve = [original, *(point for point in points if point["kind"] == kind)]
+        times = [100 * point["exchange"]["mean_s"] / original["exchange"]["mean_s"] for point in curve]
+        style = {"color": f"C{index}", "marker": "o", "markersize": 4, "capsize": 2, "label": kind}
+        kl = [point["kl"] for point in curve]
+        axes[0].errorbar(
+            times, [each["kl"] for each in kl], yerr=[each["stderr"] or 0.0 for each in kl], **style
+        )
+        errors = [100 * (point["mean_stderr"] or 0.0) for point in curve]
+        axes[1].errorbar(times, [100 * point["mean"] for point in curve], yerr=errors, **style)
+        for point, time in zip(curve[1:], times[1:], strict=True):
+            place = {
+                "textcoords": "offset points",
+                "xytext": (4, 4),
+                "fontsize": "x-small",
+                "color": f"C{index}",
+            }
+            axes[0].annotate(f"{point['strength']:g}", (time, point["kl"]["kl"]), **place)
+    _title(axes[0], "KL of the output to the original's", note)
+    _title(axes[1], "Mean of the tasks", note)
+    axes[0].set(ylabel="nats per token", ylim=(0, None))
+    axes[1].set(ylabel="per cent")
+    for axis in axes:
+        axis.set(xlabel="mean time of an exchange, per cent of the original's")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    _save(figure, path)
+
+
 def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel a figure, with the lowest and
     the highest round; and one layer of those that were traced (Fig. 10).

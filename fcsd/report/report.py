@@ -29,6 +29,7 @@ from fcsd.report.comparison import (
     write_details,
 )
 from fcsd.report.plots import model_colours, plot_layers, plot_models, plot_sweep
+from fcsd.report.steering import steering_figure, steering_parts, steering_points
 from fcsd.report.table import models_table
 from fcsd.report.training import stopping_table, training_figures
 from fcsd.report.verdict import quick_look, verdict
@@ -44,9 +45,11 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     Raises:
         UserError: results that were not measured on the same items, or on weights that are no longer there.
     """
-    layout = RunLayout(recipe.folder)
+    layout, bias = RunLayout(recipe.folder), recipe.evaluation.router_bias
+    steered = [] if bias is None else list(bias.names)
+    names = [*names, *steered]
     evaluated = {
-        name: _evaluated(layout, name)
+        name: _evaluated(layout, name, "original" if name in steered else name)
         for name in sorted(names, key=lambda name: name != "original")
         if _manifest(layout.evaluation(name)) is not None
     }
@@ -55,7 +58,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
     models = {
         name: {
-            "layers": _layers(layout, name),
+            "layers": "0" if name in steered else _layers(layout, name),
             "training": _calibration(layout.stage(name))
             if name == "calibrated"
             else _training(training.get(name)),
@@ -74,6 +77,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "comparisons": comparisons,
         "training": {name: read_json(path / "manifest.json") for name, path in training.items()},
         "sweep": (_manifest(layout.sweep) or {}).get("results"),
+        "router_bias": steering_points(recipe, layout, models),
         "layers": read_study(layout.layers) if _manifest(layout.layers) is not None else None,
         "versions": versions(),
     }
@@ -81,15 +85,19 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         colours = model_colours(list(names))
         figures = write_details(evaluated, comparisons, new, colours)
         figures |= training_figures(training, new, colours) | _figures(report, evaluated, look, colours, new)
+        figures |= steering_figure(report["router_bias"], new, look)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
     said = [verdict(name, comparison).replace("**", "") for name, comparison in comparisons.items()]
     return "\n\n".join([table, *(["\n".join(said)] if said else [])])
 
 
-def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
-    """Read result and samples of one model; refuse a result of weights that the run no longer has."""
-    left, scores = layout.stage(name), layout.evaluation(name)
+def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
+    """Read result and samples of one model; refuse a result of weights that the run no longer has.
+
+    weights: the model whose weights it has.
+    """
+    left, scores = layout.stage(weights), layout.evaluation(name)
     now = (_manifest(left) or {}).get("outputs", {}).get("model")
     measured = (_manifest(scores) or {}).get("inputs", {}).get("model")
     if now is not None and measured is not None and now != measured:
@@ -199,6 +207,7 @@ def _markdown(recipe: Recipe, report: dict[str, Any], table: str, figures: dict[
         parts += [stopping_table(report["training"])]
     if report["comparisons"]:
         parts += ["## Against the original, item by item", *tables(report["comparisons"])]
+    parts += steering_parts(report["router_bias"], report["models"])
     if report["sweep"] is not None:
         sweep = report["sweep"]
         parts += [

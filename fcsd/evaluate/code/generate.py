@@ -5,7 +5,7 @@ Not covered: reading the problems (`fcsd.evaluate.code.problems`); running the p
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -76,6 +76,7 @@ def generate_completions(
     batch_size: BatchSize | BatchSizer,
     progress: bool = True,
     ranks: Ranks = ALONE,
+    begin_batch: Callable[[int], None] | None = None,
 ) -> dict[str, list[str]]:
     """Generate `task.num_samples` completions of every problem under the settings of a code task's row: task_id ->
     texts up to the first stop string, in the order of the problems.
@@ -89,6 +90,7 @@ def generate_completions(
         batch_size: "auto" may shrink where memory runs out; as may a `BatchSizer`, which several tasks share.
         ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions. By
             default this process does all of it.
+        begin_batch: called with the number of a batch before this rank generates it.
 
     Raises:
         UserError: a prompt and its completion do not fit the model's positions, or the tokenizer has no chat template.
@@ -111,13 +113,17 @@ def generate_completions(
         return texts
 
     def own_share() -> list[list[str]]:
-        own, made = ranks.deal(batches), []
+        own, made = ranks.deal(list(enumerate(batches))), []
         of_ranks = f" (the first of {ranks.size} ranks)" if ranks.size > 1 else ""
         bar = tqdm(
-            total=sum(map(len, own)), desc=f"generation{of_ranks}", disable=not (progress and ranks.first)
+            total=sum(len(batch) for _, batch in own),
+            desc=f"generation{of_ranks}",
+            disable=not (progress and ranks.first),
         )
         with bar:
-            for batch in own:
+            for number, batch in own:
+                if begin_batch is not None:
+                    begin_batch(number)
                 made.append(sizer.run(functools.partial(generate, batch)))
                 bar.update(len(batch))
         for _ in range(ranks.idle_passes(len(batches))):

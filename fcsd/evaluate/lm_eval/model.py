@@ -10,12 +10,14 @@ Not covered: adaptive batch sizes of lm-eval; ours are in `fcsd.evaluate.batch`.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
+from tqdm import tqdm
 
 from fcsd.distributed.ranks import Ranks, input_device
 from fcsd.errors import UserError
@@ -79,12 +81,24 @@ class LanguageModel(HFLM):
 
 
 class InMemory(LanguageModel):
-    """A batch size that may shrink, and several ranks."""
+    """A batch size that may shrink, and several ranks.
 
-    def __init__(self, model: Any, tokenizer: Any, batch: BatchSizer, ranks: Ranks, *, progress: bool):
+    begin_batch: called with the number of a batch in its task before this rank asks it; then each is asked alone.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        batch: BatchSizer,
+        ranks: Ranks,
+        *,
+        progress: bool,
+        begin_batch: Callable[[int], None] | None = None,
+    ):
         super().__init__(model, tokenizer, silent=not (progress and ranks.first))
         self._device = input_device(model)
-        self.batch, self.ranks = batch, ranks
+        self.batch, self.ranks, self.begin_batch = batch, ranks, begin_batch
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -100,7 +114,7 @@ class InMemory(LanguageModel):
         return self._shared(
             requests,
             batches,
-            lambda own: ask(own, disable_tqdm or self.silent),
+            lambda own: ask(own, disable_tqdm or self.silent or self.begin_batch is not None),
             idle=lambda: self._model_call(self._one_token()),
         )
 
@@ -126,7 +140,12 @@ class InMemory(LanguageModel):
             token = self._one_token()
             self._model_generate(token, max_length=2, stop=[], attention_mask=torch.ones_like(token))
 
-        return self._shared(requests, batches, lambda own: ask(own, disable_tqdm or self.silent), idle=idle)
+        return self._shared(
+            requests,
+            batches,
+            lambda own: ask(own, disable_tqdm or self.silent or self.begin_batch is not None),
+            idle=idle,
+        )
 
     def _shared(
         self,
@@ -142,16 +161,28 @@ class InMemory(LanguageModel):
         result nobody reads.
         """
         batches = list(batches)
-        own = sorted(
-            number for chunk in self.ranks.deal(batches) for sequence in chunk for number, _ in sequence
-        )
+        dealt = [
+            (place, sorted(number for sequence in chunk for number, _ in sequence))
+            for place, chunk in self.ranks.deal(list(enumerate(batches)))
+        ]
+        own = sorted(number for _, numbers in dealt for number in numbers)
 
-        def sized(size: int) -> list[Any]:
+        def sized(numbers: list[int], size: int) -> list[Any]:
             self.batch_size_per_gpu = size
-            return ask([requests[number] for number in own])
+            return ask([requests[number] for number in numbers])
+
+        def one_by_one(begin: Callable[[int], None]) -> list[Any]:
+            found: dict[int, Any] = {}
+            for place, numbers in tqdm(dealt, desc="batches", disable=self.silent):
+                begin(place)
+                found |= zip(numbers, self.batch.run(functools.partial(sized, numbers)), strict=True)
+            return [found[number] for number in own]
 
         def share() -> tuple[list[int], list[Any]]:
-            answers = self.batch.run(sized) if own else []
+            if self.begin_batch is not None:
+                answers = one_by_one(self.begin_batch)
+            else:
+                answers = self.batch.run(functools.partial(sized, own)) if own else []
             for _ in range(self.ranks.idle_passes(len(batches))):
                 idle()
             return own, answers

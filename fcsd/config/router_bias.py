@@ -1,0 +1,44 @@
+"""Schema of a sweep of biases that steer a model's routers away from slow links."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from fcsd.config.strict import Strict
+
+CAMOE_STRENGTHS = [0.0, 0.05, 0.10, 0.15, 0.20, 0.25]  # of its tables
+
+
+class RouterBiasConfig(Strict):
+    """Evaluate the original with its routers steered; each kind and strength is a model of the report, KIND-STRENGTH.
+
+    A strength is CAMoE's lambda; for `bottleneck` the lambda of CAMoE whose time is the target. 0 is the original.
+    """
+
+    links: str  # file of `fcsd profile-network`
+    kind: Literal["camoe", "bottleneck"] | list[Literal["camoe", "bottleneck"]] = "camoe"
+    strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
+    endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
+    placement: Literal["contiguous", "balanced", "topology_aware"] = "contiguous"  # of experts on endpoints
+    selection: bool = False  # the bias chooses experts, and their weights come from the unbiased logits
+    scale: Literal["logit_std"] | None = None  # a strength counts in standard deviations of a layer's logits
+    tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on
+
+    @field_validator("strengths")
+    @classmethod
+    def _not_negative_and_once(cls, value: list[float]) -> list[float]:
+        if (low := min(value)) < 0:
+            raise ValueError(f"a strength is 0 or more, got {low:g}")
+        if len(set(value)) != len(value):
+            raise ValueError("a strength stands twice")
+        return value
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds, also where there is one."""
+        return [self.kind] if isinstance(self.kind, str) else list(dict.fromkeys(self.kind))
+
+    @property
+    def names(self) -> dict[str, tuple[str, float]]:
+        """The steered models by their names in the report, with kind and strength."""
+        return {f"{kind}-{one:g}": (kind, one) for kind in self.kinds for one in self.strengths if one}

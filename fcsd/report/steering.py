@@ -1,0 +1,140 @@
+"""What a sweep of router biases gives: CAMoE's tables 1 and 2, what two kinds cost at equal time, and a figure.
+
+Reads only what the stages left.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fcsd.config.layout import RunLayout
+from fcsd.config.recipe import Recipe
+from fcsd.files import read_json
+from fcsd.report.table import percent, with_error
+from fcsd.text import markdown
+
+Points = list[dict[str, Any]]
+
+
+def steering_points(recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapping[str, Any]]) -> Points:
+    """Return a point for each steered model that is evaluated, the original first; [] where there is none.
+
+    models: name -> {"result": …}, the original among them. A point has name, kind, strength, exchange, routing, kl (of
+    the output to the original's, with stderr), mean and mean_stderr of the tasks.
+    """
+    bias, manifest = recipe.evaluation.router_bias, layout.router_bias / "manifest.json"
+    if bias is None or not manifest.is_file() or "original" not in models:
+        return []
+    unbiased = read_json(manifest)["results"]["original"]
+    points: Points = []
+    for name, (kind, strength) in {"original": (None, 0.0), **bias.names}.items():
+        if name in models:
+            result = models[name]["result"]
+            found = unbiased if kind is None else {key: result[key] for key in ("exchange", "routing")}
+            kl = {"kl": 0.0, "stderr": 0.0} if kind is None else result["kl_to_original"]
+            mean = {key: result[key] for key in ("mean", "mean_stderr")}
+            points.append({"name": name, "kind": kind, "strength": strength, "kl": kl, **found, **mean})
+    return points if len(points) > 1 else []
+
+
+def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Write the chapter; parts of a Markdown page."""
+    if not points:
+        return []
+    exchange = points[0]["exchange"]
+    text = (
+        f"Simulated time of one MoE layer's exchange (counts, dispatch, combine): mean and 95th percentile over"
+        f" {exchange['num_exchanges']} exchanges of {exchange['tokens']:,.0f} tokens at each endpoint. Output KL is"
+        " KL(original || steered) in nats per token; KL and avg_layer_kl are of the experts' loads, routes moved the"
+        " share of (token, expert) pairs that are others than the original's."
+    )
+    parts = ["## Steered routers", text, _table1(points, models), _table2(points)]
+    if rows := at_equal_time(points):
+        header = ["at the time of", "time", "camoe, output KL", "bottleneck, output KL", "ratio"]
+        cells = [
+            [row["name"], _change(row["time"]), *(f"{row[kind]:.5f}" for kind in ("camoe", "bottleneck")),
+             f"{row['ratio']:.2f}"]
+            for row in rows
+        ]  # fmt: skip
+        parts.append(
+            f"{markdown(header, cells)}\n\nThe KL of `bottleneck` is interpolated to that time between its strengths,"
+            " by the square root."
+        )
+    return parts
+
+
+def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
+    """CAMoE's table 1: times and scores."""
+    base = points[0]["exchange"]
+    results = {point["name"]: models[point["name"]]["result"]["tasks"] for point in points}
+    header = ["kind", "strength", "mean (ms)", "p95 (ms)", *results["original"], "mean of tasks"]
+    rows = [
+        [
+            point["kind"] or "none",
+            f"{point['strength']:g}",
+            *(
+                f"{1e3 * point['exchange'][key]:.3f}"
+                + (f" ({_change(point['exchange'][key] / base[key])})" if point["kind"] else "")
+                for key in ("mean_s", "p95_s")
+            ),
+            *(with_error(percent(row["value"]), row["stderr"]) for row in results[point["name"]].values()),
+            percent(point["mean"]),
+        ]
+        for point in points
+    ]
+    return markdown(header, rows)
+
+
+def _table2(points: Points) -> str:
+    """CAMoE's table 2: how experts are used, and how far that is from the original."""
+    header = ["kind", "strength", "cv", "avg_layer_cv", "KL", "avg_layer_kl", "routes moved", "output KL"]
+    rows = []
+    for point in points:
+        found = {"kl": 0.0, "avg_layer_kl": 0.0, "routes_moved": 0.0} | point["routing"]
+        cells = [f"{found[key]:.4f}" for key in ("cv", "avg_layer_cv", "kl", "avg_layer_kl")]
+        moved, kl = f"{percent(found['routes_moved'])} %", f"{point['kl']['kl']:.5f}"
+        rows.append([point["kind"] or "none", f"{point['strength']:g}", *cells, moved, kl])
+    return markdown(header, rows)
+
+
+def _change(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def at_equal_time(points: Points) -> list[dict[str, Any]]:
+    """Compare the output KL of `bottleneck` with CAMoE's at the mean time of each of CAMoE's strengths.
+
+    Between two strengths the root of the KL, which is small where little moves, is taken to be linear in the time.
+    A time that no strength of `bottleneck` reaches has no row.
+    """
+    base = points[0]["exchange"]["mean_s"]
+    curve = sorted(
+        (point["exchange"]["mean_s"] / base, math.sqrt(max(0.0, point["kl"]["kl"])))
+        for point in points
+        if point["kind"] in (None, "bottleneck")
+    )
+    rows = []
+    for point in points:
+        time, kl = point["exchange"]["mean_s"] / base, point["kl"]["kl"]
+        if point["kind"] == "camoe" and kl > 0 and curve[0][0] <= time <= curve[-1][0] and len(curve) > 1:
+            found = float(np.interp(time, [x for x, _ in curve], [root for _, root in curve])) ** 2
+            rows.append(
+                {"name": point["name"], "time": time, "camoe": kl, "bottleneck": found, "ratio": found / kl}
+            )
+    return rows
+
+
+def steering_figure(points: Points, folder: Path, note: str = "") -> dict[str, str]:
+    """Draw quality against time; file name -> caption."""
+    if not points:
+        return {}
+    from fcsd.report.plots import plot_steering
+
+    plot_steering(points, folder / "steering.png", note=note)
+    return {
+        "steering.png": "Quality against the mean time of an exchange, in per cent of the original's: KL of the output,"
+        " and the mean of the tasks with one standard error. A point is a strength."
+    }

@@ -1,0 +1,87 @@
+"""An evaluation under a router bias: batch j belongs to endpoint j mod N, in one process as on N ranks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fcsd.config.model import ModelConfig
+from fcsd.config.suite import load_suite
+from fcsd.distributed.launch import join_launch
+from fcsd.evaluate.endpoints import biased_routers
+from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.models.load import ModelFolder
+from fcsd.models.place import load_for_evaluation
+from fcsd.routing.bias import BiasTables, router_bias
+from fcsd.routing.routers import find_routers
+from fcsd.tiny.models import tiny_tokenizer
+from tests.evaluate.test_ranks import BATCH, place
+from tests.reference.ranks import run_ranks
+
+__all__ = ["place"]  # the fixture
+
+
+def tables_of(model: Any, num_endpoints: int, size: float = 2.0) -> BiasTables:
+    """Random tables, large enough to change choices."""
+    routers = find_routers(model)
+    shape = (len(routers), num_endpoints, routers[0].num_experts)
+    return BiasTables(
+        kind="camoe",
+        strength=1.0,
+        selection=False,
+        layers=tuple(router.layer for router in routers),
+        tables=(size * np.random.default_rng(0).standard_normal(shape)).astype(np.float32),
+        placement=np.tile(np.arange(shape[2]) % num_endpoints, (len(routers), 1)),
+        model_type=model.config.model_type.removeprefix("farskip_"),
+        num_hidden_layers=model.config.num_hidden_layers,
+    )
+
+
+def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> Any:
+    """The samples of the suite beside the model."""
+    with prepare_evaluation(
+        tiny_tokenizer(), load_suite(folder / "suite.yaml"), data_root=folder / "data", batch_size=BATCH,
+        progress=False, ranks=launch.ranks,
+    ) as evaluate:  # fmt: skip
+        return evaluate(model, "model", batches)[1]
+
+
+def of_one_endpoint(rank: int, folder: Path, endpoints: int) -> Any:
+    """What a rank finds that is an endpoint: its bias never changes, and nothing tells it of batches."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.setdefault("RANK", str(rank))
+    launch = join_launch().for_evaluation()
+    model = load_for_evaluation(ModelFolder(ModelConfig(), folder / "model"), launch)
+    with router_bias(model, tables_of(model, endpoints)) as steering:
+        steering.endpoint = rank
+        return samples_of(model, folder, launch)
+
+
+def steered(rank: int, folder: Path, endpoints: int) -> Any:
+    """What a rank finds of any number of ranks, told which batch it asks."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    launch = join_launch().for_evaluation()
+    model = load_for_evaluation(ModelFolder(ModelConfig(), folder / "model"), launch)
+    with biased_routers(model, tables_of(model, endpoints), BATCH) as batches:
+        return samples_of(model, folder, launch, batches)
+
+
+def test_one_process_finds_item_for_item_what_ranks_find_that_are_the_endpoints(place: Path) -> None:
+    alone = steered(0, place, 2)
+    first, second = run_ranks(of_one_endpoint, 2, place, 2)
+    assert alone == first == second
+    model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), join_launch())
+    unbiased = samples_of(model, place, join_launch())
+    for task, items in unbiased.items():  # each task would notice a bias that is left out
+        assert items != alone[task]
+
+
+def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoints(place: Path) -> None:
+    first, second = run_ranks(steered, 2, place, 3)
+    assert first == second == steered(0, place, 3)
