@@ -44,6 +44,7 @@ def test_the_commands_are_these() -> None:
         "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
         "evaluate", "compare", "tiny-data", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace", "bench",
+        "profile-network",
     }  # fmt: skip
 
 
