@@ -6,7 +6,7 @@ T_uv(B) = alpha_uv + beta_uv * B, for each phase of an expert-parallel exchange:
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,15 @@ class LinkModel(Strict):
     combine: PhaseLinks
     ports: Ports
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_version(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("version", 1) != 1:
+            raise ValueError(
+                f"links of version {value['version']}; this fcsd reads version 1, measure them again"
+            )
+        return value
+
     @model_validator(mode="after")
     def _square_and_not_negative(self) -> "LinkModel":
         size = len(self.endpoints)
@@ -85,6 +94,28 @@ class LinkModel(Strict):
             if any(rate is not None and rate < 0 for rate in rates):
                 raise ValueError(f"ports.{name}: a value is negative")
         return self
+
+    @property
+    def half_duplex(self) -> bool:
+        """Whether the two directions of a pair run one after the other."""
+        return self.backend == "gloo" and self.collective == "all_to_all_single"
+
+    def require(self, size: int | None = None, collective: Collective | None = None) -> None:
+        """Refuse links between another number of endpoints, or that were measured with another collective.
+
+        Raises:
+            UserError: they are.
+        """
+        if size is not None and size != len(self.endpoints):
+            raise UserError(
+                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; measure those with `fcsd"
+                " profile-network`"
+            )
+        if collective is not None and collective != self.collective:
+            raise UserError(
+                f"the links were measured with {self.collective}, the exchanges are {collective}; measure them with"
+                f" `fcsd profile-network --collective {collective}`"
+            )
 
     def alpha(self, phase: Phase) -> Array:
         """Return the latencies in seconds, [N, N], 0 on the diagonal."""

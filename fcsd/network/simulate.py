@@ -6,11 +6,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fcsd.errors import UserError
 from fcsd.network.links import Array, LinkModel, Phase
 
 Model = Literal["edge", "pair", "port"]
 """edge: the slowest edge decides (equation 9). pair: both directions of a pair one after another (half duplex).
-port: the slowest of edges, of what leaves an endpoint and of what reaches it, where ports have rates of their own."""
+port: the slowest of edges, of what leaves an endpoint and of what reaches it, where ports have rates of their own.
+
+gloo's all_to_all_single needs `pair`, everything else one of the others; without a model that is chosen."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,23 @@ def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     return np.where(off, links.alpha(phase) + links.beta(phase) * num_bytes, 0.0)
 
 
-def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model = "port") -> Array:
-    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...]."""
+def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
+
+    Raises:
+        UserError: the links were measured between others, or with a collective that the model does not describe.
+    """
+    links.require(num_bytes.shape[-1])
+    model = model or ("pair" if links.half_duplex else "port")
+    if (model == "pair") != links.half_duplex:
+        raise UserError(
+            f"model {model!r} does not describe links that were measured with {links.collective} of {links.backend}:"
+            + (
+                " both directions of a pair take turns there; use 'pair'"
+                if links.half_duplex
+                else " use 'port' or 'edge'"
+            )
+        )
     times = edge_times(links, phase, num_bytes)
     slowest = times.max((-2, -1))
     if model == "edge":
@@ -89,7 +107,7 @@ def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model
     return np.asarray(np.maximum(slowest, np.maximum(egress.max(-1), ingress.max(-1))))
 
 
-def simulate(links: LinkModel, counts: Array, payload: Payload, model: Model = "port") -> ExchangeTimes:
+def simulate(links: LinkModel, counts: Array, payload: Payload, model: Model | None = None) -> ExchangeTimes:
     """Price an MoE layer's exchanges: counts [..., N, N] of (token, expert) pairs from source to the experts' endpoint.
 
     Counts after dropping, where tokens are dropped: those are what travels. Combine carries them back.

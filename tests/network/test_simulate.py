@@ -10,7 +10,11 @@ ALPHA = [[9.0, 0.1, 0.2], [0.3, 9.0, 0.4], [0.5, 0.6, 9.0]]  # the diagonal is n
 BETA = [[9.0, 0.01, 0.02], [0.03, 9.0, 0.04], [0.05, 0.06, 9.0]]
 
 
-def links(egress: list[float | None] = [None] * 3, ingress: list[float | None] = [None] * 3) -> LinkModel:
+def links(
+    egress: list[float | None] = [None] * 3,
+    ingress: list[float | None] = [None] * 3,
+    collective: str = "p2p",
+) -> LinkModel:
     phase = {
         "alpha_s": ALPHA,
         "beta_s_per_byte": BETA,
@@ -21,7 +25,7 @@ def links(egress: list[float | None] = [None] * 3, ingress: list[float | None] =
     return LinkModel.model_validate(
         {
             "endpoints": ["a", "b", "c"],
-            "collective": "p2p",
+            "collective": collective,
             "backend": "gloo",
             "world_size": 3,
             "libraries": {},
@@ -44,7 +48,7 @@ def test_the_slowest_edge_decides() -> None:
 
 def test_both_directions_of_a_pair_run_one_after_another_at_half_duplex() -> None:
     # 0-1: max(.1, .3) + .1 + .9 = 1.3; 0-2: .5 + .4 + 0 = .9; 1-2: .6 + 0 + .3 = .9
-    assert exchange_time(links(), "dispatch", BYTES, "pair") == pytest.approx(1.3)
+    assert exchange_time(links(collective="all_to_all_single"), "dispatch", BYTES) == pytest.approx(1.3)
 
 
 def test_a_shared_port_carries_what_all_its_edges_carry() -> None:

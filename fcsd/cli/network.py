@@ -1,0 +1,81 @@
+"""Commands on the network between ranks: profile-network."""
+
+import argparse
+from pathlib import Path
+
+from fcsd.cli.options import Command
+from fcsd.errors import UserError
+
+
+def _profile_network(arguments: argparse.Namespace) -> None:
+    if arguments.nccl_tests is not None:
+        _from_nccl_tests(arguments)
+        return
+    from fcsd.distributed.launch import join_launch
+    from fcsd.network.measure import describe, profile_launch
+
+    launch = join_launch()
+    links, comparison = profile_launch(
+        launch,
+        arguments.links,
+        collective=arguments.collective,
+        largest_bytes=arguments.max_bytes,
+        check=arguments.check,
+    )
+    if launch.first:
+        print(describe(links))
+        if comparison is not None:
+            print(comparison)
+
+
+def _from_nccl_tests(arguments: argparse.Namespace) -> None:
+    from fcsd.network.links import write_links
+    from fcsd.network.measure import check_place, describe
+    from fcsd.network.nccl_tests import read_nccl_tests
+
+    for option in ("max_bytes", "check"):
+        if getattr(arguments, option):
+            raise UserError(
+                f"--{option.replace('_', '-')} has no meaning with --nccl-tests: nothing is measured"
+            )
+    check_place(arguments.links)
+    links = read_nccl_tests(arguments.nccl_tests)
+    write_links(arguments.links, links)
+    print(describe(links))
+    print(
+        "nccl-tests times all edges together: all have the same latency and rate here, and no port is known"
+    )
+
+
+def add_commands(command: Command) -> None:
+    """Add these commands to the parser."""
+    parser = command(
+        "profile-network",
+        _profile_network,
+        "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
+        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/network.md).",
+    )
+    parser.add_argument("links", metavar="LINKS", type=Path, help="file for the links (JSON)")
+    parser.add_argument(
+        "--collective",
+        choices=["all_to_all_single", "p2p"],
+        default="all_to_all_single",
+        help="what is measured: the all-to-all that expert parallelism uses, or every irecv, then every isend",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="largest message on one edge: what a rank sends another in one exchange (default: 1 MiB, 16 MiB on a GPU)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="then exchange 18 patterns of traffic, and say how far simulation is off",
+    )
+    parser.add_argument(
+        "--nccl-tests",
+        type=Path,
+        metavar="FILE",
+        help="read this output of alltoall_perf or sendrecv_perf (nccl-tests, rccl-tests) instead",
+    )

@@ -1,0 +1,51 @@
+"""Timed exchanges over a process group, with the transports of `fcsd.overlap`."""
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fcsd.network.links import Array, Collective
+from fcsd.overlap.transport import AllToAll, SendReceive, Transport
+
+
+class GroupExchange:
+    """Sends given bytes between the ranks of a group; all of them call it. device: where the bytes lie.
+
+    The clock starts behind a barrier and stops when this rank has sent and received all; the slowest rank counts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, collective: Collective, device: torch.device):
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.transport: Transport = (SendReceive if collective == "p2p" else AllToAll)(group)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def __call__(self, num_bytes: Array) -> float:
+        """Return the seconds of the slowest rank. num_bytes: [N, N] from rank to rank; to itself none sends."""
+        whole = np.where(np.eye(self.size, dtype=bool), 0, num_bytes).astype(np.int64)
+        send, receive = whole[self.rank].tolist(), whole[:, self.rank].tolist()
+        sent, received = self._buffer(0, sum(send)), self._buffer(1, sum(receive))
+        self._together()
+        began = time.perf_counter()
+        self.transport.start(received, sent, receive, send).wait()
+        self._wait_for_device()
+        took = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=self.group)
+        return float(took)
+
+    def _buffer(self, which: int, num_bytes: int) -> torch.Tensor:
+        if (
+            len(self._buffers[which]) < num_bytes
+        ):  # written once: the first use of a page is not the link's time
+            self._buffers[which] = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffers[which][:num_bytes]
+
+    def _together(self) -> None:
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)

@@ -1,0 +1,112 @@
+"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes it."""
+
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from fcsd.artifact import versions
+from fcsd.distributed.launch import Launch
+from fcsd.errors import UserError
+from fcsd.network.compare import REPEATS, Comparison, compare, patterns
+from fcsd.network.exchange import GroupExchange
+from fcsd.network.links import Array, Collective, LinkModel, write_links
+from fcsd.network.profile import num_exchanges, profile
+
+LARGEST_BYTES = {"cpu": 1 << 20}
+"""Of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
+
+
+def profile_launch(
+    launch: Launch,
+    path: Path,
+    *,
+    collective: Collective,
+    largest_bytes: int | None = None,
+    check: bool = False,
+) -> tuple[LinkModel, Comparison | None]:
+    """Measure the links between all ranks and write them to `path`; every rank calls this.
+
+    check: exchange 18 patterns afterwards, and simulate them.
+
+    Raises:
+        UserError: there is one rank, or nothing to write to.
+    """
+    ranks, device = launch.ranks, launch.device
+    if ranks.size < 2:
+        raise UserError(
+            "profile-network measures links between ranks and was started as one; start it with `accelerate launch"
+            " --num_processes N -m fcsd profile-network LINKS` (configs/cpu_2.yaml without GPUs), or give --nccl-tests"
+        )
+    largest = LARGEST_BYTES.get(device.type, 1 << 24) if largest_bytes is None else largest_bytes
+    if largest < 1024:
+        raise UserError(f"--max-bytes {largest}: at least 1024; below, only the latency is seen")
+    ranks.from_first(lambda: check_place(path))
+    facts = {
+        "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
+        "collective": collective,
+        "backend": dist.get_backend(),
+        "libraries": versions() | _communication_library(device),
+    }
+    exchange = GroupExchange(None, collective, device)
+    given = patterns(ranks.size, largest) if check else []
+    total = num_exchanges(ranks.size) + REPEATS * len(given)
+    with tqdm(total=total, desc="links", unit="exchange", disable=not ranks.first) as bar:
+
+        def timed(num_bytes: Array) -> float:
+            seconds = exchange(num_bytes)
+            bar.update()
+            return seconds
+
+        links = profile(timed, facts, largest_bytes=largest)
+        comparison = compare(links, timed, given) if check else None
+    ranks.from_first(lambda: write_links(path, links))
+    return links, comparison
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place that cannot become a file, before anything is measured."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise UserError(f"{path}: {what}; name the file that the links are to be written to")
+
+
+def _communication_library(device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return {}
+    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def describe(links: LinkModel) -> str:
+    """Return what stands in a links file in a few lines."""
+    size = len(links.endpoints)
+    edges = [(u, v) for u in range(size) for v in range(size) if u != v]
+    alpha, beta = links.alpha("dispatch"), links.beta("dispatch")
+    ms = sorted(alpha[edge] * 1e3 for edge in edges)
+    rates = sorted(8e-9 / max(beta[edge], 1e-15) for edge in edges)
+    fits = [r2 for u, v in edges if (r2 := links.dispatch.r2[u][v]) is not None]
+    lines = [
+        f"{size} endpoints, {links.collective} of {links.backend}: latency {ms[0]:.3g} to {ms[-1]:.3g} ms, rate"
+        f" {rates[0]:.3g} to {rates[-1]:.3g} Gb/s, R² at least {min(fits):.4f}"
+    ]
+    refined = sum(map(sum, links.dispatch.refined))
+    lines.append(f"{refined} of {len(edges)} edges were measured under contention, too; the others alone")
+    for direction in ("egress", "ingress"):
+        for name, rate in zip(links.endpoints, getattr(links.ports, f"{direction}_s_per_byte"), strict=True):
+            if rate is not None:
+                lines.append(
+                    f"{name}: edges share its {direction}, {8e-9 / max(rate, 1e-15):.3g} Gb/s together"
+                )
+    poor = [
+        f"{links.endpoints[u]} -> {links.endpoints[v]}"
+        for u, v in edges
+        if (links.dispatch.r2[u][v] or 0) < 0.9
+    ]
+    if poor:
+        lines.append(
+            f"R² below 0.9 on {len(poor)} edges ({', '.join(poor[:3])}, …): the machine or the network was busy;"
+            " measure again, or with larger --max-bytes"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""What a profile finds against the links that it was shown."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fcsd.network.compare import compare, patterns
+from fcsd.network.fit import fit_line
+from fcsd.network.links import Array, LinkModel
+from fcsd.network.profile import num_exchanges, profile
+from tests.network.testbed import Sleeping, Testbed
+
+OFF = ~np.eye(4, dtype=bool)
+# CAMoE, A.3, in units of 10 MB/s and of ms: one endpoint behind slow links, three near each other
+ALPHA = np.array([[0, 6.5, 5.6, 5.5], [6.45, 0, 6.3, 6.5], [5.6, 6.3, 0, 0.7], [5.65, 6.5, 0.65, 0]]) * 1e-3
+BETA = np.array([[0, 10, 10, 10], [10, 0, 1.5, 1.5], [10, 1.5, 0, 1.5], [10, 1.5, 1.5, 0]]) * 1e-8
+FACTS: dict[str, Any] = {
+    "endpoints": ["a", "b", "c", "d"],
+    "collective": "p2p",
+    "backend": "gloo",
+    "libraries": {},
+}
+LARGEST = 1 << 20
+SHARED = np.array([0.0, 1.2e-8, 0, 0])  # all that b sends leaves through a port that is faster than any edge
+
+
+def jitter(share: float) -> Any:
+    """Delays of a busy machine: now and then an exchange takes longer, never less."""
+    rng = np.random.default_rng(5)
+    return lambda: float(rng.exponential(share) * (rng.random() < 0.5))
+
+
+def errors(links: LinkModel, what: str, true: Array) -> Array:
+    found: Array = getattr(links, what)("dispatch")
+    return np.abs(found / np.where(OFF, true, 1) - 1)[OFF]
+
+
+def test_a_line_is_fitted_by_relative_errors_and_never_below_zero() -> None:
+    sizes = np.array([1.0, 2, 3, 4, 5]) * 1e5
+    line = fit_line(sizes, 3e-3 + 2e-8 * sizes)
+    assert (line.alpha_s, line.beta_s_per_byte) == pytest.approx((3e-3, 2e-8))
+    assert line.r2 == pytest.approx(1)
+    burst = fit_line(sizes, 2e-8 * sizes - 1e-3)  # a shaper's first bytes are free
+    assert burst.alpha_s == pytest.approx(0, abs=1e-12) and burst.beta_s_per_byte > 0
+    # by hand: alpha of the two times 1 and 1 (weight 1), 100 (weight 1/100) is near 1, not near their mean 34
+    far = fit_line(np.array([0.0, 0.0, 1e-9]), np.array([1.0, 1.0, 100.0]))
+    assert far.alpha_s == pytest.approx(1, rel=1e-3)
+
+
+def test_alpha_and_beta_of_every_edge_are_recovered_from_exchanges_that_sleep() -> None:
+    links = profile(Sleeping(ALPHA, BETA), FACTS, largest_bytes=LARGEST // 8)
+    assert errors(links, "alpha", ALPHA).max() < 0.03 and errors(links, "beta", BETA).max() < 0.03
+    assert min(links.dispatch.r2[u][v] or 0 for u, v in np.argwhere(OFF)) >= 0.99
+    assert not links.port("egress").any() and not links.port("ingress").any()  # none is invented
+
+
+def test_the_minimum_of_the_repeats_is_what_a_busy_machine_does_not_hide() -> None:
+    testbed = Testbed(ALPHA, BETA, delay=jitter(5e-3))
+    links = profile(testbed, FACTS, largest_bytes=LARGEST, repeats=5)
+    assert testbed.calls == num_exchanges(4, repeats=5)
+    assert errors(links, "alpha", ALPHA).max() < 0.2 and errors(links, "beta", BETA).max() < 0.03
+    assert not links.port("egress").any() and not links.port("ingress").any()
+    assert errors(profile(testbed, FACTS, largest_bytes=LARGEST, repeats=1), "alpha", ALPHA).max() > 0.5
+
+
+@pytest.mark.parametrize("direction", ["egress", "ingress"])
+def test_a_shared_port_is_found_with_its_rate_and_no_other_is_invented(direction: str) -> None:
+    testbed = Testbed(ALPHA, BETA, **{direction: SHARED}, delay=jitter(1e-4))
+    links = profile(testbed, FACTS, largest_bytes=LARGEST)
+    other = "ingress" if direction == "egress" else "egress"
+    found = links.port(direction)  # type: ignore[arg-type]
+    assert found[1] == pytest.approx(SHARED[1], rel=0.1)
+    assert not found[[0, 2, 3]].any() and not links.port(other).any()  # type: ignore[arg-type]
+    phase = links.dispatch if direction == "egress" else links.combine
+    edges = [(1, n) if direction == "egress" else (n, 1) for n in (0, 2, 3)]
+    assert not any(phase.refined[u][v] for u, v in edges)  # what the port says is not said twice
+
+
+def test_an_edge_that_was_never_the_slowest_keeps_what_was_measured_alone_and_the_file_says_so() -> None:
+    slower_together = Testbed(ALPHA, BETA)
+    own = slower_together.seconds
+    # a one-to-many takes 8 % longer than its slowest edge: contention, but no shared port
+    slower_together.seconds = lambda b: own(b) * (1.08 if (b > 0).sum() > 1 else 1)  # type: ignore[method-assign]
+    links = profile(slower_together, FACTS, largest_bytes=LARGEST)
+    refined = np.array(links.dispatch.refined)
+    np.testing.assert_array_equal(np.argwhere(refined), [[0, 1], [1, 0], [2, 0], [3, 0]])
+    np.testing.assert_allclose(links.beta("dispatch")[refined], 1.08 * BETA[refined], rtol=1e-6)
+    np.testing.assert_allclose(links.beta("dispatch")[~refined & OFF], BETA[~refined & OFF], rtol=1e-6)
+    np.testing.assert_array_equal(np.array(links.combine.refined), refined.T)
+    assert not np.array(links.metadata.refined).any()
+
+
+def test_times_simulated_from_a_profile_are_those_measured_and_edges_alone_do_not_price_a_shared_port() -> (
+    None
+):
+    given = patterns(4, LARGEST)
+    free = Testbed(ALPHA, BETA, delay=jitter(1e-4))
+    found = compare(profile(free, FACTS, largest_bytes=LARGEST), free, given, "edge")
+    assert len(found.measured) == 18
+    assert np.abs(found.errors).mean() <= 0.05 and np.abs(found.errors).max() <= 0.15
+    shared = Testbed(ALPHA, BETA, egress=np.full(4, 1.0e-7), delay=jitter(1e-4))
+    links = profile(shared, FACTS, largest_bytes=LARGEST)
+    found = compare(links, shared, given, "port")
+    assert np.abs(found.errors).mean() <= 0.05 and np.abs(found.errors).max() <= 0.15
+    assert (compare(links, shared, given, "edge").errors[:4] < -0.25).all()  # balanced
+    assert str(found).startswith("simulated against measured, 18 patterns: mean error")
