@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from fcsd.config.recipe import Recipe
-from fcsd.config.strict import did_you_mean
 from fcsd.cost.calibration import calibration_flops, calibration_row
 from fcsd.cost.changes import activation_bytes, changes, is_supported
-from fcsd.cost.hardware import GPUS, Gpu
+from fcsd.cost.hardware import Gpu, find_gpu
 from fcsd.cost.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -213,11 +212,7 @@ def _time(training: Training, seconds: StepTime, hardware: Hardware) -> dict[str
 
 
 def _gpu(hardware: Hardware) -> Gpu:
-    if hardware.gpu not in GPUS:
-        raise UserError(
-            f"--gpu {hardware.gpu}: unknown GPU; allowed: {', '.join(sorted(GPUS))}"
-            f"{did_you_mean(hardware.gpu, list(GPUS))}"
-        )
+    gpu = find_gpu(hardware.gpu)
     if hardware.sharding not in SHARDINGS:
         raise UserError(f"--sharding {hardware.sharding}: allowed: {', '.join(SHARDINGS)}")
     if hardware.num_gpus < 1:
@@ -232,7 +227,7 @@ def _gpu(hardware: Hardware) -> Gpu:
         raise UserError(f"--mfu {lowest:g}-{highest:g}: a range such as 0.1-0.25, within 0 and 1")
     if not hardware.network_gb_s > 0:
         raise UserError(f"--network-gb-s {hardware.network_gb_s:g}: must be above 0")
-    return GPUS[hardware.gpu]
+    return gpu
 
 
 def _flops_per_token(trace: Trace, setting: Setting) -> dict[str, float]:

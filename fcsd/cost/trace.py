@@ -123,14 +123,14 @@ def trace_step(
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(layer_done)
-    with FakeTensorMode(), tracker, _grouped_matmuls_fall_back(), _attention_is_fused(tracker):
+    with FakeTensorMode(), tracker, grouped_matmuls_fall_back(), _attention_is_fused(tracker):
         with tracker.making("student"):
-            _give_fake_storage(student)
+            give_fake_storage(student)
         head: Any = output_head(student)
         head.kernels = _CountedKernels(tracker, on_gpu=setting.on_gpu)
         with tracker.making("teacher"):
             if teacher is not None:
-                _give_fake_storage(teacher)
+                give_fake_storage(teacher)
                 head = output_head(teacher)
             elif setting.has_teacher and setting.teacher == "cache":
                 head = nn.Linear(
@@ -250,7 +250,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
         loss.backward()
 
 
-def _give_fake_storage(model: nn.Module) -> None:
+def give_fake_storage(model: nn.Module) -> None:
     """Replace every meta tensor by a fake one; must run in a FakeTensorMode."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -345,7 +345,7 @@ class _Attention(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _grouped_matmuls_fall_back() -> Iterator[None]:
+def grouped_matmuls_fall_back() -> Iterator[None]:
     """Let transformers take its own fallback for the experts' grouped matmul, for which alone it registers a shape
     function for every dtype (transformers 5.23)."""
     before = moe._can_use_grouped_mm

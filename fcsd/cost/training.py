@@ -120,7 +120,7 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     return config
 
 
-def _built(training: Training) -> tuple[Family, Callable[[], Any]]:
+def built(training: Training) -> tuple[Family, Callable[[], Any]]:
     """Return the family, and what builds its regular model from the config."""
     left = ("experts_implementation", "quantization_config")
     family = family_of(training.config)
@@ -139,7 +139,7 @@ def _built(training: Training) -> tuple[Family, Callable[[], Any]]:
 
 def tracer(training: Training) -> Callable[[Setting], Trace]:
     """Return `trace_step` for this run; a setting is traced once."""
-    family, build = _built(training)
+    family, build = built(training)
     section = training.connectivity
     known: dict[Setting, Trace] = {}
 
@@ -205,4 +205,4 @@ def _checkpointing(training: Training) -> bool:
     if training.train.gradient_checkpointing is not None:
         return training.train.gradient_checkpointing
     with torch.device("meta"):
-        return checkpoints_activations(training.train, _built(training)[1]())
+        return checkpoints_activations(training.train, built(training)[1]())

@@ -1,0 +1,134 @@
+"""What FarSkip connectivity will bring on a cluster, before any run: `fcsd plan`.
+
+    planned = prepare(PlanSettings("owner/name", nodes=4))   operations of its layers, from one traced pass
+    times = plan_times(planned)                              seconds: arithmetic on the operations
+    facts = plan(planned)                                    with memory, and how each assumption matters
+
+Not covered: pipeline parallelism, tensor parallelism in training, activation checkpointing, what a profiler would show
+(launches, the host's work, contention). Times that were measured do without the roofline (`fcsd.cost.measured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fcsd.connectivity.spec import resolve_layers
+from fcsd.cost.assumptions import ASSUMPTIONS
+from fcsd.cost.memory import CONTEXT_BYTES, Layout, memory_parts
+from fcsd.cost.plan_times import plan_times
+from fcsd.cost.planned import Planned
+from fcsd.cost.training import micro_batch_setting, tracer
+from fcsd.errors import UserError
+from fcsd.files import write_json
+from fcsd.network.links import LinkModel
+from fcsd.text import size
+
+
+def plan(planned: Planned, links: LinkModel | None = None) -> dict[str, Any]:
+    """Plan a step of training, the time to the first token, or the time between tokens.
+
+    Returns: JSON data: model, machine, settings, times (regular, overlapped, speed-up, exposed, windows of each layer,
+        equation 9), memory, sensitivity, assumptions.
+
+    Raises:
+        UserError: a batch beyond the memory.
+    """
+    times = plan_times(planned, links)
+    rows = []
+    for name, one in ASSUMPTIONS.items():
+        given = planned.values[name]
+        ends = [min(one.low, given), max(one.high, given)]
+        at = [
+            plan_times(replace(planned, values=planned.values | {name: end}), links)["speed_up"]
+            for end in ends
+        ]
+        rows.append({"name": name, "value": given, "range": ends, "speed_up": at, **_words(name)})
+    return {
+        "model": planned.training.where,
+        "model_type": planned.model_type,
+        "machine": asdict(planned.machine) | {"num_gpus": planned.machine.num_gpus},
+        "settings": _settings(planned),
+        "times": times,
+        "memory": memory(planned),
+        "sensitivity": rows,
+        "upper_bound": planned.settings.phase != "train",
+        "links": links is not None,
+    }
+
+
+def _words(name: str) -> dict[str, str]:
+    return {"what": ASSUMPTIONS[name].what, "source": ASSUMPTIONS[name].source}
+
+
+def _settings(planned: Planned) -> dict[str, Any]:
+    settings = planned.settings
+    names = ("phase", "batch", "global_batch", "length", "fp8", "fused_attention")
+    spec = planned.connectivity
+    return {name: getattr(settings, name) for name in names} | {
+        "expert_parallel": planned.expert_parallel,
+        "tensor_parallel": planned.tensor_parallel,
+        "micro_batches": planned.micro_batches,
+        "layers": resolve_layers(spec.layers, planned.work.moe),
+        "num_layers": len(planned.work.layers),
+        "attention": spec.attention,
+        "mlp": spec.mlp,
+    }
+
+
+def memory(planned: Planned) -> dict[str, Any]:
+    """Return the bytes of a rank, as `fcsd estimate` counts them; in serving weights and keys and values.
+
+    Raises:
+        UserError: more than the GPU has.
+    """
+    settings = planned.settings
+    parts = _training_memory(planned) if settings.phase == "train" else _serving_memory(planned)
+    needed, there = sum(parts.values()), int(planned.machine.gpu.memory_gb * 1e9)
+    if needed > there:
+        raise UserError(
+            f"--batch {settings.batch} --length {settings.length}: a rank needs {size(needed)}, the"
+            f" {planned.machine.gpu.name} has {size(there)} (mostly {max(parts, key=lambda name: parts[name])});"
+            " a smaller batch, shorter rows, more GPUs"
+        )
+    return {"parts": parts, "total_bytes": needed, "gpu_bytes": there}
+
+
+def _training_memory(planned: Planned) -> dict[str, int]:
+    """Return the parts with everything sharded over all ranks; of a layer that is gathered, this rank's experts."""
+    step_tokens = planned.micro_batches * planned.work.tokens * planned.machine.num_gpus
+    layout = Layout("fsdp2", planned.machine.num_gpus, step_tokens=step_tokens)
+    setting = micro_batch_setting(planned.training, layout, planned.micro_batches)
+    trace = tracer(planned.training)(setting)
+    experts = max(layer.work("experts").weights for layer in planned.work.layers)
+    gathered = trace.largest_layer - experts + experts // planned.expert_parallel
+    return memory_parts(replace(trace, largest_layer=gathered), setting, layout)
+
+
+def _serving_memory(planned: Planned) -> dict[str, int]:
+    settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
+    return {
+        "weights": work.num_parameters * (1 if settings.fp8 else 2) // tp,
+        "keys and values": int(planned.cached),
+        "activations": work.tokens * work.hidden_size * 2 * 4,
+        "GPU context": CONTEXT_BYTES,
+    }
+
+
+def write_windows(facts: Mapping[str, Any], path: Path) -> None:
+    """Write the windows of the forward pass, seconds by MoE layer, for what steers routing by them."""
+    rows = facts["times"]["windows"]
+    write_json(
+        path,
+        {
+            "version": 1,
+            "model_type": facts["model_type"],
+            "num_layers": facts["settings"]["num_layers"],
+            "expert_parallel": facts["settings"]["expert_parallel"],
+            "layers": [row["layer"] for row in rows],
+            "dispatch_s": [row["dispatch_s"] for row in rows],
+            "combine_s": [row["combine_s"] for row in rows],
+        },
+    )

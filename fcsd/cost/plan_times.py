@@ -1,0 +1,94 @@
+"""Seconds of a planned step, regular and overlapped: arithmetic on the operations, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fcsd.connectivity.spec import resolve_layers
+from fcsd.cost.planned import Planned
+from fcsd.cost.roofline import total
+from fcsd.cost.windows import BACKWARD, equation_9, exposed, layer_facts, serving_windows, windows
+from fcsd.network.links import LinkModel
+
+
+def plan_times(
+    planned: Planned, links: LinkModel | None = None, layers: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the times of a step, regular and overlapped; layers: rewired ones instead of the planned ones."""
+    spec, work = planned.connectivity, planned.work
+    chosen = set(resolve_layers(spec.layers, work.moe) if layers is None else layers)
+    rewired = [k in chosen for k in range(len(work.layers))]
+    tokens_apart = planned.expert_parallel if planned.settings.phase == "train" else 1
+    by_layer = {id(layer): planned.roofline.steps(work, layer, tokens_apart) for layer in work.layers}
+    seconds = [by_layer[id(layer)] for layer in work.layers]
+    if planned.settings.phase == "train":
+        return _train_times(planned, rewired, seconds, links)
+    return _serving_times(planned, rewired, seconds)
+
+
+def _train_times(
+    planned: Planned, rewired: list[bool], seconds: list[dict[str, float]], links: LinkModel | None
+) -> dict[str, Any]:
+    spec, work, roofline = planned.connectivity, planned.work, planned.roofline
+    splits: Any = ["core" if layer.core else "end" for layer in work.layers]
+    facts = layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=planned.inside)
+    found = windows(facts, seconds)
+    beside = list(found)
+    if facts[-1] is not None and spec.attention == "partial" and not planned.inside:
+        beside[-1] = (found[-1][0], found[-1][1] * planned.values["last_combine"])
+    dispatch, combine = roofline.exchange(work, planned.expert_parallel, links)
+    moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
+    total_each = len(moe) * (dispatch + combine)
+    left = {
+        name: sum(
+            exposed(dispatch, times * beside[k][0]) + exposed(combine, times * beside[k][1]) for k in moe
+        )
+        for name, times in (("forward", 1.0), ("backward", BACKWARD))
+    }
+    computing = (1 + BACKWARD) * sum(map(total, seconds)) + roofline.loss(work)
+    once = roofline.optimizer(work, planned.expert_parallel)
+    compute = planned.micro_batches * computing + once
+    communication = planned.micro_batches * 2 * total_each
+    remaining = planned.micro_batches * sum(left.values())
+    first = moe[len(moe) // 2]  # one in the middle stands for all
+    return _summary(compute, communication, remaining, planned.values["slowdown"]) | {
+        "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in left.items()},
+        "exchange_s": {"dispatch": dispatch, "combine": combine},
+        "outside_layers_s": once + planned.micro_batches * roofline.loss(work),
+        "windows": [{"layer": k, "dispatch_s": found[k][0], "combine_s": found[k][1]} for k in moe],
+        "equation_9": equation_9(dispatch + combine, seconds[first]),
+        "layer_s": seconds[first],
+    }
+
+
+def _serving_times(planned: Planned, rewired: list[bool], seconds: list[dict[str, float]]) -> dict[str, Any]:
+    spec, work, roofline = planned.connectivity, planned.work, planned.roofline
+    found = serving_windows(rewired, work.moe, spec.attention, spec.mlp, seconds)
+    each = roofline.all_reduce(work)
+    communication = 2 * len(work.layers) * each
+    remaining = sum(exposed(each, window) for beside in found for window in beside)
+    # What only an exchange brings there is nothing to sum up of.
+    compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
+    moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
+    return _summary(compute, communication, remaining, planned.values["slowdown"]) | {
+        "overlap": {"forward": 1 - remaining / communication if communication else 0.0},
+        "exchange_s": {"all_reduce": each},
+        "windows": [{"layer": k, "attention_s": found[k][0], "routed_s": found[k][1]} for k in moe],
+        "layer_s": seconds[moe[len(moe) // 2]],
+    }
+
+
+def _summary(compute: float, communication: float, remaining: float, slowdown: float) -> dict[str, Any]:
+    regular = compute + communication
+    hidden = communication - remaining
+    overlapped = regular - hidden + slowdown * hidden
+    return {
+        "regular_s": regular,
+        "overlapped_s": overlapped,
+        "speed_up": regular / overlapped,
+        "compute_s": compute,
+        "communication_s": communication,
+        "exposed_s": remaining,
+        "communication_share": communication / regular,
+    }

@@ -1,0 +1,219 @@
+"""A model on a cluster as it is planned: settings checked, ranks dealt, layers traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from fcsd.config.strict import did_you_mean
+from fcsd.config.training import CrossEntropyObjectiveConfig, TrainConfig
+from fcsd.connectivity import Connectivity
+from fcsd.cost.assumptions import ASSUMPTIONS, default_values
+from fcsd.cost.hardware import find_gpu
+from fcsd.cost.operations import ModelWork, trace_layers
+from fcsd.cost.roofline import Machine, Roofline
+from fcsd.cost.training import Training, built
+from fcsd.errors import UserError
+from fcsd.families import text_config
+from fcsd.inspect.checkpoint import find_source
+from fcsd.inspect.memory import cache_bytes
+from fcsd.network.links import LinkModel
+from fcsd.overlap.support import kept_inside
+
+Phase = Literal["train", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What is planned.
+
+    batch: in training rows of a rank's micro-batch, in serving requests at once. global_batch: rows of an optimiser
+    step; None: one micro-batch of every rank. length: tokens of a row or prompt; in decode of the text so far.
+    expert_parallel, tensor_parallel: None: all GPUs where the phase uses it. connectivity: None: that of a converted
+    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system.
+    """
+
+    model: str
+    revision: str | None = None
+    gpu: str = "h200"
+    nodes: int = 1
+    gpus_per_node: int = 8
+    network_gb_s: float | None = None
+    assumptions: Mapping[str, float] = field(default_factory=dict)
+    phase: Phase = "train"
+    expert_parallel: int | None = None
+    tensor_parallel: int | None = None
+    batch: int = 1
+    global_batch: int | None = None
+    length: int = 4096
+    fp8: bool = False
+    fused_attention: bool = True
+    connectivity: Connectivity | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model as it is planned: its work, and who shares it.
+
+    inside: its layers keep their own combine (docs/overlap.md). cached: bytes of keys and values on a rank, in serving.
+    """
+
+    settings: PlanSettings
+    training: Training
+    connectivity: Connectivity
+    machine: Machine
+    values: dict[str, float]
+    work: ModelWork
+    model_type: str
+    inside: bool
+    expert_parallel: int
+    tensor_parallel: int
+    micro_batches: int
+    cached: float = 0.0
+
+    @property
+    def roofline(self) -> Roofline:
+        """Return the cost of its operations."""
+        return Roofline(
+            self.machine, self.values, self.settings.fp8, self.settings.fused_attention, self.tensor_parallel
+        )
+
+
+def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
+    """Check the settings and trace the model's layers."""
+    machine = _machine(settings)
+    values = default_values() | dict(settings.assumptions)
+    if unknown := set(settings.assumptions) - set(ASSUMPTIONS):
+        name = sorted(unknown)[0]
+        raise UserError(
+            f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
+        )
+    for name in ("batch", "length"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name} {getattr(settings, name)}: must be 1 or more")
+    source = find_source(settings.model, settings.revision)
+    spec = settings.connectivity
+    if spec is None:
+        own = source.config.get("farskip")
+        spec = Connectivity.from_field(own, source.where) if own else Connectivity()
+    training = _training(settings, source.config, source.where, spec)
+    family, build = built(training)
+    ep, tp = _ranks(settings, machine, links)
+    length = 1 if settings.phase == "decode" else settings.length
+    work = trace_layers(build, family, source.where, settings.batch, length)
+    if work.num_experts % ep:
+        raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
+    cached = 0.0 if settings.phase == "train" else _cached(settings, text_config(_config(build), family), tp)
+    if settings.phase == "decode":
+        work = _decoding(work, settings.length, cached)
+    inside = kept_inside(family) is not None
+    return Planned(
+        settings, training, spec, machine, values, work, family.model_type, inside, ep, tp,
+        _micro_batches(settings, machine), cached,
+    )  # fmt: skip
+
+
+def _machine(settings: PlanSettings) -> Machine:
+    gpu = find_gpu(settings.gpu)
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be 1 or more")
+    rate = gpu.nic_gb_s if settings.network_gb_s is None else settings.network_gb_s
+    if not rate > 0:
+        raise UserError(f"--network-gb-s {rate:g}: must be above 0")
+    return Machine(gpu, settings.nodes, settings.gpus_per_node, rate)
+
+
+def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:
+    """Return expert-parallel and tensor-parallel ranks."""
+    world, train = machine.num_gpus, settings.phase == "train"
+    tp = settings.tensor_parallel or (1 if train else world)
+    ep = settings.expert_parallel or (world if train else tp)
+    if train and tp > 1:
+        raise UserError(
+            f"--tp {tp}: training is planned without tensor parallelism, as fcsd trains; leave --tp out"
+        )
+    if tp < 1 or tp > world:
+        raise UserError(f"--tp {tp}: there are {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})")
+    if train and (ep < 1 or world % ep):
+        raise UserError(
+            f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+        )
+    if not train and ep not in (1, tp):
+        raise UserError(
+            f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel ranks (--ep {tp}), or not (--ep 1)"
+        )
+    if links is not None:
+        if not train:
+            raise UserError(
+                f"--links: measured for all-to-all; {settings.phase} is planned with all-reduces, leave it out"
+            )
+        if links.world_size != ep:
+            raise UserError(f"--links: measured between {links.world_size} ranks, but --ep is {ep}")
+    return ep, tp
+
+
+def _micro_batches(settings: PlanSettings, machine: Machine) -> int:
+    each = settings.batch * machine.num_gpus
+    rows = settings.global_batch or each
+    if settings.phase == "train" and rows % each:
+        raise UserError(
+            f"--global-batch {rows}: not a multiple of {each} rows, {settings.batch} on each of {machine.num_gpus} GPUs"
+        )
+    return rows // each if settings.phase == "train" else 1
+
+
+def _training(settings: PlanSettings, config: Mapping[str, Any], where: str, spec: Connectivity) -> Training:
+    train = TrainConfig(
+        max_steps=1,
+        warmup_steps=0,
+        batch_size_tokens=settings.batch * settings.length,
+        per_device_train_batch_size=settings.batch,
+        learning_rate=1e-5,
+        dtype="float32",
+        bf16=True,
+        gradient_checkpointing=False,
+    )
+    return Training(
+        name="plan",
+        config=config,
+        where=where,
+        connectivity=spec,
+        objective=CrossEntropyObjectiveConfig(name="ce"),
+        train=train,
+        max_length=settings.length,
+        teacher_dtype=torch.bfloat16,
+        attention=None,
+        num_active=None,
+        left_dtype=torch.bfloat16,
+    )
+
+
+def _config(build: Any) -> Any:
+    with torch.device("meta"):
+        return build().config
+
+
+def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
+    """Return the bytes of keys and values on a rank: heads are spread over the ranks, MLA's latent is on each."""
+    shared = (
+        1 if getattr(config, "kv_lora_rank", None) else min(tp, getattr(config, "num_key_value_heads", tp))
+    )
+    return (cache_bytes(config, settings.length) or 0) * settings.batch / shared
+
+
+def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
+    """Return the work of one token a row behind `length` others, whose keys and values are read."""
+    layers = {
+        id(layer): replace(
+            layer,
+            core=2 * layer.core * length,  # no mask leaves half of it out
+            scores=layer.scores * length,
+            cache_bytes=cached / len(work.layers),
+        )
+        for layer in work.layers
+    }
+    return replace(work, layers=tuple(layers[id(layer)] for layer in work.layers))

@@ -1,0 +1,183 @@
+"""Seconds of a layer's steps and of its exchanges, from operations, published figures and assumptions.
+
+Not covered: contention on links, launches of kernels, the host's work; anything that a profiler would show.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fcsd.cost.assumptions import Values
+from fcsd.cost.hardware import Gpu
+from fcsd.cost.operations import WHOLE, LayerWork, ModelWork, Work
+from fcsd.network.links import LinkModel
+from fcsd.network.simulate import Payload, simulate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU among its like. nic_gb_s: of each GPU to other nodes."""
+
+    gpu: Gpu
+    num_nodes: int
+    gpus_per_node: int
+    nic_gb_s: float
+
+    @property
+    def num_gpus(self) -> int:
+        """All of them."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def peer_gb_s(self) -> float:
+        """What reaches one peer of the node, and can carry data."""
+        return (self.gpu.peer_gb_s or self.gpu.link_gb_s) * self.gpu.payload
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Times of work on a machine.
+
+    fp8: matmuls but those of attention's core run at the peak of FP8, on weights of one byte. fused: attention is one
+    kernel that skips what a causal mask leaves out; else batched matmuls with the scores in memory. tensor_parallel:
+    ranks that share each layer. value_bytes: of activations.
+    """
+
+    machine: Machine
+    values: Values
+    fp8: bool = False
+    fused: bool = True
+    tensor_parallel: int = 1
+    value_bytes: int = 2
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.machine.gpu.memory_gb_s * 1e9 * self.values["hbm"]
+
+    def matmul(self, work: Work, share: str, ranks: int, read: float = 1.0) -> float:
+        """Return the seconds of matmuls: of computing, or of reading weights, whichever is longer.
+
+        share: the assumption. ranks: over which they are spread. read: part of the weights that is used.
+        """
+        gpu = self.machine.gpu
+        peak = (gpu.fp8_tflops if self.fp8 else None) or gpu.bf16_tflops
+        computing = work.flops / (peak * 1e12 * self.values[share])
+        reading = work.weights * read * (1 if self.fp8 else 2) / self._bytes_per_s
+        return max(computing, reading) / ranks
+
+    def passes(self, number: float, elements: float) -> float:
+        """Return the seconds of reading or writing so many elements so often."""
+        return number * elements * self.value_bytes / self._bytes_per_s
+
+    def core(self, layer: LayerWork) -> float:
+        """Return the seconds of attention between its projections."""
+        peak, ranks = self.machine.gpu.bf16_tflops * 1e12, self.tensor_parallel
+        if self.fused:
+            reading = layer.cache_bytes / self._bytes_per_s
+            return max(layer.core / 2 / (peak * self.values["fused_core"]) / ranks, reading)
+        scores = self.passes(self.values["score_passes"], layer.scores)
+        return (layer.core / (peak * self.values["core"]) + scores) / ranks
+
+    def steps(self, model: ModelWork, layer: LayerWork, expert_parallel: int) -> dict[str, float]:
+        """Return the seconds of a layer's steps in the forward pass, by the names of `fcsd.overlap.schedule`.
+
+        expert_parallel: ranks that share the experts and have tokens of their own each; 1 in serving, whose
+        tensor-parallel ranks have the same tokens.
+
+        Sorting rows before the dispatch counts as router, around the experts as experts, and summing up what the
+        combine brought as the next layer's arrive.
+        """
+        ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
+        whole = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
+        norms = self.passes(self.values["norm_passes"], stream)
+        found = {
+            "attention a": self.matmul(layer.work("attention a"), "gemm", ranks) + whole,
+            "attention b": self.core(layer) + self.matmul(layer.work("attention b"), "gemm", ranks),
+        }
+        if not layer.moe:
+            return found | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
+        uneven = self.values["imbalance"]
+        rows = self.passes(self.values["row_passes"] / 4, stream * model.experts_per_token / ranks) * uneven
+        active = 1 - (1 - model.experts_per_token / model.num_experts) ** (
+            model.tokens * expert_parallel / ranks
+        )
+        experts = self.matmul(layer.work("experts"), "grouped", ranks, active / expert_parallel)
+        return found | {
+            "router": self.matmul(layer.work("router"), "gemm", 1) + norms + rows,
+            "experts": experts * uneven + 2 * rows,
+            "shared expert": self.matmul(layer.work("shared expert"), "gemm", ranks),
+            "arrive": rows,
+        }
+
+    def head(self, model: ModelWork) -> float:
+        """Return the seconds of the output head."""
+        return self.matmul(model.head, "gemm", self.tensor_parallel)
+
+    def optimizer(self, model: ModelWork, expert_parallel: int) -> float:
+        """Return the seconds of an optimiser step and of what data parallel ranks send for it, once a step.
+
+        States are sharded over all ranks; gradients are reduced in float32 and weights gathered in two bytes, of the
+        experts among the ranks that have the same ones.
+        """
+        ranks = self.machine.num_gpus
+        experts, others = model.num_expert_parameters, model.num_parameters - model.num_expert_parameters
+        moved = model.num_parameters / ranks * self.values["optimizer_bytes"] / self._bytes_per_s
+        same = ranks // expert_parallel
+        between = self.ring(6 * experts / expert_parallel, same) if same > 1 else 0.0
+        return moved + self.ring(6 * others, ranks) + between
+
+    def loss(self, model: ModelWork) -> float:
+        """Return the seconds of head and loss, forward and backward."""
+        logits = model.tokens * model.head.weights / model.hidden_size
+        return 3 * self.head(model) + self.passes(self.values["logit_passes"], logits * 4 / self.value_bytes)
+
+    def exchange(self, model: ModelWork, ranks: int, links: LinkModel | None = None) -> tuple[float, float]:
+        """Return the seconds of a dispatch and of a combine over `ranks`, with even counts.
+
+        Each rank sends an equal share of its rows to each. With links: simulated from them.
+        """
+        pairs = model.tokens * model.experts_per_token * self.values["imbalance"]
+        if links is not None:
+            counts = np.full((ranks, ranks), pairs / ranks)
+            times = simulate(links, counts, Payload(model.hidden_size, model.num_experts, self.value_bytes))
+            return float(times.metadata + times.dispatch), float(times.combine)
+        seconds = self._all_to_all(pairs * model.hidden_size * self.value_bytes, ranks)
+        return seconds, seconds
+
+    def _all_to_all(self, num_bytes: float, ranks: int) -> float:
+        machine, latency = self.machine, self.values["latency_us"] / 1e6
+        if ranks == 1:
+            return 0.0
+        each, near = num_bytes / ranks, min(ranks, machine.gpus_per_node)
+        rate = self.values["link"] * 1e9
+        out = machine.gpu.link_gb_s * machine.gpu.payload
+        within = latency + max(each / machine.peer_gb_s, each * (near - 1) / out) / rate if near > 1 else 0.0
+        if ranks <= machine.gpus_per_node:
+            return within
+        return max(
+            within, 2 * latency + each * (ranks - near) / (machine.nic_gb_s * 1e9 * self.values["nic"])
+        )
+
+    def ring(self, num_bytes: float, ranks: int) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter of so many bytes: half an all-reduce.
+
+        Rings over several nodes use every GPU's interface.
+        """
+        if ranks == 1:
+            return 0.0
+        machine = self.machine
+        rate = machine.gpu.link_gb_s * machine.gpu.payload * self.values["link"]
+        if ranks > machine.gpus_per_node:
+            rate = min(rate, machine.gpus_per_node * machine.nic_gb_s * self.values["nic"])
+        return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
+
+    def all_reduce(self, model: ModelWork) -> float:
+        """Return the seconds of one all-reduce of the stream over the tensor-parallel ranks."""
+        return 2 * self.ring(model.tokens * model.hidden_size * self.value_bytes, self.tensor_parallel)
+
+
+def total(seconds: Mapping[str, float]) -> float:
+    """Return the seconds of all steps."""
+    return math.fsum(seconds.values())
