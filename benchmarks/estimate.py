@@ -10,6 +10,7 @@ same recipe. Each run is a process of its own. Speed depends on the share of the
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -105,14 +106,19 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
     import torch
 
     from fcsd.cli.main import main as fcsd
+    from fcsd.distill import run as training
     from fcsd.distill.trainer import DistillTrainer
 
     config, changes, train = CASES[case]
     write_checkpoint(folder / "model", config, changes)
     torch.cuda.empty_cache()
     recipe = write_recipe(folder, options, train)
-    # What is kept after the last step is no part of it.
-    DistillTrainer.save_model = DistillTrainer._save_checkpoint = lambda *_, **__: None  # type: ignore
+
+    def end(*_: Any) -> None:
+        raise SystemExit  # what is kept after the last step is no part of it; sharded, it would have to be gathered
+
+    DistillTrainer._save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
+    training._leave_model = end
     torch.cuda.reset_peak_memory_stats()
     peaks: dict[str, int] = {}
     step = DistillTrainer.training_step
@@ -124,8 +130,9 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
         return loss
 
     DistillTrainer.training_step = training_step  # type: ignore[method-assign]
-    if fcsd(["distill", str(recipe)]):
-        raise SystemExit(1)
+    with contextlib.suppress(SystemExit):
+        if status := fcsd(["distill", str(recipe)]):
+            raise RuntimeError(f"fcsd distill: exit status {status}")
     peaks["allocated"] = max(peaks["allocated"], torch.cuda.max_memory_allocated())
     lines = (folder / "run" / "distill" / "history.jsonl").read_text().splitlines()
     speeds = [row["tokens_per_second"] for row in map(json.loads, lines) if "tokens_per_second" in row]
