@@ -19,11 +19,11 @@ from fcsd.calibration.checkpoint import calibrate_checkpoint, take_rows
 from fcsd.calibration.experts import calls_of
 from fcsd.calibration.model import calibrate_model
 from fcsd.calibration.shards import Layerwise
-from fcsd.data.batches import real_tokens
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.connectivity.checkpoint import read_checkpoint
+from fcsd.data.batches import real_tokens
 from fcsd.data.packing import PackingStats, pack
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import Launch
