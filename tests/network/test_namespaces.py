@@ -14,7 +14,7 @@ import torch
 
 from fcsd.network.compare import Comparison, compare, exchange_counts, patterns
 from fcsd.network.exchange import GroupExchange
-from fcsd.network.links import Array, Collective, LinkModel
+from fcsd.network.links import PHASES, Array, Collective, LinkModel
 from fcsd.network.profile import profile
 from fcsd.network.simulate import Payload, exchange_time, simulate
 from tests.network.namespaces import Wires, appendix_a3, in_namespaces
@@ -70,11 +70,12 @@ def compare_again(links: LinkModel, given: list[tuple[str, Array]]) -> Array:
 def run(wires: Wires, collective: Collective = "p2p", largest: int = LARGEST) -> Found:
     found: Found = in_namespaces(measured, wires, collective, largest)[0]
     links, off = found.links, OFF
-    rates = 8 / np.where(off, links.beta("dispatch"), 1)
     with np.printoptions(precision=3, suppress=True, linewidth=150):
         print(f"\n{collective}, load {os.getloadavg()[0]:.1f}")
-        print("rates over the wires'", (rates / np.where(off, wires.rates, 1))[off])
-        print("latency less round trip, ms", ((links.alpha("dispatch") - wires.round_trips) * 1e3)[off])
+        for phase in PHASES[:2]:  # alone, and under contention
+            rates = 8 / np.where(off, links.beta(phase), 1)
+            print(phase, "rates over the wires'", (rates / np.where(off, wires.rates, 1))[off])
+            print("latency less round trip, ms", ((links.alpha(phase) - wires.round_trips) * 1e3)[off])
         print("R²", np.array(links.dispatch.r2)[off].astype(float))
         print("ports, Mb/s", [each and 8e-6 / each for each in links.ports.egress_s_per_byte], links.ports)
         print("edge:", found.edge, found.edge.errors)
@@ -90,12 +91,14 @@ def independent() -> Found:
 
 def test_rates_and_latencies_of_real_links_are_recovered(independent: Found) -> None:
     links, wires = independent.links, appendix_a3()
-    rates = 8 / links.beta("dispatch")[OFF]
+    rates = (
+        8 / links.beta("metadata")[OFF]
+    )  # each alone; under contention the switch's processor is part of a link
     assert np.abs(rates / wires.rates[OFF] - 1).max() <= 0.03
-    latencies = links.alpha("dispatch")[OFF]
+    latencies = links.alpha("metadata")[OFF]
     assert (latencies <= wires.round_trips[OFF] + 1e-3).all()
     assert (latencies >= wires.delays[OFF]).all()
-    assert min(each for row in links.dispatch.r2 for each in row if each is not None) >= 0.98
+    assert min(each for row in links.metadata.r2 for each in row if each is not None) >= 0.98
     assert not links.port("egress").any() and not links.port("ingress").any()
 
 
@@ -111,8 +114,8 @@ def test_real_exchanges_of_counts_that_a_bias_has_moved_fall_as_predicted(indepe
 
 
 def test_a_shared_port_is_found_and_the_slowest_edge_alone_does_not_price_it() -> None:
-    found = run(appendix_a3(egress=250e6))
-    np.testing.assert_allclose(8 / found.links.port("egress"), 250e6, rtol=0.1)
+    found = run(appendix_a3(egress=150e6))  # a network card as fast as A.3's slow links
+    np.testing.assert_allclose(8 / found.links.port("egress"), 150e6, rtol=0.1)
     assert not found.links.port("ingress").any()
     errors = np.abs(found.port.errors)
     assert errors.mean() <= 0.05 and errors.max() <= 0.15
@@ -120,9 +123,9 @@ def test_a_shared_port_is_found_and_the_slowest_edge_alone_does_not_price_it() -
 
 
 def test_gloos_all_to_all_serves_the_directions_of_a_pair_one_after_the_other(independent: Found) -> None:
-    found = run(appendix_a3(), "all_to_all_single", LARGEST // 2)
+    found = run(appendix_a3(), "all_to_all_single")
     balanced, alone = found.port.measured[3], found.links
-    one_way = (alone.alpha("dispatch") + alone.beta("dispatch") * LARGEST // 4).max()
+    one_way = (alone.alpha("dispatch") + alone.beta("dispatch") * (LARGEST // 2)).max()
     assert balanced > 1.5 * one_way
     assert np.abs(found.port.errors[:4]).mean() <= 0.15
 
