@@ -123,7 +123,11 @@ def _study(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
-    ordered = sorted(rows, key=lambda row: -abs(row["speed_up"][1] - row["speed_up"][0]))
+    def reach(row: Mapping[str, Any]) -> float:
+        return float(abs(row["speed_up"][1] - row["speed_up"][0]))
+
+    ordered = sorted((row for row in rows if reach(row) >= 5e-4), key=lambda row: -reach(row))
+    without = ", ".join(row["name"] for row in rows if reach(row) < 5e-4)
     cells = [
         [
             row["name"],
@@ -133,7 +137,8 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in ordered
     ]
-    return markdown(["assumption", "value", "range", "times as fast"], cells)
+    table = markdown(["assumption", "value", "range", "times as fast"], cells)
+    return f"{table}\nno effect on it: {without}" if without else table
 
 
 def _ms(seconds: float) -> str:

@@ -15,6 +15,8 @@ from benchmarks.plan import V3, planned
 from fcsd.cli.main import main
 from fcsd.cost.measured import ExchangeTime, Times, measured_times, read_times
 from fcsd.errors import UserError
+from fcsd.overlap.exchange import Record
+from fcsd.overlap.measure import exchange_times, median_times
 from tests.reference.ranks import run_ranks
 
 SMALL = "--layers 2 --dim 32 --expert-dim 16 --experts 4 --top-k 2 --rows 1 --length 8 --exchange-ms 90 --rounds 2"
@@ -56,6 +58,19 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     for row in facts["times"]["windows"]:
         assert row["dispatch_s"] > 0.045
     assert facts["times"]["exchange_s"]["combine"] == pytest.approx(0.09, rel=0.35)
+
+
+def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed() -> None:
+    def step(seconds: float, window: float) -> list[dict[str, Any]]:
+        sent = Record(
+            "dispatch", 3, True, 100, 10.0, waiting=10.0, waited=10 + seconds, needed=10 + seconds + window
+        )
+        counts = Record("counts", 3, False, 8, 9.0, waiting=9.0, waited=9.5)
+        return exchange_times([counts, sent])
+
+    (found,) = median_times([step(1, 5), step(2, 4), step(9, 6)])
+    assert (found["layer"], found["kind"], found["backward"]) == (3, "dispatch", True)
+    assert (found["seconds"], found["window_s"]) == pytest.approx((2, 5))
 
 
 def times(**changes: Any) -> Times:

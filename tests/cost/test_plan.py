@@ -150,6 +150,16 @@ def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
     assert plan_times(v3, layers=[3, 4, 5]) == plan_times(some)
 
 
+def test_a_converted_checkpoint_is_planned_as_it_is() -> None:
+    field = {"version": 1, "layers": [4, 5], "attention": "partial", "mlp": "outdated"}
+    own = published(
+        "DeepSeek-V3", V3 | {"farskip": field, "model_type": "farskip_deepseek_v3"}, {"length": 64}
+    )
+    regular = published("DeepSeek-V3", V3, {"length": 64, "connectivity": Connectivity([4, 5])})
+    assert plan_times(own) == plan_times(regular)
+    assert sum(row["dispatch_s"] > 0 for row in plan_times(own)["windows"]) == 2
+
+
 def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() -> None:
     settings: dict[str, Any] = {"gpu": "h200", "phase": "decode", "batch": 4, "length": 1000}
     lite = published("DeepSeek-V2-Lite", {}, settings)
@@ -302,6 +312,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     )  # fmt: skip
     write_times(tmp_path / "times.json", times)
     (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
+    (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
     lite = str(real_folder("DeepSeek-V2-Lite", tmp_path / "m"))
@@ -336,7 +347,13 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [lite, "--length", "128", "--measured", str(tmp_path / "times.json")],
             "--measured: length is 64 in the file and 128 in the plan",
         ),
-        "figure": ([lite, "--figure", "x.png"], "--figure: shows speed-up against quality, so it needs --study"),
+        "fp8": ([lite, "--fp8", "--gpu", "a100"], "--fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
+        "steps of a server": (
+            [lite, "--phase", "decode", "--global-batch", "8"],
+            "--global-batch: of an optimiser step, which --phase decode has not",
+        ),
+        "value": ([lite, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
+        "figure": ([lite, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
         "windows": ([lite, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
         "study": ([lite, "--study", str(study(tmp_path / "s", 4))], "a study of 4 layers, the model has 27"),
     }  # fmt: skip
