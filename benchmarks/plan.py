@@ -9,7 +9,6 @@ paper's 71B parameters are those (three dense layers first, as published, would 
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +43,7 @@ V2 = {
     "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
 }  # fmt: skip
 """What DeepSeek-V2 has that DeepSeek-V2-Lite has not: arXiv 2405.04434, section 3.1.2."""
-SERVING = (
+SERVING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], str], ...] = (
     ("DeepSeek-V2", "DeepSeek-V2-Lite", V2, ON_300X, "8.2-16.8 %"),
     ("Llama-4-Scout", "Llama-4-Scout-17B-16E", {}, ON_300X, "12.2-18.5 %"),
 )
@@ -101,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

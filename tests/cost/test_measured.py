@@ -19,7 +19,7 @@ from fcsd.overlap.exchange import Record
 from fcsd.overlap.measure import exchange_times, median_times
 from tests.reference.ranks import run_ranks
 
-SMALL = "--layers 2 --dim 32 --expert-dim 16 --experts 4 --top-k 2 --rows 1 --length 8 --exchange-ms 90 --rounds 2"
+SMALL = "--layers 2 --exchange-ms 90"
 
 
 def options() -> argparse.Namespace:
@@ -41,7 +41,7 @@ def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
 def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 8 exchanges of 90 ms: the forward windows hold 50 (core) and 55 ms, the backward ones all but the first."""
+    """8 exchanges of about 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones hold all but the first (50)."""
     found = run_ranks(steps, 2)[0]
     chosen = options()
     chosen.times = tmp_path
@@ -57,7 +57,7 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     assert not facts["upper_bound"] and facts["sensitivity"] == []
     for row in facts["times"]["windows"]:
         assert row["dispatch_s"] > 0.045
-    assert facts["times"]["exchange_s"]["combine"] == pytest.approx(0.09, rel=0.35)
+    assert facts["times"]["exchange_s"]["combine"] == pytest.approx(0.09, rel=0.5)
 
 
 def test_a_window_begins_when_the_rows_are_there_and_ends_where_they_are_needed() -> None:
