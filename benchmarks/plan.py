@@ -28,7 +28,7 @@ V3 = {"num_hidden_layers": 6, "first_k_dense_replace": 0}
 ON_8: dict[str, Any] = {"gpu": "mi325x", "fused_attention": False}
 ON_32: dict[str, Any] = ON_8 | {"nodes": 4, "global_batch": 64}
 
-TRAINING = (
+TRAINING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], float, tuple[float, float] | None], ...] = (
     ("V2-Lite, EP 8", "DeepSeek-V2-Lite", {}, ON_8 | {"batch": 8, "global_batch": 128}, 1.11, (87.6, 89.0)),
     ("V3 (6 layers), EP 8", "DeepSeek-V3", V3, ON_8 | {"global_batch": 64}, 1.04, (92.9, 84.1)),
     ("V3 (6 layers), EP 32", "DeepSeek-V3", V3, ON_32, 1.22, None),

@@ -41,7 +41,7 @@ def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
 def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """8 exchanges of about 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones hold all but the first (50)."""
+    """8 exchanges of some 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones hold all but the first (50)."""
     found = run_ranks(steps, 2)[0]
     chosen = options()
     chosen.times = tmp_path
