@@ -117,8 +117,10 @@ class Bench:
             layer.mlp.experts.farskip_ep.port.records = self.records
         return model
 
-    def step(self, mode: str) -> dict[str, float]:
+    def step(self, mode: str) -> dict[str, Any]:
         """Seconds of one step and of its parts."""
+        from fcsd.overlap.measure import exchange_times
+
         model = self.prepare(mode)
         model.zero_grad(set_to_none=True)
         torch.distributed.barrier()
@@ -128,9 +130,11 @@ class Bench:
             middle = self.passes(model, mode, began)
         self.synchronize()
         ended = time.perf_counter()
-        found = {"step": ended - began, "forward": middle - began}
+        found: dict[str, Any] = {"step": ended - began, "forward": middle - began}
         if self.options.device != "cuda" and mode != "batons":  # whose waits are the other half's computation
             found |= self.hidden()
+        if mode == "blocking":
+            found["exchanges"] = exchange_times(record for event, record in self.records if event == "start")
         torch.distributed.barrier()
         return found
 
@@ -186,7 +190,7 @@ def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = N
     )
     bench = Bench(options)
     modes = [mode for mode in options.modes if options.device == "cpu" or mode not in ON_A_CPU]
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for number_of_round in range(options.rounds + 1):
         for mode in modes:
             measured = bench.step(mode)

@@ -26,9 +26,7 @@ POINTS = [
     point("bottleneck-0.1", "bottleneck", 0.1, 9.5, 0.0004),
     point("bottleneck-0.25", "bottleneck", 0.25, 8.5, 0.01),
 ]
-MODELS = {
-    each["name"]: {"result": {"tasks": {"boolq": {"value": 0.75, "stderr": 0.02}}}} for each in POINTS
-}
+MODELS = {each["name"]: {"result": {"tasks": {"boolq": {"value": 0.75, "stderr": 0.02}}}} for each in POINTS}
 
 
 def test_both_tables_of_camoe_are_written() -> None:
