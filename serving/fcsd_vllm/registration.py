@@ -8,6 +8,7 @@ from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.refusals import check_engine
 from fcsd_vllm.settings import read_settings, with_version
 from fcsd_vllm.versions import check_internals, unverified
+from fcsd_vllm.weights import check_weights
 
 
 def register_all() -> None:
@@ -45,6 +46,7 @@ def _add_hook(family: Family) -> None:
         configs.check_class(vllm_config.model_config.hf_config, family)
         base.verify_and_update_config(vllm_config)
         check_engine(vllm_config, family)
+        check_weights(vllm_config.model_config.model)
         settings = read_settings(vllm_config.additional_config)
         if settings.comm != "blocking" and current_platform.is_cuda_alike():
             keep_whole_graphs(vllm_config.compilation_config)

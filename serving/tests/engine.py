@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from launch import ENVIRONMENT
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in this process
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
 
 NEW_TOKENS = 16

@@ -1,15 +1,14 @@
 """Two ranks: tensor and expert parallel, blocking and overlapped, are right and in order; mutants are not."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import orders
 import pytest
-from engine import BOUND, ENVIRONMENT
+from engine import BOUND
+from launch import start_two_ranks
 
 HERE = Path(__file__).parent
 PATIENCE_S = 1200
@@ -39,21 +38,13 @@ WRONG = [
 
 def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Return every case's result on each rank, of one launch of two processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(HERE / "two_ranks.py"),
-    ]
-    run = subprocess.Popen(
-        [*command, str(models), str(place), *cases],
-        env={**ENVIRONMENT, **os.environ},
+    run = start_two_ranks(
+        HERE / "two_ranks.py",
+        str(models),
+        str(place),
+        *cases,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
     )
     try:
         _, said = run.communicate(timeout=PATIENCE_S)
