@@ -26,6 +26,7 @@ RIGHT = [
     "qwen2_moe-mlp_full:async",
     "deepseek_v2-gap:async",
     "qwen3_moe-all:timed",
+    "qwen2_moe-all:compiled",
 ]
 WRONG = [
     "qwen3_moe-all:timed:wait_early",
