@@ -1,6 +1,6 @@
 """Maps of its own for every routed expert, where one map would have to do for all of them.
 
-    x_e, y_e  what student and teacher read on the tokens that the teacher's router gives to expert e, (N_e, D)
+    x_e, y_e  what student and teacher read on the tokens that expert e of the student is chosen for, (N_e, D)
     A_e       x_e A_e ≈ y_e, ridge towards the map A of all, into the weights that e reads with
 
     r_t  what is still missing to the original's stream behind the layer, token t (N, D)
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from fcsd.calibration.follow import first_tensor
 from fcsd.calibration.solve import LeastSquares, Solution
-from fcsd.calibration.state import Work
+from fcsd.calibration.state import Stopped, Work
 from fcsd.calibration.trace import Experts
 
-READS_RIDGE = 1e-1
+READS_RIDGE = 3e-2
 ADDS_RIDGE = 1e-2
 
 
@@ -76,21 +76,28 @@ class Call:
         )
 
 
+def _given(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Tell hidden states, choices and weights of a call apart; None for calls that are of another kind."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if len(tensors) != 3 or any(value.ndim != 2 for value in tensors):
+        return None
+    hidden, *others = tensors
+    choices = [value for value in others if not value.is_floating_point()]
+    weights = [value for value in others if value.is_floating_point()]
+    if not choices or not weights or choices[0].shape != weights[0].shape:
+        return None
+    return hidden, choices[0], weights[0]
+
+
 @contextlib.contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[Call]]:
     """Give the calls of a module of routed experts; nothing for calls that are of another kind."""
     found: list[Call] = []
 
     def after(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        out = first_tensor(out)
-        if len(tensors) != 3 or out is None or any(value.ndim != 2 for value in (*tensors, out)):
-            return
-        hidden, *others = tensors
-        choices = [value for value in others if not value.is_floating_point()]
-        weights = [value for value in others if value.is_floating_point()]
-        if choices and weights and choices[0].shape == weights[0].shape:
-            found.append(Call(args, kwargs, hidden, choices[0], weights[0], out))
+        given, out = _given(args, kwargs), first_tensor(out)
+        if given is not None and out is not None and out.ndim == 2:
+            found.append(Call(args, kwargs, *given, out))
 
     hook = module.register_forward_hook(after, with_kwargs=True)
     try:
@@ -110,35 +117,53 @@ def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
 
 
 def fold_reads(
-    work: Work,
-    experts: Experts,
-    routes: Sequence[Tensor],
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    shared: Tensor,
-) -> list[float]:
-    """Give what every expert reads a map of its own, or the one of all.
+    work: Work, experts: Experts, pairs: Sequence[tuple[Tensor, Tensor]], shared: Tensor
+) -> list[float] | None:
+    """Give what every expert reads a map of its own, or the one of all, which the router has already.
 
     Args:
-        routes: which experts the teacher chose for each token of text, (N, K) of each batch.
-        pairs: what student and teacher read there, (N, D).
-        shared: the map of all experts.
+        pairs: what student and teacher read, (N, D) of each batch.
+        shared: the map of all.
 
     Returns:
-        Squares left by the map of all and by these, relative to those of what the teacher reads, over all experts.
+        Squares left by the map of all and by these, relative to those of what the teacher reads, over all experts; None
+        where it cannot be told which of them are chosen.
     """
+    routes = _routes(work, experts)
+    if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
+        work.fold(experts.readers, shared, "reads")
+        return None
     wanted = before = after = 0.0
     for number in range(_num_experts(work, experts)):
-        chosen = [(route == number).any(-1).nonzero()[:, 0] for route in routes]
         parts = (
-            (work.held_out(place)[work.masks[place]][tokens], x[tokens], y[tokens])
-            for place, (tokens, (x, y)) in enumerate(zip(chosen, pairs, strict=True))
+            (work.rows(work.held_out(place)[:, None], place)[chosen, 0], x[chosen], y[chosen])
+            for place, (route, (x, y)) in enumerate(zip(routes, pairs, strict=True))
+            for chosen in [(route == number).any(-1)]
         )
         squares, solution = _solve(work, parts, READS_RIDGE, f"what expert {number} reads", shared)
-        found = shared if solution.map is None else solution.map
-        work.fold(experts.readers, found, "reads", number)
+        work.fold(experts.readers, shared if solution.map is None else solution.map, "reads", number)
         wanted, before = wanted + squares, before + solution.before * squares
         after += solution.after * squares
     return [before / wanted, after / wanted] if wanted else [0.0, 0.0]
+
+
+def _routes(work: Work, experts: Experts) -> list[Tensor]:
+    """Return which experts (N, K) are chosen for the tokens of text of each batch; the batches where it can be told."""
+    routes: list[Tensor] = []
+    for place, mask in enumerate(work.masks):
+        called: list[Any] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any, called: list[Any] = called) -> None:
+            called.append(_given(args, kwargs))
+            raise Stopped
+
+        hook = work.layer.get_submodule(experts.module).register_forward_pre_hook(before, with_kwargs=True)
+        with contextlib.suppress(Stopped):
+            work.step(place)
+        hook.remove()
+        if called and called[0] is not None and len(called[0][1]) == len(mask):
+            routes.append(work.rows(called[0][1], place).cpu())
+    return routes
 
 
 def fold_adds(work: Work, experts: Experts) -> list[float] | None:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.experts import Call, calls_of, fold_adds, fold_reads
+from fcsd.calibration.experts import fold_adds, fold_reads
 from fcsd.calibration.follow import first_tensor
 from fcsd.calibration.solve import LeastSquares
-from fcsd.calibration.state import Work, to
-from fcsd.calibration.trace import Experts, Group, Roles, Side, trace_layer
+from fcsd.calibration.state import Stopped, Work, to
+from fcsd.calibration.trace import Group, Roles, Side, trace_layer
 
 _TRACED_TOKENS = 64
 
@@ -56,7 +56,7 @@ def _trace(work: Work) -> Roles:
 def _fold_reads(work: Work, roles: Roles, ridge: float) -> dict[str, list[float]]:
     """Take the teacher's stream behind the layer, and fold what maps what the student's branches read to its."""
     sides = roles.sides
-    wanted, routes = _teacher(work, sides, roles.experts)
+    wanted = _teacher(work, sides)
     found: dict[str, list[float]] = {}
     together = work.layer.farskip_plan.outdated
     for round_sides in [sides] if together and sides else [[side] for side in sides]:
@@ -73,38 +73,25 @@ def _fold_reads(work: Work, roles: Roles, ridge: float) -> dict[str, list[float]
             found[name] = [solution.before, solution.after]
             if solution.map is None:
                 continue
-            own = roles.experts.readers if roles.experts and routes else ()
+            own = roles.experts.readers if roles.experts else ()
             work.fold([place for place in side.readers if place not in own], solution.map, "reads")
-            if roles.experts and routes and set(own) <= set(side.readers):
+            if roles.experts and own and set(own) <= set(side.readers):
                 pairs = [(xs[name], ys[name]) for xs, ys in zip(given, wanted, strict=True)]
-                found[roles.experts.module] = fold_reads(work, roles.experts, routes, pairs, solution.map)
+                left = fold_reads(work, roles.experts, pairs, solution.map)
+                found |= {roles.experts.module: left} if left else {}
     return found
 
 
-def _teacher(
-    work: Work, sides: list[Side], experts: Experts | None
-) -> tuple[list[dict[str, Tensor]], list[Tensor] | None]:
-    """Run the teacher's layer on every batch.
-
-    Returns:
-        What its branches read, by their names, and which experts it chose for every token (N, K), of text both; None
-        where experts have no weights that read it, or it cannot be told.
-    """
-    layer, wanted, routes = work.models.teacher_layer(work.index), [], list[Tensor]()
+def _teacher(work: Work, sides: list[Side]) -> list[dict[str, Tensor]]:
+    """Run the teacher's layer on every batch; return what its branches read, of text, by their names."""
+    layer, wanted = work.models.teacher_layer(work.index), []
     for place, batch in enumerate(work.batches):
-        with contextlib.ExitStack() as stack:
-            found = stack.enter_context(_inputs_of(layer, sides))
-            calls = list[Call]()
-            if experts and experts.readers:
-                calls = stack.enter_context(calls_of(layer.get_submodule(experts.module)))
-            stream = to(work.teacher[place], work.device)
+        stream = to(work.teacher[place], work.device)
+        with _inputs_of(layer, sides) as found:
             stream = work.models.teacher_step(work.index, to(batch, work.device), stream)
         work.teacher[place] = to(stream, "cpu")
         wanted.append({name: work.rows(value, place).cpu() for name, value in found.items()})
-        if len(calls) == 1 and len(calls[0].choices) == len(work.masks[place]):
-            routes.append(work.rows(calls[0].choices, place).cpu())
-    told = all(work.ranks.share(lambda: len(routes) == len(work.batches)))
-    return wanted, routes if told else None
+    return wanted
 
 
 def _inputs(work: Work, place: int, sides: list[Side]) -> dict[str, Tensor]:
@@ -114,7 +101,7 @@ def _inputs(work: Work, place: int, sides: list[Side]) -> dict[str, Tensor]:
     plain = work.layer.farskip_plan.outdated and (family.layout, family.residual) == ("pre_norm", "sum")
     if plain and isinstance(names[0], str) and isinstance(names[1], str):
         return _normed(work, place, sides, names[0], names[1])
-    with _inputs_of(work.layer, sides, stop=True) as found, contextlib.suppress(_Enough):
+    with _inputs_of(work.layer, sides, stop=True) as found, contextlib.suppress(Stopped):
         work.step(place)
     return {name: work.rows(value, place) for name, value in found.items()}
 
@@ -147,10 +134,6 @@ def _fold_adds(work: Work, groups: list[Group], ridge: float) -> list[float]:
     return [solution.before, solution.after]
 
 
-class _Enough(BaseException):
-    """Ends a pass when everything that was wanted has been seen."""
-
-
 @contextlib.contextmanager
 def _inputs_of(layer: nn.Module, sides: Sequence[Side], stop: bool = False) -> Iterator[dict[str, Tensor]]:
     """Give what the first module of each side is called with, by its name."""
@@ -163,7 +146,7 @@ def _inputs_of(layer: nn.Module, sides: Sequence[Side], stop: bool = False) -> I
             assert given is not None
             found[name] = given
             if stop and len(found) == len(names):
-                raise _Enough
+                raise Stopped
 
         return before
 

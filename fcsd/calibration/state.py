@@ -19,6 +19,10 @@ from fcsd.distributed.ranks import Ranks
 _HELD_OUT = 4  # every so many-th row says whether an expert's map fits the others only
 
 
+class Stopped(BaseException):
+    """Ends a pass when everything that was wanted has been seen."""
+
+
 class Models(Protocol):
     """Teacher and student, of which a layer is in memory while it is worked on."""
 
