@@ -55,30 +55,31 @@ def _trace(work: Work) -> Roles:
 
 def _fold_reads(work: Work, roles: Roles, ridge: float) -> dict[str, list[float]]:
     """Take the teacher's stream behind the layer, and fold what maps what the student's branches read to its."""
-    sides = roles.sides
+    sides, experts = roles.sides, roles.experts
+    own = experts.readers if experts else ()
     wanted = _teacher(work, sides)
     found: dict[str, list[float]] = {}
     together = work.layer.farskip_plan.outdated
     for round_sides in [sides] if together and sides else [[side] for side in sides]:
         problems = {side: LeastSquares(work.width, device=work.device) for side in round_sides}
-        given: list[dict[str, Tensor]] = []
+        given: list[Tensor] = []  # what the experts read
         for place, ys in enumerate(wanted):
             xs = _inputs(work, place, round_sides)
             for side, problem in problems.items():
-                problem.add(xs[side.modules[0]], ys[side.modules[0]].to(work.device))
-            given.append(to(xs, "cpu"))
+                x = xs[side.modules[0]]
+                problem.add(x, ys[side.modules[0]].to(work.device))
+                given += [x.cpu()] if own and set(own) <= set(side.readers) else []
         for side, problem in problems.items():
             name = side.modules[0]
             solution = work.solve(problem, ridge, f"what {name} reads")
             found[name] = [solution.before, solution.after]
             if solution.map is None:
                 continue
-            own = roles.experts.readers if roles.experts else ()
             work.fold([place for place in side.readers if place not in own], solution.map, "reads")
-            if roles.experts and own and set(own) <= set(side.readers):
-                pairs = [(xs[name], ys[name]) for xs, ys in zip(given, wanted, strict=True)]
-                left = fold_reads(work, roles.experts, pairs, solution.map)
-                found |= {roles.experts.module: left} if left else {}
+            if experts and own and set(own) <= set(side.readers):
+                pairs = [(x, ys[name]) for x, ys in zip(given, wanted, strict=True)]
+                left = fold_reads(work, experts, pairs, solution.map)
+                found |= {experts.module: left} if left else {}
     return found
 
 
