@@ -515,7 +515,10 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
 
 def _named(layers: Sequence[int]) -> Any:
     """Return a formatter that writes the index of the layer at each place."""
-    return lambda value, place: str(layers[int(value)]) if 0 <= value < len(layers) else ""def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    return lambda value, place: str(layers[int(value)]) if 0 <= value < len(layers) else ""
+
+
+def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw which conversion is worth it: speed-up of each selection of a layer study against what it costs.
 
     rows: what `fcsd.stages.plan` makes of a study.
