@@ -72,7 +72,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     if options.link == "netns":
         options.length = 512  # tbf lets the first 32 kB through at once
     if options.modes is None:
-        skipped = {"beside"} if options.model == "none" else set()
+        skipped = {"beside", "both"} if options.model == "none" else set()
         if options.checkpointing:
             skipped |= set(MODES) - {"blocking", "full"}
         options.modes = [mode for mode in MODES if mode not in skipped]

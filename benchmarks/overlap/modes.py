@@ -15,7 +15,8 @@ from benchmarks.overlap.models import SLEEPS_MS, add_sleeps, in_steps, spread_mo
 from benchmarks.overlap.one_node import one_node
 from benchmarks.overlap.report import flat
 
-MODES = ("regular", "beside", "batons", "blocking", "forward", "full", "start", "end", "one-node")
+MODES = ("regular", "beside", "both", "batons", "blocking", "forward", "full", "start", "end", "one-node")
+REGULAR = ("regular", "beside", "both", "batons")
 ON_A_CPU = ("batons", "one-node")
 
 
@@ -95,18 +96,18 @@ class Bench:
         from fcsd.overlap import attach, detach
         from fcsd.overlap.transport import AllToAll
 
-        regular = mode in ("regular", "beside", "batons")
+        regular = mode in REGULAR
         if regular not in self.models:
             model = self.models[regular] = spread_model(self.options, not regular)
             if self.options.compute == "sleeps":
-                add_sleeps(model)
+                add_sleeps(model, self.ids.numel())
             if self.options.checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
         model = self.models[regular]
         if regular:
             link = self.link or AllToAll
             transport = (lambda group: self.batons.transport(link(group))) if mode == "batons" else link
-            in_steps(model, transport, (mode != "regular",) * 2, mode == "beside")
+            in_steps(model, transport, mode)
         else:
             detach(model)
             split = {"start": "start", "end": "end"}.get(mode)
