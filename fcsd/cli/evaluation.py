@@ -11,6 +11,7 @@ from fcsd.cli.options import (
     DATA_ROOT_HELP,
     SEVERAL_EVALUATE,
     Command,
+    device_map_argument,
     expert_parallel_argument,
     field_option,
     model_argument,
@@ -261,24 +262,16 @@ def _add_evaluate(command: Command) -> None:
         "the first items of every task only, for a quick look; every table says so",
     )
     expert_parallel_argument(parser)
-    _model_arguments(parser)
-    _server_arguments(parser)
-    sandbox_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device-map",
-        choices=["auto"],
-        help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
-    )
+    device_map_argument(parser)
     parser.add_argument(
         "--router-bias",
         type=Path,
         metavar="TABLES",
         help="steer the model's routers by what `fcsd bias` wrote; batch j of a task belongs to endpoint j mod N",
     )
+    _server_arguments(parser)
+    sandbox_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:

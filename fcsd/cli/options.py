@@ -129,6 +129,14 @@ def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def device_map_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device-map",
+        choices=["auto"],
+        help="auto: one process spreads the layers over all devices, and what does not fit over main memory",
+    )
+
+
 def sides_arguments(parser: CommandParser) -> None:
     field_option(parser, "connectivity.attention", "what attention reads")
     field_option(parser, "connectivity.mlp", "what MoE and MLP blocks read")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.cli.options import (
     DATA_ROOT_HELP,
     Command,
+    device_map_argument,
     expert_parallel_argument,
     field_option,
     model_argument,
@@ -46,7 +47,15 @@ def _routing(arguments: argparse.Namespace) -> None:
     if study.tasks:
         found, prompts = _prompts(study)
         inputs |= found
-    result = study_routing(study, arguments.output, launch, plot_routing, prompts=prompts, inputs=inputs)
+    result = study_routing(
+        study,
+        arguments.output,
+        launch,
+        plot_routing,
+        prompts=prompts,
+        inputs=inputs,
+        device_map=arguments.device_map,
+    )
     if launch.first:
         print(json.dumps(result, indent=2) if arguments.json else report(result))
 
@@ -109,4 +118,5 @@ def add_commands(command: Command) -> None:
     )
     field_option(parser, "model.dtype", "of the models")
     expert_parallel_argument(parser)
+    device_map_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

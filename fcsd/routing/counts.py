@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fcsd.distributed.ranks import input_device
 from fcsd.errors import UserError
+from fcsd.families.structure import unwrapped
 from fcsd.routing.routers import Router, find_routers
 
 
@@ -110,7 +111,7 @@ def recording(model: nn.Module) -> Iterator[Recording]:
     """
     routers = find_routers(model)
     found = Recording(routers)
-    modules = {name.removeprefix("module."): module for name, module in model.named_modules()}
+    modules = dict(unwrapped(model).named_modules())
     handles: list[Any] = []
     try:
         for index, router in enumerate(routers):

@@ -115,7 +115,7 @@ def read_routes(
 def _summed(routed: Sequence[tuple[Tensor, Tensor]]) -> tuple[NDArray[np.int16], Array, Array]:
     """Return of one batch the experts [L, t, K], and summed over its tokens the probabilities and weights."""
     experts = torch.stack([chosen.cpu() for chosen, _ in routed]).numpy().astype(np.int16)
-    wide = [(chosen, logits.double()) for chosen, logits in routed]
-    probabilities = torch.stack([logits.softmax(-1).sum(0).cpu() for _, logits in wide])
-    weights = torch.stack([logits.gather(1, chosen).softmax(-1).sum().cpu() for chosen, logits in wide])
-    return experts, probabilities.numpy(), weights.numpy()
+    # In float64 one layer at a time.
+    probabilities = [logits.double().softmax(-1).sum(0).cpu() for _, logits in routed]
+    weights = [logits.gather(1, chosen).double().softmax(-1).sum().cpu() for chosen, logits in routed]
+    return experts, torch.stack(probabilities).numpy(), torch.stack(weights).numpy()

@@ -30,7 +30,7 @@ from fcsd.errors import UserError
 from fcsd.families import expert_counts, text_config
 from fcsd.files import read_json, write_json, write_text
 from fcsd.models.load import ModelFolder, find_model, free_memory, load_tokenizer
-from fcsd.models.place import load_for_evaluation
+from fcsd.models.place import check_device_map, load_for_evaluation
 from fcsd.network.links import read_links
 from fcsd.network.simulate import Payload
 from fcsd.routing.analysis import Network, comparison, model_facts
@@ -77,6 +77,7 @@ def study_routing(
     *,
     prompts: Callable[[Any], Rows] | None = None,
     inputs: dict[str, str],
+    device_map: str | None = None,
 ) -> dict[str, Any]:
     """Run the study, or find it finished; return what `routing.json` holds. All ranks call this.
 
@@ -84,11 +85,14 @@ def study_routing(
         draw: makes the figures of the result in a folder (`fcsd.report.plots.plot_routing`).
         prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluate.prompts.suite_prompts`).
         inputs: what identifies the text.
+        device_map: see `fcsd.models.place.load_for_evaluation`.
 
     Raises:
         UserError: endpoints that do not divide the experts, links of another number of endpoints, a model without
             routers, models that cannot be compared, too little text.
     """
+    launch = launch.for_evaluation()
+    check_device_map(device_map, launch)
     models = [find_model(each) for each in (study.model, study.against) if each is not None]
     network = _network(study, models)
     settings = study.model_dump(mode="json", exclude={"model", "against", "links", "data_root"})
@@ -102,7 +106,7 @@ def study_routing(
     batches = _batches(study, models, prompts, network.num_endpoints)
     found: list[Routes] = []
     for each in models:
-        model = load_for_evaluation(each, launch)
+        model = load_for_evaluation(each, launch, device_map=device_map)
         found.append(read_routes(model, batches, ranks=launch.ranks, bar=Path(each.config.path).name))
         del model
         free_memory()
