@@ -1,8 +1,9 @@
 """Choose the strength of a bias while a model runs, from the times of its exchanges.
 
 The controller holds tables of rising strength, and the traffic of each, so that it can say what each would take on the
-links as it knows them. Times that stay off its prediction mean that the links have changed: it has the slowest path
-measured again, predicts anew, and takes the weakest tables whose exchanges keep within the goal.
+links as it knows them. Times that stay off its prediction mean that the links have changed: it has the slowest edges
+measured again, one by one until they explain the times, predicts anew, and takes the weakest tables whose exchanges
+keep within the goal. What no edge explains (a busy host) slows all tables alike.
 
 Not covered: how a path is measured (`fcsd.network.profile`); traffic that drifts, which needs new tables.
 """
@@ -22,6 +23,10 @@ from fcsd.routing.bottleneck import Deployment
 
 Probe = Callable[[Phase, int, int], tuple[float, float]]
 """Given a phase, a source and a destination, the latency and the seconds a byte that its edge has now."""
+
+
+PROBES, SEARCHES = 8, 3
+"""Edges measured at once, and how often, before what they do not explain is put down to something else than links."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Controller:
         self._seen: deque[float] = deque(maxlen=patience)
         self._unexplained = 1.0  # observed / predicted that no probe explained
         self._probed: set[tuple[Phase, int, int]] = set()
+        self._searches = 0
         self._current = self._choice()
 
     @property
@@ -82,19 +88,24 @@ class Controller:
         """Take note of the time of an exchange, mean over layers; return the tables to use."""
         self._seen.append(seconds)
         off = [each / self.predicted_s() - 1 for each in self._seen]
-        steady = len(off) == self._seen.maxlen
-        if not steady or not (min(off) > self.band or max(off) < -self.band):
-            if steady and all(abs(each) <= self.band for each in off):
-                self._probed.clear()
+        if len(off) < (self._seen.maxlen or 0) or not (min(off) > self.band or max(off) < -self.band):
             return self.tables
         observed = float(np.median(self._seen))
-        self._probe_slowest()
-        self._unexplained = 1.0
-        if abs(observed / self.predicted_s() - 1) > self.band:
-            self._unexplained = observed / self.predicted_s()
         self._seen.clear()
-        self._current = self._choice(self._current)
+        self._unexplained = 1.0
+        for _ in range(PROBES):
+            if self._explains(observed) or not self._probe_slowest():
+                break
+        self._searches += 1
+        if self._explains(observed) or self._searches == SEARCHES:
+            self._unexplained = 1.0 if self._explains(observed) else observed / self.predicted_s()
+            self._searches = 0
+            self._probed.clear()
+            self._current = self._choice(self._current)
         return self.tables
+
+    def _explains(self, observed: float) -> bool:
+        return abs(observed / self.predicted_s() - 1) <= self.band
 
     def _choice(self, current: int | None = None) -> int:
         """Return the weakest rung within the goal, or the fastest; weaker than the one in use only with room left."""
@@ -105,18 +116,21 @@ class Controller:
                 return rung
         return int(np.argmin(times))
 
-    def _probe_slowest(self) -> None:
-        """Measure the slowest edge again; of those that were not measured since prediction and time agreed."""
+    def _probe_slowest(self) -> bool:
+        """Measure again the slowest edge that was not since prediction and time agreed; False: none is left."""
         paths = self._deployment.paths(self._rungs[self._current].counts).mean((0, 1))  # [2, N, N]
         paths[1] = paths[1].T
         phases: tuple[Phase, Phase] = ("dispatch", "combine")
         order = [np.unravel_index(k, paths.shape) for k in np.argsort(-paths, axis=None)]
         edges = [(phases[int(p)], int(u), int(v)) for p, u, v in order if u != v]
-        edge = next((each for each in edges if each not in self._probed), edges[0])
-        self._probed.add(edge)
-        phase, source, destination = edge
+        left = [edge for edge in edges if edge not in self._probed]
+        if not left:
+            return False
+        self._probed.add(left[0])
+        phase, source, destination = left[0]
         alpha, beta = self._probe(phase, source, destination)
         links = self.links.model_dump()
         links[phase]["alpha_s"][source][destination] = alpha
         links[phase]["beta_s_per_byte"][source][destination] = beta
         self._deployment = replace(self._deployment, links=LinkModel.model_validate(links))
+        return True
