@@ -149,6 +149,8 @@ class Steering:
     def __init__(self, tables: BiasTables, rows: list[Tensor]) -> None:
         self._tables, self._rows = tables, rows
         self._endpoint: int | None = None
+        # What compiled layers ask: a graph that asked for the endpoint would be for one endpoint only.
+        self.told = False
 
     @property
     def endpoint(self) -> int | None:
@@ -161,7 +163,7 @@ class Steering:
             raise UserError(
                 f"endpoint {endpoint}: the bias tables have 0 to {self._tables.num_endpoints - 1}"
             )
-        self._endpoint = endpoint
+        self._endpoint, self.told = endpoint, True
         # In place: compiled layers have these tensors in their graphs.
         for row, table in zip(self._rows, self._tables.tables, strict=True):
             row.copy_(torch.from_numpy(table[endpoint]))
@@ -249,7 +251,7 @@ class _Biased:
         self.inner, self.row, self.steering, self.selection = router.module.forward, row, steering, selection
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.steering.endpoint is None:
+        if not self.steering.told:
             raise UserError("router bias: the endpoint of these tokens was not told; set `endpoint` first")
         biased = _Pass(self, self.row)
         with biased:

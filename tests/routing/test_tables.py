@@ -122,14 +122,14 @@ def test_ranks_that_share_their_tokens_are_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_compiled_model_is_biased_without_a_graph_for_each_endpoint(name: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    model = tiny_model(name)
+    model = tiny_model(name, num_hidden_layers=2)
     convert_model(model, Connectivity("all"))
     ids = BATCHES[0]["input_ids"]
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     torch._dynamo.reset()
     with torch.no_grad():
