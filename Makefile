@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo test test-cpus test-extras test-serving test-sglang test-transformers check bench bench-serving docs clean
+.PHONY: setup demo test test-cpus test-extras test-network test-serving test-sglang test-transformers check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -65,6 +65,9 @@ $(EXTRAS): pyproject.toml
 	    -r $@.new/requirements.txt; } || echo "the extras cannot be installed here: their tests will be skipped"
 	rm -rf $@.new/tests  # one of them ships its own, which would stand before ours
 	mv $@.new $@
+
+test-network: $(STAMP)  ## profiles and simulated exchanges against real TCP in network namespaces; needs root
+	FCSD_NETWORK=1 $(TEST_ENV) $(BIN)/python -m pytest -q -s tests/network/test_namespaces.py
 
 SERVING := .serving
 SERVING_STAMP := $(SERVING)/.installed

@@ -82,6 +82,7 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
         num_layers=num_layers,
         hidden_size=width,
         num_parameters=sum(size_of.values()),
+        num_experts=experts,
         experts_per_token=8,
     )
     return {

@@ -9,6 +9,7 @@ Modes, interleaved step by step; a ratio is the median over rounds of (time of `
 
     regular     the original connectivity, exchanges block
     beside      the same; the dispatch runs beside the shared expert
+    both        the same; dispatch and combine each run beside the shared expert of half of the tokens
     batons      the same in two halves of the batch, in two threads that hand on a baton at every wait: the strongest
                 schedule that changes no equation (host waits, so on a CPU only)
     blocking    FarSkip connectivity, the overlapped runtime, every exchange waited for at once

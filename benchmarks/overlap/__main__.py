@@ -13,7 +13,7 @@ from typing import Any
 import benchmarks.overlap
 from benchmarks.overlap.links import namespaces
 from benchmarks.overlap.modes import MODES, exchanged_bytes, run_rank
-from benchmarks.overlap.report import printed, summary
+from benchmarks.overlap.report import printed, summary, write_blocking_times
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # a process that --link netns has started
     made.add_argument("--store", help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path)
+    made.add_argument(
+        "--times",
+        type=Path,
+        help="folder for times.json and config.json: `fcsd plan --measured` (modes: blocking)",
+    )
     made.add_argument("--traces", help="folder for the profiler's traces (GPU)")
     return made
 
@@ -67,7 +72,7 @@ def complete(options: argparse.Namespace) -> argparse.Namespace:
     if options.link == "netns":
         options.length = 512  # tbf lets the first 32 kB through at once
     if options.modes is None:
-        skipped = {"beside"} if options.model == "none" else set()
+        skipped = {"beside", "both"} if options.model == "none" else set()
         if options.checkpointing:
             skipped |= set(MODES) - {"blocking", "full"}
         options.modes = [mode for mode in MODES if mode not in skipped]
@@ -123,6 +128,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     table = summary(found)
     print(f"load {os.getloadavg()[0]:.1f}; {vars(options)}")
     print(printed(table))
+    if options.times is not None:
+        write_blocking_times(options, found["blocking"])
     if options.json is not None:
         options.json.write_text(json.dumps({"options": vars(options), "table": table}, indent=1, default=str))
     return table

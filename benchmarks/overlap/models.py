@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from fcsd.overlap import schedule
+from fcsd.overlap.block import BlockNames, BlockRun, Call
+
 SLEEPS_MS = {"a": 30.0, "b": 50.0, "shared": 25.0, "experts": 40.0, "router": 5.0, "share": 1.0}
 
 
@@ -84,21 +87,34 @@ def spread_model(options: argparse.Namespace, rewired: bool) -> Any:
     return model.train()
 
 
-def in_steps(model: Any, transport: Any, overlaps: tuple[bool, bool], beside: bool) -> None:
-    """Let a regular model's blocks run in the runtime's steps, so that they use the same link."""
-    from fcsd.overlap import schedule
-    from fcsd.overlap.block import BlockNames, BlockRun, Call
+class InHalves(BlockRun):
+    """A block whose shared expert is computed in two steps, each of half of the tokens."""
 
+    def shared_expert(self) -> None:
+        expert, tokens = getattr(self.block, self.names.shared), self.m.flatten(0, 1)
+        half = len(tokens) // 2
+        if self.shared is None:
+            self.shared = expert(tokens[:half])
+        else:
+            self.shared = torch.cat([self.shared, expert(tokens[half:])]).view_as(self.m)
+
+
+def in_steps(model: Any, transport: Any, mode: str) -> None:
+    """Let a regular model's blocks run in the runtime's steps, so that they use the same link."""
     router, start, shared_expert, *experts, finish = schedule.BLOCK
-    steps = schedule.BLOCK if beside else (router, start, *experts, shared_expert, finish)
+    steps = {
+        "beside": schedule.BLOCK,
+        "both": (router, start, shared_expert, *experts, shared_expert, finish),
+    }.get(mode, (router, start, *experts, shared_expert, finish))
+    made = InHalves if mode == "both" else BlockRun
     for k, layer in enumerate(model.model.layers):
         block = layer.mlp
         shared = "shared_experts" if hasattr(block, "shared_experts") else None
         names = BlockNames(type(block).forward, "experts", shared, None, False)
-        block.experts.farskip_ep.open(k, overlaps, transport)
+        block.experts.farskip_ep.open(k, (mode != "regular",) * 2, transport)
 
         def forward(x: Any, block: Any = block, names: Any = names) -> Any:
-            run = BlockRun(
+            run = made(
                 block.experts.farskip_ep, names, block, Call(None, False, False, 1), steps, lambda _: None
             )
             run.m = x
@@ -108,7 +124,9 @@ def in_steps(model: Any, transport: Any, overlaps: tuple[bool, bool], beside: bo
         block.forward = forward
 
 
-def add_sleeps(model: Any) -> None:
+def add_sleeps(model: Any, num_tokens: int) -> None:
+    """Let parts of a layer sleep. num_tokens: of a batch; the shared expert of a part of them sleeps for that part."""
+
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, milliseconds: float) -> Any:
@@ -124,13 +142,17 @@ def add_sleeps(model: Any) -> None:
     def sleeps(module: Any, milliseconds: float) -> None:
         module.register_forward_pre_hook(lambda _, args: (Sleep.apply(args[0], milliseconds), *args[1:]))
 
+    def partly(_: Any, args: Any) -> Any:
+        share = args[0].shape[:-1].numel() / num_tokens / SLEEPS_MS["share"]
+        return Sleep.apply(args[0], SLEEPS_MS["shared"] * share)
+
     for layer in model.model.layers:
         attention, block = layer.self_attn, layer.mlp
         sleeps(getattr(attention, "kv_a_proj_with_mqa", None) or attention.v_proj, SLEEPS_MS["a"])
         sleeps(attention.o_proj, SLEEPS_MS["b"])
         sleeps(block.gate, SLEEPS_MS["router"])
         if hasattr(block, "shared_experts"):
-            sleeps(block.shared_experts, SLEEPS_MS["shared"])
+            block.shared_experts.register_forward_pre_hook(partly)
         ep = block.experts.farskip_ep
         own = ep.experts_forward
         ep.experts_forward = lambda x, *rest, own=own: own(Sleep.apply(x, SLEEPS_MS["experts"]), *rest)

@@ -15,7 +15,8 @@ from benchmarks.overlap.models import SLEEPS_MS, add_sleeps, in_steps, spread_mo
 from benchmarks.overlap.one_node import one_node
 from benchmarks.overlap.report import flat
 
-MODES = ("regular", "beside", "batons", "blocking", "forward", "full", "start", "end", "one-node")
+MODES = ("regular", "beside", "both", "batons", "blocking", "forward", "full", "start", "end", "one-node")
+REGULAR = ("regular", "beside", "both", "batons")
 ON_A_CPU = ("batons", "one-node")
 
 
@@ -95,18 +96,18 @@ class Bench:
         from fcsd.overlap import attach, detach
         from fcsd.overlap.transport import AllToAll
 
-        regular = mode in ("regular", "beside", "batons")
+        regular = mode in REGULAR
         if regular not in self.models:
             model = self.models[regular] = spread_model(self.options, not regular)
             if self.options.compute == "sleeps":
-                add_sleeps(model)
+                add_sleeps(model, self.ids.numel())
             if self.options.checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
         model = self.models[regular]
         if regular:
             link = self.link or AllToAll
             transport = (lambda group: self.batons.transport(link(group))) if mode == "batons" else link
-            in_steps(model, transport, (mode != "regular",) * 2, mode == "beside")
+            in_steps(model, transport, mode)
         else:
             detach(model)
             split = {"start": "start", "end": "end"}.get(mode)
@@ -117,8 +118,10 @@ class Bench:
             layer.mlp.experts.farskip_ep.port.records = self.records
         return model
 
-    def step(self, mode: str) -> dict[str, float]:
+    def step(self, mode: str) -> dict[str, Any]:
         """Seconds of one step and of its parts."""
+        from fcsd.overlap.measure import exchange_times
+
         model = self.prepare(mode)
         model.zero_grad(set_to_none=True)
         torch.distributed.barrier()
@@ -128,9 +131,11 @@ class Bench:
             middle = self.passes(model, mode, began)
         self.synchronize()
         ended = time.perf_counter()
-        found = {"step": ended - began, "forward": middle - began}
+        found: dict[str, Any] = {"step": ended - began, "forward": middle - began}
         if self.options.device != "cuda" and mode != "batons":  # whose waits are the other half's computation
             found |= self.hidden()
+        if mode == "blocking":
+            found["exchanges"] = exchange_times(record for event, record in self.records if event == "start")
         torch.distributed.barrier()
         return found
 
@@ -186,7 +191,7 @@ def run_rank(number: int, options: argparse.Namespace, store: str, pipe: Any = N
     )
     bench = Bench(options)
     modes = [mode for mode in options.modes if options.device == "cpu" or mode not in ON_A_CPU]
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for number_of_round in range(options.rounds + 1):
         for mode in modes:
             measured = bench.step(mode)

@@ -12,7 +12,7 @@ def flat(measured: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Of each mode: seconds of a step, its ratio to the first mode's, and what was hidden of what was sent."""
     first = next(iter(found))
     table = {}
@@ -36,6 +36,27 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
             row["communication / step"] = statistics.median(totals)
         table[mode] = row
     return table
+
+
+def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
+    """Write what `fcsd plan --measured` reads: times of the blocking mode, and the configuration of its model."""
+    from benchmarks.overlap.models import config_of
+    from fcsd.cost.measured import ExchangeTime, Times, write_times
+    from fcsd.overlap.measure import median_times
+
+    config = config_of(options)
+    config.save_pretrained(options.times)
+    times = Times(
+        model_type=config.model_type,
+        num_layers=options.layers,
+        ranks=options.ranks,
+        batch=options.rows,
+        length=options.length,
+        step_s=statistics.median(each["step"] for each in rounds),
+        exchanges=[ExchangeTime(**each) for each in median_times([each["exchanges"] for each in rounds])],
+        slowdown=0.0 if options.compute == "sleeps" else None,  # sleeps lose nothing to what runs beside them
+    )
+    write_times(options.times / "times.json", times)
 
 
 def printed(table: dict[str, dict[str, float]]) -> str:

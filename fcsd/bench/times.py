@@ -5,8 +5,8 @@ has run some since the last time, it writes `rank<N>.json` there, under another 
 
     {"schema_version": 1, "collectives": 96, "bytes": 25165824, "total_s": 0.31, "exposed_s": 0.04}
 
-The figures count from the start of the server: `total_s` what its collectives took, from their turn to their end with
-the emulated network, `exposed_s` what the computing thread waited for them.
+The figures count from the start of the server: `total_s` what its collectives took with the emulated network, once all
+ranks had come to them, `exposed_s` what the computing thread waited for that; other figures are left alone.
 """
 
 import json

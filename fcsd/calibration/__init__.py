@@ -3,11 +3,11 @@ back before the first training step.
 
     A  what a branch of a rewired layer reads -> what the original's branch reads there     into what reads it
     B  what its branches add -> what is missing to the original's stream behind the layer   into what writes it
-    B_e  what one routed expert adds -> what is still missing there                         into what it writes with
+    A_e, B_e  the same for one routed expert, on the tokens that it is chosen for
 
-`solve` is the arithmetic, `trace` finds the weights, `fold` changes them, `steps` runs single layers, `experts` single
-experts, `walk` goes through the layers in order, `model` does so for models in memory, `checkpoint` from folder to
-folder.
+`solve` is the arithmetic, `trace` finds the weights by what `follow` sees of a pass, `fold` changes them, `steps` runs
+single layers, `layer` calibrates one, `experts` its routed experts, `walk` goes through the layers in order, `model`
+does so for models in memory, `checkpoint` from folder to folder; `state` is what all of them work on.
 
 Not covered: weights that are quantised; a teacher with another residual width.
 """

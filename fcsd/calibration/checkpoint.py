@@ -23,8 +23,9 @@ from tqdm import tqdm
 
 from fcsd.calibration.model import FIELD, batches_of, check_enough, check_vocabulary, shown
 from fcsd.calibration.shards import Layerwise, own_copies, write_changed
+from fcsd.calibration.state import State
 from fcsd.calibration.steps import Stream
-from fcsd.calibration.walk import State, walk
+from fcsd.calibration.walk import walk
 from fcsd.connectivity import convert_checkpoint
 from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_checkpoint_json
 from fcsd.connectivity.rewire import rewired_layers

@@ -11,9 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fcsd.calibration.fold import fold
+from fcsd.calibration.follow import Place
+from fcsd.calibration.state import State
 from fcsd.calibration.steps import Steps, Stream
-from fcsd.calibration.trace import Place
-from fcsd.calibration.walk import State, walk
+from fcsd.calibration.walk import walk
 from fcsd.connectivity.convert import farskip_layers
 from fcsd.data.batches import Batch, Collator, real_tokens
 from fcsd.distributed.ranks import ALONE, Ranks, input_device, is_sharded

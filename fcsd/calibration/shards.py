@@ -22,8 +22,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fcsd.calibration.fold import fold
+from fcsd.calibration.follow import Place
 from fcsd.calibration.steps import Steps, Stream
-from fcsd.calibration.trace import Place
 from fcsd.connectivity import rewire
 from fcsd.connectivity.checkpoint import Checkpoint
 from fcsd.connectivity.load import config_and_class

@@ -60,6 +60,11 @@ class LeastSquares:
         if x.shape != y.shape or not torch.equal(x, y):
             self.different += 1
 
+    def add_sums(self, other: LeastSquares) -> None:
+        """Add the rows of another problem of the same widths."""
+        for name in ("xx", "xy", "yy", "different", "rows"):
+            getattr(self, name).add_(getattr(other, name))
+
     @property
     def count(self) -> int:
         """Number of rows, of all ranks once they are added up."""
@@ -73,8 +78,12 @@ class LeastSquares:
             for tensor in (self.xx, self.xy, self.yy, self.different, self.rows):
                 dist.all_reduce(tensor)
 
-    def solve(self, ridge: float, what: str, ranks: Ranks = ALONE) -> Solution:
-        """Solve by Cholesky; `what` is what an error calls the problem. All ranks get the same map.
+    def solve(self, ridge: float, what: str, ranks: Ranks = ALONE, towards: Tensor | None = None) -> Solution:
+        """Solve by Cholesky. All ranks get the same map.
+
+        Args:
+            what: what an error calls the problem.
+            towards: J (K·D, D), the map that the ridge pulls to.
 
         Raises:
             UserError: sums that are not finite, or a matrix that is singular with this ridge.
@@ -86,9 +95,10 @@ class LeastSquares:
                 f"{what}: the sums over the calibration text are not finite; the model gives values that are not"
                 " numbers on it, look at the text and at the checkpoint (fcsd inspect)"
             )
-        size, inputs = self.xx.shape[0], self.xx.shape[0] // self.width
-        towards = torch.eye(self.width, dtype=torch.float64, device=self.xx.device).repeat(inputs, 1)
-        before = self._residual(towards)
+        size = self.xx.shape[0]
+        if towards is None:
+            towards = self._identities()
+        before = self.residual(towards)
         if not self.different.item() or before < _NOISE:
             return Solution(None, before, before)
         weight = ridge * self.xx.diagonal().mean()
@@ -105,28 +115,40 @@ class LeastSquares:
             import torch.distributed as dist
 
             dist.broadcast(found, 0)
-        return Solution(found, before, self._residual(found))
+        return Solution(found, before, self.residual(found))
 
     def solve_checked(
-        self, held_out: LeastSquares, ridge: float, what: str, ranks: Ranks = ALONE
+        self,
+        held_out: LeastSquares,
+        ridge: float,
+        what: str,
+        ranks: Ranks = ALONE,
+        towards: Tensor | None = None,
     ) -> Solution:
         """Solve with the rows of `held_out` too, if a map that was solved without them does not fit its sample only.
+
+        The map is None otherwise: `towards` is to be taken.
 
         Raises:
             UserError: as `solve`.
         """
-        found = self.solve(ridge, what, ranks).map
-        towards = torch.eye(self.width, dtype=torch.float64, device=self.xx.device)
-        limit = FITS_THE_SAMPLE * held_out._residual(towards)
-        fits = found is not None and held_out._residual(found) <= limit
-        for name in ("xx", "xy", "yy", "different", "rows"):
-            getattr(self, name).add_(getattr(held_out, name))
+        if towards is None:
+            towards = self._identities()
+        found = self.solve(ridge, what, ranks, towards).map
+        limit = FITS_THE_SAMPLE * held_out.residual(towards)
+        fits = found is not None and held_out.residual(found) <= limit
+        self.add_sums(held_out)
         if not fits:
-            left = self._residual(towards)
+            left = self.residual(towards)
             return Solution(None, left, left)
-        return self.solve(ridge, what, ranks)
+        return self.solve(ridge, what, ranks, towards)
 
-    def _residual(self, found: Tensor) -> float:
-        """|XA - Y|² / |Y|², from the sums; 0 where Y is."""
+    def _identities(self) -> Tensor:
+        one = torch.eye(self.width, dtype=torch.float64, device=self.xx.device)
+        return one.repeat(len(self.xx) // self.width, 1)
+
+    def residual(self, found: Tensor | None = None) -> float:
+        """Return |XA - Y|² / |Y|², from the sums, of the identities without a map; 0 where Y is."""
+        found = self._identities() if found is None else found
         squares = self.yy - 2 * (found * self.xy).sum() + (found * (self.xx @ found)).sum()
         return float((squares / self.yy).clamp(min=0)) if self.yy.item() else 0.0

@@ -261,6 +261,13 @@ def _add_evaluate(command: Command) -> None:
         "the first items of every task only, for a quick look; every table says so",
     )
     expert_parallel_argument(parser)
+    _model_arguments(parser)
+    _server_arguments(parser)
+    sandbox_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-map",
         choices=["auto"],
@@ -272,9 +279,6 @@ def _add_evaluate(command: Command) -> None:
         metavar="TABLES",
         help="steer the model's routers by what `fcsd bias` wrote; batch j of a task belongs to endpoint j mod N",
     )
-    _server_arguments(parser)
-    sandbox_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:

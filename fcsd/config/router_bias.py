@@ -31,6 +31,8 @@ class RouterBiasConfig(Strict):
             raise ValueError(f"a strength is 0 or more, got {low:g}")
         if len(set(value)) != len(value):
             raise ValueError("a strength stands twice")
+        if not any(value):
+            raise ValueError("needs a strength above 0; 0 is the original itself")
         return value
 
     @property

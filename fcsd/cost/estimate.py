@@ -276,13 +276,15 @@ def _calibration(
         return
     forward = sum(trace.flops["activations"].values()) / (setting.num_rows * setting.num_tokens)
     text = SimpleNamespace(**training.config.get("text_config", training.config))
+    counts = expert_counts(text, None)
     flops = calibration_flops(
         forward=forward,
         tokens=one.calibration.tokens,
         num_layers=trace.num_layers,
         hidden_size=trace.hidden_size,
         num_parameters=trace.num_parameters - trace.embeddings_and_head,
-        experts_per_token=expert_counts(text, None)[1] or 0,
+        num_experts=counts[0] or 0,
+        experts_per_token=counts[1] or 0,
     )
     yield calibration_row(flops, one.calibration.tokens, _gpu(hardware), hardware.num_gpus, hardware.mfu)
 

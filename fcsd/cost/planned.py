@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -85,15 +86,16 @@ class Planned:
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     """Check the settings and trace the model's layers."""
     machine = _machine(settings)
-    values = default_values() | dict(settings.assumptions)
-    if unknown := set(settings.assumptions) - set(ASSUMPTIONS):
-        name = sorted(unknown)[0]
-        raise UserError(
-            f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
-        )
+    values = default_values() | _checked(settings.assumptions)
     for name in ("batch", "length"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name} {getattr(settings, name)}: must be 1 or more")
+    if settings.fp8 and machine.gpu.fp8_tflops is None:
+        raise UserError(f"--fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out")
+    if settings.global_batch is not None and settings.phase != "train":
+        raise UserError(
+            f"--global-batch: of an optimiser step, which --phase {settings.phase} has not; leave it out"
+        )
     source = find_source(settings.model, settings.revision)
     spec = settings.connectivity
     if spec is None:
@@ -114,6 +116,19 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         settings, training, spec, machine, values, work, family.model_type, inside, ep, tp,
         _micro_batches(settings, machine), cached,
     )  # fmt: skip
+
+
+def _checked(given: Mapping[str, float]) -> dict[str, float]:
+    """Return the given values of assumptions; raises UserError for an unknown name or a value that cannot be."""
+    for name, value in given.items():
+        if name not in ASSUMPTIONS:
+            raise UserError(
+                f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
+            )
+        if not math.isfinite(value) or value < 0 or (value == 0 and ASSUMPTIONS[name].low > 0):
+            least = "above 0" if ASSUMPTIONS[name].low > 0 else "0 or more"
+            raise UserError(f"assumptions.{name}: {value:g}: must be {least}: {ASSUMPTIONS[name].what}")
+    return dict(given)
 
 
 def _machine(settings: PlanSettings) -> Machine:

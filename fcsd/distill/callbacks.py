@@ -1,10 +1,12 @@
-"""The progress bar of a training, in the place of the Trainer's own output."""
+"""What is told of a training's progress: the bar in the place of the Trainer's own output, and where steps begin."""
 
 from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from fcsd.distributed.failure import in_step
 
 _SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
 
@@ -49,6 +51,22 @@ class ProgressBar(TrainerCallback):
         """End the line, also after an error: what is printed next begins a new one."""
         if self.bar is not None:
             self.bar.close()
+
+
+class InStep(TrainerCallback):
+    """Tells when this rank is in a step, so that one that hangs is found. Comes before callbacks that take hours."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Note that the first micro-batch begins."""
+        in_step()
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Note that the next one begins."""
+        in_step()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Note that weights are updated."""
+        in_step(False)
 
 
 class NoCheckpointAtTheEnd(TrainerCallback):

@@ -20,6 +20,7 @@ from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_
 from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
+from fcsd.distributed.failure import in_step
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
@@ -259,6 +260,7 @@ class GuardedTrainer(Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            in_step(False)
             if isinstance(self.train_dataset, EndlessRows):
                 self.train_dataset.close()
 

@@ -23,12 +23,14 @@ from transformers import (
 from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.averaging import WeightAverage
+from fcsd.distill.callbacks import InStep
 from fcsd.distill.checkpoints import GUARD_FILE, STOPPER_FILE, checkpoints, guard_state, note_files, remove
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedTrainer
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
 from fcsd.distill.teachers.base import Teacher
+from fcsd.distributed.failure import in_step
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.state import (
     PART_OF,
@@ -96,6 +98,7 @@ class DistillTrainer(GuardedTrainer):
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.name == "ep"
+        kwargs["callbacks"] = [InStep(), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, launch=launch, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
@@ -134,6 +137,7 @@ class DistillTrainer(GuardedTrainer):
         for batch in batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
         if self.teacher is not None and not self._coefficients and batches:
+            in_step()
             self.teacher.prepare(batches)
         return batches, num_kept
 

@@ -21,12 +21,25 @@ _PERIOD_S = 1.0
 _GRACE_S = 5.0  # for a process to end by itself once another one has failed; then it is ended
 _DEAD_S = 6.0  # without counting, while a collective has just broken: dead
 _SILENT_S = 300.0  # without counting, whatever else: dead; a library that holds the GIL for long stays below
+_HUNG_S = (
+    1800.0  # of all ranks in one part of a step: one hangs; the time that gloo's collectives are given, too
+)
 _LOST_S = 60.0  # without an answer from the store: its host is gone
 _UNKNOWN_S = 10.0
 _COLLECTIVE = ("gloo", "NCCL", "RCCL", "ProcessGroup")  # in what torch raises when a peer is gone
 
 _watch: "Watch | None" = None
 _launches = 0
+_step_began: float | None = None  # this rank's, or its last micro-batch's
+
+
+def in_step(yes: bool = True) -> None:
+    """Note that this rank begins a part of what all ranks compute together, or has done the last one.
+
+    Between steps the first rank may score or write for hours while the others wait for it in a collective.
+    """
+    global _step_began
+    _step_began = time.monotonic() if yes else None
 
 
 def watch_ranks() -> None:
@@ -101,8 +114,10 @@ class Watch:
                 if self.store.check(["failure"]):
                     self._end()
                     return
+                self.store.set(f"hung/{self.rank}", _where_it_hangs())
                 if self.rank == 0 and count % 10 == 0:
                     self._look_for_silence(heard)
+                    self._look_for_a_hang()
                 answered = time.monotonic()
             except Exception:  # whatever a store says when its host is gone
                 if time.monotonic() - answered > _LOST_S:
@@ -129,6 +144,23 @@ class Watch:
         silent = [rank for rank, (_, at) in heard.items() if time.monotonic() - at > _SILENT_S]
         if silent and self._claim(self._silent(silent), 1):
             print(self._silent(silent), file=sys.stderr)
+
+    def _look_for_a_hang(self) -> None:
+        places = [
+            self.store.get(key).decode() if self.store.check([key]) else ""
+            for key in (f"hung/{rank}" for rank in range(self.world_size))
+        ]
+        if not all(places):
+            return
+        text = (
+            f"fcsd: error: no rank has got any further in its training step for {_HUNG_S / 60:g} minutes, so one of"
+            f" them hangs: {'; '.join(f'rank {rank} is in {place}' for rank, place in enumerate(places))}; run the same"
+            " command again to go on from the last checkpoint"
+        )
+        if self._claim(text, 1):
+            self.store.set(f"told/{self.rank}", "1")
+            self.wait_until_told()
+            self._exit(text, 1)  # this rank's main thread would wait on
 
     # ---- in both threads
 
@@ -185,3 +217,11 @@ class Watch:
                 self._stopped.wait(_PERIOD_S / 5)
         except Exception:  # the store's host has ended: whoever was to be told has heard of that
             return
+
+
+def _where_it_hangs() -> str:
+    """Return the function that the main thread is in, once its step has taken too long; else ""."""
+    if _step_began is None or time.monotonic() - _step_began < _HUNG_S:
+        return ""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"

@@ -22,8 +22,6 @@ from fcsd.evaluate.endpoints import biased_routers
 from fcsd.evaluate.results import Samples
 from fcsd.evaluate.runner import PreparedEvaluation
 from fcsd.losses.kl import Original, mean_kl, read_original
-from fcsd.models.load import ModelFolder
-from fcsd.models.place import load_for_evaluation
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload
 from fcsd.routing.bias import BiasTables
@@ -42,10 +40,11 @@ Routes = dict[int, NDArray[np.int16]]
 class Sweep:
     """The original of a run, to be asked under one bias after another; read once for all of them.
 
-    rows: held-out text. batch_size: rows of an endpoint in one exchange, and of a batch of the suite.
+    loaded: the original, as this rank holds it. rows: held-out text. placement: [L, E]. batch_size: rows of an endpoint
+    in one exchange, and sequences in a batch of the suite.
     """
 
-    model: ModelFolder
+    loaded: "PreTrainedModel"
     rows: Sequence[Any]
     links: LinkModel
     placement: NDArray[np.integer]
@@ -53,11 +52,6 @@ class Sweep:
     top_k: int
     batch_size: int
     launch: Launch
-
-    @functools.cached_property
-    def loaded(self) -> "PreTrainedModel":
-        """The model, as this rank holds it."""
-        return load_for_evaluation(self.model, self.launch)
 
     @functools.cached_property
     def _unbiased(self) -> tuple[Original, Routes]:

@@ -54,7 +54,7 @@ def plan_layers(
     study = read_study(folder)
     num_layers = study["num_hidden_layers"]
     count = parse_budget(budget, num_layers)
-    chosen = _metric(study, metric)
+    chosen = study_metric(study, metric)
     if calibrated and not has_calibrated(study):
         raise UserError(
             f"{folder}: this study has copied weights only; run `fcsd layers` with --calibrated TEXT"
@@ -161,14 +161,14 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
     study = read_study(folder)
     if not 0 <= max_loss < math.inf:
         raise UserError(f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric")
-    chosen, rows = _metric(study, metric), []
+    chosen, rows = study_metric(study, metric), []
     sides = [side for side in ("first", "last") if any(p["side"] == side for p in study["points"])]
     if not sides:
         raise UserError(f"{folder}: single layers only; run `fcsd layers` with --sides first,last")
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for side in sides:
             points = [point for point in study["points"] if point["side"] == side]
-            losses = [(point, *_loss(study, point, chosen, calibrated)) for point in points]
+            losses = [(point, *point_loss(study, point, chosen, calibrated)) for point in points]
             within = [row for row in losses if row[1] <= max_loss]
             best = max(within, key=lambda row: row[0]["num_layers"], default=None)
             layers, value, error = (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
@@ -209,7 +209,8 @@ def within_text(found: dict[str, Any], *, as_json: bool = False) -> str:
     return markdown(header, rows)
 
 
-def _metric(study: dict[str, Any], metric: str | None) -> str:
+def study_metric(study: dict[str, Any], metric: str | None) -> str:
+    """Return the metric that is asked for, or the first of the study; raises UserError for one that it lacks."""
     names = [row["name"] for row in study["metrics"]]
     if metric is not None and metric not in names:
         raise UserError(
@@ -223,7 +224,9 @@ def _values(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
     return found
 
 
-def _loss(study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool) -> tuple[float, float]:
+def point_loss(
+    study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
+) -> tuple[float, float]:
     """Return what a selection costs: its KL, or what the task's score loses against the original."""
     row = _values(point, calibrated)[metric]
     if metric == KL:
@@ -239,7 +242,9 @@ def _sensitivities(
     points = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not points:
         raise UserError(f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides single")
-    found = [_loss(study, points[layer], metric, calibrated) for layer in range(study["num_hidden_layers"])]
+    found = [
+        point_loss(study, points[layer], metric, calibrated) for layer in range(study["num_hidden_layers"])
+    ]
     return [value for value, _ in found], [error for _, error in found]
 
 

@@ -30,9 +30,3 @@ def fit_line(num_bytes: Array, seconds: Array) -> Line:
     residual = float(((alpha + beta * num_bytes - seconds) ** 2).sum())
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     return Line(float(alpha), float(beta), 1 - residual / spread if spread > 0 else 0.0)
-
-
-def fit_rate(num_bytes: Array, seconds: Array, alpha_s: float) -> float:
-    """Fit the seconds a byte alone, of relative errors, where the latency is known: beta >= 0."""
-    share = num_bytes / seconds
-    return max(0.0, float((share * (1 - alpha_s / seconds)).sum() / (share**2).sum()))

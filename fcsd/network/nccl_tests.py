@@ -91,7 +91,7 @@ def _same_everywhere(line: Any, endpoints: list[str], collective: Collective, te
     phase = {
         "alpha_s": np.where(off, line.alpha_s, 0.0).tolist(),
         "beta_s_per_byte": np.where(off, line.beta_s_per_byte, 0.0).tolist(),
-        "r2": np.where(off, line.r2, None).tolist(),
+        "r2": [[line.r2 if edge else None for edge in row] for row in off.tolist()],
         "refined": np.zeros((size, size), dtype=bool).tolist(),
         "repeats": 1,
     }

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fcsd.network.fit import fit_line, fit_rate
+from fcsd.network.fit import fit_line
 from fcsd.network.links import Array, LinkModel
 
 Exchange = Callable[[Array], float]
@@ -157,4 +157,4 @@ def _port(seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward
     predicted = (alpha + beta * sent).max(1)
     if np.median(taken / predicted) <= SHARED:
         return None
-    return fit_rate(sent.sum(1), taken, float(alpha.max()))
+    return fit_line(sent.sum(1), taken).beta_s_per_byte

@@ -15,6 +15,7 @@ Not covered: which rows go where (`fcsd.overlap.experts`); how they are carried 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,10 +29,10 @@ Kind = Literal["dispatch", "combine", "counts"]
 
 @dataclass
 class Record:
-    """What became of one exchange; times in seconds of `time.perf_counter`.
+    """What became of one exchange; times in seconds of the port's clock.
 
-    started: launched. waiting, waited: the host began to wait, and went on. done: all rows had arrived, where the
-    transport says so.
+    started: launched. waiting, waited: the host began to wait, and went on. needed: the computation came to where it
+    reads the rows; in a blocking exchange that is long after. done: all rows had arrived, where the transport says so.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class Record:
     started: float
     waiting: float | None = None
     waited: float | None = None
+    needed: float | None = None
     done: float | None = None
 
 
@@ -50,18 +52,20 @@ class Port:
 
     layer: its index. overlaps: whether an exchange of the forward, of the backward pass is left in flight; otherwise it
     is waited for at once. records: where to note what happens, if anywhere: (event, record), event "start" or "wait".
+    clock: of the records; on a GPU one that waits for the device gives the times of what the device does.
     """
 
     transport: Transport
     layer: int = -1
     overlaps: tuple[bool, bool] = (True, True)
     records: list[tuple[str, Record]] | None = field(default=None, repr=False)
+    clock: Callable[[], float] = time.perf_counter
 
     def launch(
         self, kind: Kind, backward: bool, received: Tensor, sent: Tensor, receive: list[int], send: list[int]
     ) -> Flight:
         """Start an exchange."""
-        record = Record(kind, self.layer, backward, sent.numel() * sent.element_size(), time.perf_counter())
+        record = Record(kind, self.layer, backward, sent.numel() * sent.element_size(), self.clock())
         with torch.profiler.record_function(_label("start", record)):
             work = self.transport.start(received, sent, receive, send)
         if self.records is not None:
@@ -83,14 +87,14 @@ class Flight:
     def wait(self) -> Tensor:
         """Return what has been received."""
         if self.work is not None:
-            self.record.waiting = time.perf_counter()
+            self.record.waiting = self.port.clock()
             try:
                 with torch.profiler.record_function(_label("wait", self.record)):
                     self.work.wait()
             except RuntimeError as error:  # a rank has died, or did not come here in time
                 error.add_note(f"while this rank waited for {_named(self.record)}")
                 raise
-            self.record.waited = time.perf_counter()
+            self.record.waited = self.port.clock()
             if self.port.records is not None:
                 self.port.records.append(("wait", self.record))
             self.work = None
@@ -131,6 +135,7 @@ class Exchange:
     def finish(self) -> Tensor:
         """Wait; return the rows in the order of the ranks that they come from."""
         assert self._flight is not None, f"{self.kind} of layer {self.port.layer}: nothing is in flight"
+        self._flight.record.needed = self.port.clock()
         received = self._flight.wait()
         self._flight = None
         return received

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,32 @@ def from_records(records: Iterable[Record]) -> dict[str, Measured]:
             found[key].total += max(arrived, record.waiting) - record.started
             found[key].exposed += record.waited - record.waiting
     return dict(found)
+
+
+def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return of a step with blocking exchanges the seconds of each, and of what was computed before it was needed.
+
+    That window is the time the exchange may take in the overlapped step without being waited for.
+    """
+    return [
+        {
+            "layer": record.layer,
+            "kind": record.kind,
+            "backward": record.backward,
+            "seconds": record.waited - record.started,
+            "window_s": record.needed - record.waited,
+        }
+        for record in records
+        if record.kind != "counts" and record.waited is not None and record.needed is not None
+    ]
+
+
+def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the medians over steps of what `exchange_times` found; all steps make the same exchanges in one order."""
+    return [
+        each[0] | {name: statistics.median(one[name] for one in each) for name in ("seconds", "window_s")}
+        for each in zip(*steps, strict=True)
+    ]
 
 
 def _keys(kind: str, backward: bool) -> tuple[str, ...]:

@@ -240,6 +240,8 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
         settings = each["result"]["settings"]
         known = {key: settings.get(key) for key in ("limit", "dtype", "device", "scorer")}
         known["engine"] = engine_of(settings)
+        bias = settings.get("router_bias")
+        known["router bias"] = f"{bias['kind']} {bias['strength']:g}" if bias else "none"
         known |= settings.get("versions", {}) | {
             f"sandbox {layer}": state for layer, state in (each["result"].get("sandbox") or {}).items()
         }

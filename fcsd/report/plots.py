@@ -518,6 +518,38 @@ def _named(layers: Sequence[int]) -> Any:
     return lambda value, place: str(layers[int(value)]) if 0 <= value < len(layers) else ""
 
 
+def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw which conversion is worth it: speed-up of each selection of a layer study against what it costs.
+
+    rows: what `fcsd.stages.plan` makes of a study.
+    """
+    figure, axis = plt.subplots(figsize=_SIZE)
+    for side, colour, marker in (("last", "black", "o"), ("first", _GREY, "s")):
+        for weights, line in (("copied", "-"), ("calibrated", "--")):
+            points = sorted(
+                (row for row in rows if (row["side"], row["weights"]) == (side, weights)),
+                key=lambda row: row["num_layers"],
+            )
+            if points:
+                speed = [row["speed_up"] for row in points]
+                loss = [row["loss"] for row in points]
+                errors = [row["stderr"] for row in points]
+                style: Any = {
+                    "marker": marker, "markersize": 4, "color": colour, "linestyle": line, "capsize": 2
+                }  # fmt: skip
+                axis.errorbar(speed, loss, yerr=errors, label=f"{side} N layers, {weights}", **style)
+                for place in sorted({len(points) // 2, len(points) - 1}):
+                    at: Any = {"xytext": (5, 0), "textcoords": "offset points", "fontsize": "small"}
+                    axis.annotate(str(points[place]["num_layers"]), (speed[place], loss[place]), **at)
+    if rows[0]["metric"] == "KL":
+        axis.set_yscale("log")
+    axis.set(xlabel="planned speed-up", ylabel=f"{rows[0]['metric']} before any distillation")
+    axis.grid(alpha=0.3)
+    _title(axis, "Which conversion is worth it; numbers are rewired layers")
+    axis.legend()
+    _save(figure, path)
+
+
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
     """Draw `sweep.png`: loss of every candidate of both stages, a tick a tried value; diverged ones at the upper
     edge."""

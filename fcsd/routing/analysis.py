@@ -66,7 +66,7 @@ def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[
         "top_k": routes.top_k,
         "num_tokens": num_tokens,
         "counts": sources.tolist(),
-        "traffic": endpoint_counts(sources, place).sum(0).astype(int).tolist(),
+        "traffic": endpoint_counts(steps, place).sum((0, 1)).astype(int).tolist(),
         **_spread(loads),
         "layer_cv": layer_cv(loads).tolist(),
         "switch_balance_loss": switch_balance_loss(loads, routes.probabilities).tolist(),

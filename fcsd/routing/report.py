@@ -16,7 +16,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"# Routing of {first['name']}",
         f"{first['num_tokens']} tokens in {result['num_batches']} batches; {len(first['layers'])} MoE layers, top"
         f" {first['top_k']} of {first['num_experts']} experts; {result['num_endpoints']} endpoints ({where}). Batch"
-        f" j is at endpoint j mod {result['num_endpoints']}; experts are placed in order unless a table says otherwise.",
+        f" j is at endpoint j mod {result['num_endpoints']}; experts are placed in order unless a"
+        " table says otherwise.",
         "## Loads\n\n" + _loads(result["models"]),
         "![share of each expert](loads.png)",
     ]

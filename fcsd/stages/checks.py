@@ -32,6 +32,7 @@ from fcsd.families import family_of, moe_mask
 from fcsd.families.family import read_field, text_config
 from fcsd.overlap import check_connections, check_transformers, refusal
 from fcsd.stages.context import Run
+from fcsd.stages.steer import links_of
 
 
 def check_run(run: Run) -> None:
@@ -64,7 +65,10 @@ def check_run(run: Run) -> None:
                 _check_layers(one.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
-    if any(_unfinished(layout.evaluation(name)) for name in run.model_names):
+    bias = recipe.evaluation.router_bias
+    if any(
+        _unfinished(layout.evaluation(name)) for name in [*run.model_names, *(bias.names if bias else ())]
+    ):
         _check_evaluation(run)
 
 
@@ -168,6 +172,8 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
     check_server(evaluation.server, run.launch)
+    if evaluation.router_bias is not None:
+        links_of(evaluation.router_bias)
     suite = load_suite(evaluation.suite)
     for row in suite.tasks:
         dataset_location(row, run.data_root)

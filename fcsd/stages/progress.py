@@ -13,6 +13,7 @@ from fcsd.evaluate.progress import Progress, Work
 from fcsd.stages.context import Run
 
 PRETRAINING, CONVERSION, CALIBRATION, SWEEP = "pre-training", "conversion", "calibration", "sweep"
+STEERING = "tables that steer the routers"
 LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
@@ -62,6 +63,10 @@ def run_progress(run: Run, **where: Any) -> Progress:
         stages.append((distillation(name), folder, work))
     for name in run.model_names:
         stages.append((evaluation(name), layout.evaluation(name), Work(1, "evaluations", 1)))
+    if (bias := recipe.evaluation.router_bias) is not None:
+        stages.append((STEERING, layout.router_bias, Work(1, "evaluations", 1)))
+        for name in bias.names:
+            stages.append((evaluation(name), layout.evaluation(name), Work(1, "evaluations", 1)))
     if recipe.evaluation.layer_study:
         stages.append((LAYERS, layout.layers, Work(1, "studies", 1)))
     stages.append((PUBLICATION, layout.publish, Work(1, "files", 0)))

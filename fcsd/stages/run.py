@@ -27,6 +27,7 @@ from fcsd.stages.progress import (
     run_progress,
 )
 from fcsd.stages.publish import publish
+from fcsd.stages.steer import steer
 
 
 def run_all(run: Run, *, as_json: bool = False) -> None:
@@ -63,6 +64,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
         run.begin(distillation(name))
         distill(run, name, fill_cache=True)
     evaluate_models(run)
+    if recipe.evaluation.router_bias is not None:
+        steer(run)
     if recipe.evaluation.layer_study:
         run.begin(LAYERS)
         layers(run)

@@ -1,11 +1,16 @@
 """One step of the regular and of the rewired model under the profiler: traces for Perfetto, a figure, what was hidden.
 
+Then a few steps of the rewired model whose exchanges block: the times that `fcsd plan --measured` reads.
+
 Not covered: the teacher, the optimiser and the loss of a distillation; random tokens are trained on.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,18 +18,26 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.distributed.engine import checkpoints_activations, distributed_config
 from fcsd.errors import UserError
+from fcsd.families import family_of
 from fcsd.models.load import dtype_of, free_memory, load_checkpoint, to_dtype
-from fcsd.overlap.measure import Measured, from_trace, timeline
+from fcsd.overlap import attach, detach
+from fcsd.overlap.exchange import Record
+from fcsd.overlap.layer import runtimes
+from fcsd.overlap.measure import Measured, exchange_times, from_trace, median_times, timeline
 from fcsd.stages.checks import check_overlap
 from fcsd.stages.context import Run
 
 WARM_UP_STEPS = 2
+TIMED_STEPS = 5
 
 
 def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
-    """Leave `regular.json`, `farskip.json` (of the first rank) and `overlap.png` in a folder; all ranks call this.
+    """Leave `regular.json`, `farskip.json` (of the first rank), `overlap.png` and `times.json` in a folder.
+
+    All ranks call this. times.json: where the launch overlaps.
 
     Returns:
         Of both models, what `fcsd.overlap.measure.from_trace` says of the step; empty on other ranks.
@@ -49,6 +62,9 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             model.activation_checkpointing_enable({"use_reentrant": False})
         path = folder / f"{name}.json"
         _profile(model, run, path if launch.first else None)
+        times = _times(model, run) if next(runtimes(model), None) is not None else None
+        if times is not None and launch.first:
+            write_times(folder / "times.json", times)
         del model
         free_memory()
         if launch.first:
@@ -66,20 +82,62 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
 
 def _profile(model: Any, run: Run, path: Path | None) -> None:
     """Record the last of a few steps; other ranks than the first only take them."""
-    recipe, device = run.recipe, run.launch.device
-    generator = torch.Generator().manual_seed(recipe.seed + run.launch.ranks.rank)
-    shape = (recipe.train.per_device_train_batch_size, recipe.data.max_length)
-    ids = torch.randint(model.config.get_text_config().vocab_size, shape, generator=generator).to(device)
-    model.train()
+    device, step = run.launch.device, _step(model, run)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     for number in range(WARM_UP_STEPS + 1):
         profiler = profile(activities=activities)
         recorded = number == WARM_UP_STEPS and path is not None
         run.launch.wait()
         with profiler if recorded else nullcontext():
-            model(ids, labels=ids, use_cache=False).loss.backward()
+            step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
         model.zero_grad(set_to_none=True)
         if recorded:
             profiler.export_chrome_trace(str(path))
+
+
+def _step(model: Any, run: Run) -> Callable[[], None]:
+    """Return a training step on random tokens."""
+    recipe = run.recipe
+    generator = torch.Generator().manual_seed(recipe.seed + run.launch.ranks.rank)
+    shape = (recipe.train.per_device_train_batch_size, recipe.data.max_length)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, shape, generator=generator).to(run.launch.device)
+    model.train()
+    return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def _times(model: Any, run: Run) -> Times:
+    """Take steps whose exchanges block, and note what each took and what was computed beside it."""
+
+    def clock() -> float:
+        if run.launch.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    step, recipe = _step(model, run), run.recipe
+    detach(model)
+    attach(model, "blocking")
+    records: list[tuple[str, Record]] = []
+    eps = [runtime.ep for runtime in runtimes(model) if runtime.ep is not None]
+    for ep in eps:
+        ep.port.records, ep.port.clock = records, clock
+    found, seconds = [], []
+    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        records.clear()
+        run.launch.wait()
+        began = clock()
+        step()
+        seconds.append(clock() - began)
+        found.append(exchange_times(record for event, record in records if event == "start"))
+        model.zero_grad(set_to_none=True)
+    return Times(
+        model_type=family_of(model.config).model_type,
+        num_layers=model.config.get_text_config().num_hidden_layers,
+        ranks=eps[0].ep_mesh.size(),
+        batch=recipe.train.per_device_train_batch_size,
+        length=recipe.data.max_length,
+        step_s=statistics.median(seconds[WARM_UP_STEPS:]),
+        exchanges=[ExchangeTime(**each) for each in median_times(found[WARM_UP_STEPS:])],
+    )

@@ -49,8 +49,10 @@ def _rewire(model: Any, config: Any, family: Family) -> None:
     from fcsd_sglang.refusals import check_arguments
     from fcsd_sglang.rewire import rewire
     from fcsd_vllm.settings import shown
+    from fcsd_vllm.weights import check_weights
 
     check_arguments(resolving_view(get_server_args()), family.architecture)
+    check_weights(get_server_args().model_path)
     chosen = settings()
     communication = make(chosen, get_parallel().tp_group)
     rewired = rewire(model.model, family, read_field(config.farskip, config.num_hidden_layers), communication)

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,19 +119,32 @@ class Stream:
 
 @dataclass
 class Times:
-    """What `Timed` measured on this rank; the last two are of the same collectives."""
+    """What `Timed` measured on this rank; the seconds are of the same collectives."""
 
     collectives: int = 0
     bytes: int = 0
     total_s: float = 0.0
-    """From the turn of a collective, with the emulated network, to its end."""
+    """From the moment at which all ranks have come to a collective, with the emulated network, to its end."""
     exposed_s: float = 0.0
-    """What the computing thread waited for them."""
+    """What the computing thread waited for them, without the next."""
+    behind_s: float = 0.0
+    """What it waited for ranks that had not come yet: no network is at fault, and no order of the sums helps."""
 
     @property
     def hidden(self) -> float:
         """Return the fraction of the total that ran beside computation; 0 where there was none."""
         return 1 - self.exposed_s / self.total_s if self.total_s else 0.0
+
+
+@dataclass
+class _Turn:
+    """One collective in the queue of `Timed`, and when its turn began, all ranks had come, it ended."""
+
+    x: torch.Tensor
+    done: threading.Event = field(default_factory=threading.Event)
+    begun: float = 0.0
+    met: float = 0.0
+    ended: float = 0.0
 
 
 class Timed:
@@ -144,7 +157,7 @@ class Timed:
         self.group = group.device_group
         self.settings = settings
         self.times = Times()
-        self.pending: dict[str, tuple[threading.Event, list[float]]] = {}
+        self.pending: dict[str, _Turn] = {}
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         told_in = os.environ.get(TIMES_VARIABLE)
         self.told_in = Path(told_in) / f"rank{dist.get_rank()}.json" if told_in else None
@@ -154,8 +167,8 @@ class Timed:
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Put a copy of `x` in the queue; a small one is waited for at once."""
         summed = x.clone(memory_format=torch.contiguous_format)
-        self.pending[tag] = (threading.Event(), [])
-        self.queue.put((summed, *self.pending[tag]))
+        self.pending[tag] = _Turn(summed)
+        self.queue.put(self.pending[tag])
         self.times.collectives += 1
         self.times.bytes += x.nbytes
         if x.nbytes < self.settings.min_overlap_bytes:
@@ -169,26 +182,31 @@ class Timed:
         return x
 
     def _join(self, tag: str) -> None:
-        done, took = self.pending.pop(tag)
-        begun = time.perf_counter()
-        done.wait()
-        self.times.exposed_s += time.perf_counter() - begun
-        self.times.total_s += took[0]
+        turn = self.pending.pop(tag)
+        asked = time.perf_counter()
+        turn.done.wait()
+        waited = time.perf_counter() - asked
+        behind = max(0.0, turn.met - max(asked, turn.begun))
+        self.times.exposed_s += waited - behind
+        self.times.behind_s += behind
+        self.times.total_s += turn.ended - turn.met
 
     def _run(self) -> None:
         while True:
             try:
-                x, done, took = self.queue.get(timeout=None if self.told_in is None else _QUIET_S)
+                turn = self.queue.get(timeout=None if self.told_in is None else _QUIET_S)
             except queue.Empty:
                 self._tell()
                 continue
-            begun = time.perf_counter()
-            dist.all_reduce(x, group=self.group)
+            turn.begun = time.perf_counter()
+            dist.barrier(group=self.group)
+            turn.met = time.perf_counter()
+            dist.all_reduce(turn.x, group=self.group)
             speed = self.settings.bandwidth_gb_per_s * 1e9
-            network_s = self.settings.latency_ms / 1e3 + (x.nbytes / speed if speed else 0.0)
-            time.sleep(max(0.0, network_s - (time.perf_counter() - begun)))
-            took.append(time.perf_counter() - begun)
-            done.set()
+            network_s = self.settings.latency_ms / 1e3 + (turn.x.nbytes / speed if speed else 0.0)
+            time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
+            turn.ended = time.perf_counter()
+            turn.done.set()
 
     def _tell(self) -> None:
         """Write what was measured, when there is more than was written; under another name first."""

@@ -8,6 +8,7 @@ from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.refusals import check_engine
 from fcsd_vllm.settings import read_settings, with_version
 from fcsd_vllm.versions import check_internals, unverified
+from fcsd_vllm.weights import check_weights
 
 
 def register_all() -> None:
@@ -28,6 +29,7 @@ def register_all() -> None:
         AutoConfig.register(family.farskip_type, getattr(configs, f"FarSkip{family.config}"), exist_ok=True)
         ModelRegistry.register_model(family.architecture, f"fcsd_vllm.models:{family.architecture}")
         _add_hook(family)
+    _add_warning()
     if current_platform.is_cpu():
         from fcsd_vllm.cpu_experts import respect_expert_map
 
@@ -45,6 +47,7 @@ def _add_hook(family: Family) -> None:
         configs.check_class(vllm_config.model_config.hf_config, family)
         base.verify_and_update_config(vllm_config)
         check_engine(vllm_config, family)
+        check_weights(vllm_config.model_config.model)
         settings = read_settings(vllm_config.additional_config)
         if settings.comm != "blocking" and current_platform.is_cuda_alike():
             keep_whole_graphs(vllm_config.compilation_config)
@@ -55,6 +58,29 @@ def _add_hook(family: Family) -> None:
         (base,),
         {"verify_and_update_config": staticmethod(verify_and_update_config)},
     )
+
+
+def _add_warning() -> None:
+    """Let vLLM's Transformers backend, which runs a checkpoint's own `modeling_farskip.py`, say what it does not do."""
+    from vllm.logger import init_logger
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.model_executor.models.registry import _TRANSFORMERS_BACKEND_MODELS
+
+    def verify_and_update_config(vllm_config: Any) -> None:
+        config = vllm_config.model_config.hf_config
+        if getattr(config, "farskip", None) is not None:
+            init_logger("vllm.fcsd").warning_once(
+                "FarSkip: %s runs in vLLM's Transformers backend: its all-reduces are blocking, nothing is overlapped."
+                " They are overlapped for: %s",
+                config.model_type,
+                ", ".join(FAMILIES),
+            )
+
+    hook = staticmethod(verify_and_update_config)
+    for name in _TRANSFORMERS_BACKEND_MODELS:
+        if name not in MODELS_CONFIG_MAP:
+            made = type(f"{name}FarSkipConfig", (VerifyAndUpdateConfig,), {"verify_and_update_config": hook})
+            MODELS_CONFIG_MAP[name] = made
 
 
 def keep_whole_graphs(compilation_config: Any) -> None:

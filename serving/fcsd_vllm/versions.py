@@ -13,6 +13,7 @@ NEEDED = (
     ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
     ("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS"),
     ("vllm.model_executor.models.registry", "_MULTIMODAL_MODELS"),
+    ("vllm.model_executor.models.registry", "_TRANSFORMERS_BACKEND_MODELS"),
     ("vllm.forward_context", "get_forward_context"),
     ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.utils.torch_utils", "direct_register_custom_op"),

@@ -7,12 +7,16 @@ lies `reference.npz`: prompts, the 16 ids that `load_model(...).generate` adds g
 the whole vocabulary at every position, of one forward without a cache.
 """
 
+import functools
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from fcsd.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -108,6 +112,11 @@ in `all` and in `gap`."""
 
 def make(case: str, folder: Path) -> None:
     """Write one checkpoint with its reference, and the original's where it is missing."""
+    if case in VARIANTS:
+        make(BASE, folder)
+        if not (folder / case / "reference.npz").exists():
+            VARIANTS[case](folder, folder / case)
+        return
     family, connectivity = CASES[case]
     original = folder / f"{family}-original"
     if not (original / "config.json").exists():
@@ -122,6 +131,84 @@ def make(case: str, folder: Path) -> None:
         np.savez(
             folder / case / "reference.npz", **outputs_of(load_model(folder / case, dtype=torch.float32))
         )
+
+
+def make_adapter(folder: Path, place: Path) -> None:
+    """Write a LoRA adapter of attention and shared experts in PEFT's format; the reference has W + B·A as weights."""
+    model, generator = load_model(folder / BASE, dtype=torch.float32), torch.Generator().manual_seed(2)
+    tensors, rank = {}, 4
+    for name, linear in _dense(model):
+        a = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
+        b = torch.randn(linear.out_features, rank, generator=generator)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        linear.weight.add_(b @ a)
+    place.mkdir()
+    save_file(tensors, place / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(DENSE),
+        "bias": "none",
+    }
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    np.savez(place / "reference.npz", **outputs_of(model))
+
+
+def make_int8(folder: Path, place: Path) -> None:
+    """Convert a checkpoint in compressed-tensors' format: int8 in attention and shared experts, by output channel.
+
+    The reference computes with integers: y = (round(x / s) · Wq) s sw, s = max |x| / 127 by token.
+    """
+    model, original = load_model(folder / BASE, dtype=torch.float32), folder / f"{place.name}-original"
+    shutil.copytree(folder / f"{BASE.partition('-')[0]}-original", original)
+    tensors = load_file(original / "model.safetensors")
+    for name, linear in _dense(model):
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        integers = (linear.weight / scale).round()
+        tensors |= {f"{name}.weight": integers.to(torch.int8), f"{name}.weight_scale": scale}
+        linear.forward = functools.partial(_multiply, integers, scale, linear.bias)
+    save_file(tensors, original / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(config | {"quantization_config": _INT8}))
+    convert_checkpoint(original, place, CASES[BASE][1])
+    np.savez(place / "reference.npz", **outputs_of(model))
+
+
+def _dense(model: Any) -> list[tuple[str, torch.nn.Linear]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in DENSE and isinstance(module, torch.nn.Linear)
+    ]
+
+
+def _multiply(integers: Any, scale: Any, bias: Any, x: Any) -> Any:
+    each = x.abs().amax(-1, keepdim=True) / 127
+    y = ((x / each).round() @ integers.T) * each * scale[:, 0]
+    return y if bias is None else y + bias
+
+
+BASE = "qwen2_moe-all"
+"""The checkpoint whose variants are made."""
+VARIANTS = {"qwen2_moe-adapter": make_adapter, "qwen2_moe-int8": make_int8}
+DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", r"re:.*\.experts(\.|$)", r"re:.*\.(shared_expert_)?gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
+            },
+        }
+    },
+}  # fmt: skip
 
 
 def outputs_of(model: Any) -> dict[str, Any]:
@@ -146,6 +233,6 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or CASES:
+    for name in sys.argv[2:] or [*CASES, *VARIANTS]:
         make(name, target)
         print(name, flush=True)

@@ -1,15 +1,14 @@
 """Two ranks: tensor and expert parallel, blocking and overlapped, are right and in order; mutants are not."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import orders
 import pytest
-from engine import BOUND, ENVIRONMENT
+from engine import BOUND
+from launch import start_two_ranks
 
 HERE = Path(__file__).parent
 PATIENCE_S = 1200
@@ -27,6 +26,7 @@ RIGHT = [
     "qwen2_moe-mlp_full:async",
     "deepseek_v2-gap:async",
     "qwen3_moe-all:timed",
+    "qwen2_moe-all:compiled",
 ]
 WRONG = [
     "qwen3_moe-all:timed:wait_early",
@@ -39,21 +39,13 @@ WRONG = [
 
 def run_ranks(models: Path, place: Path, cases: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Return every case's result on each rank, of one launch of two processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(HERE / "two_ranks.py"),
-    ]
-    run = subprocess.Popen(
-        [*command, str(models), str(place), *cases],
-        env={**ENVIRONMENT, **os.environ},
+    run = start_two_ranks(
+        HERE / "two_ranks.py",
+        str(models),
+        str(place),
+        *cases,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
     )
     try:
         _, said = run.communicate(timeout=PATIENCE_S)

@@ -9,6 +9,8 @@ from typing import Any
 
 import engine
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fcsd_vllm import registration, versions
 
@@ -72,6 +74,12 @@ def test_settings_and_features_are_refused_by_the_engine_that_is_configured(fold
     assert "vLLM rescales the stream of this family in float16; use --dtype bfloat16" in refusal(
         folder("deepseek_v2-all"), dtype="float16", attention_backend=None
     )
+
+
+def test_an_fp8_checkpoint_without_scales_is_refused_by_the_engine_that_is_configured(folder: Any) -> None:
+    place = folder("qwen3_moe-all")
+    save_file({"x.weight": torch.ones(4).to(torch.float8_e4m3fn)}, place / "model.safetensors")
+    assert "x.weight is FP8 and has no scale (x.weight_scale or x.weight_scale_inv)" in refusal(place)
 
 
 def test_without_the_plugin_the_checkpoint_is_refused_and_never_served_as_the_regular_model(

@@ -10,9 +10,8 @@ import pytest
 
 from fcsd_vllm.families import FAMILIES
 
-TEXT = [name for name, row in FAMILIES.items() if not row.text_config]
 CASES = [
-    *(f"{family}-{layers}" for family in TEXT for layers in ("all", "half", "gap")),
+    *(f"{family}-{layers}" for family in FAMILIES for layers in ("all", "half", "gap")),
     # Shared experts with a gate; MLA, shared experts and a dense layer; neither.
     *(
         f"{family}-{side}_full"
@@ -25,7 +24,8 @@ CASES = [
 @pytest.fixture(scope="module", autouse=True)
 def classes_at_hand() -> None:
     """All families but one, which takes the way of `vllm serve`."""
-    engine.inspect_here(*(name for name in TEXT if name != "qwen3_moe"))
+    engine.stand_in_for_torchvision()
+    engine.inspect_here(*(name for name in FAMILIES if name != "qwen3_moe"))
 
 
 @pytest.fixture
@@ -88,3 +88,58 @@ def test_prefixes_in_the_cache_and_chunks_of_sixteen_change_nothing(
         assert equal == 4
         assert worst < engine.BOUND
     assert max(output.num_cached_tokens for output in second) >= 32  # of the prompt of 64 tokens
+
+
+def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
+    folder = models / "qwen2_moe-all"
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    llm = start(folder, speculative_config=speculation, disable_log_stats=False)
+    equal, worst = engine.compare(engine.generate(llm, folder, prompt_logprobs=None), folder)
+    assert equal == 4
+    assert worst < engine.BOUND
+    counted = {metric.name: metric.value for metric in llm.get_metrics() if "spec_decode_num_" in metric.name}
+    print(counted)
+    assert counted["vllm:spec_decode_num_drafts"] > 0
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_an_adapter_of_attention_and_shared_experts_is_added_to_the_rewired_layers(
+    models: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts LoRA needs Triton; vLLM 0.32.0 chooses that on CPUs too, whatever modules the adapter may have."""
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.layers.fused_moe import layer
+
+    make = layer.FusedMoEConfig
+    monkeypatch.setattr(layer, "FusedMoEConfig", lambda **given: make(**{**given, "is_lora_enabled": False}))
+    base, adapter = models / "qwen2_moe-all", models / "qwen2_moe-adapter"
+    modules = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    llm = start(base, enable_lora=True, lora_target_modules=modules)
+    for folder, request in ((adapter, LoRARequest("adapter", 1, str(adapter))), (base, None)):
+        outputs = engine.generate(llm, folder, lora_request=request)
+        equal, worst = engine.compare(outputs, folder)
+        assert equal == 4
+        assert worst < engine.BOUND
+        assert engine.compare(outputs, base if request else adapter)[0] == 0
+
+
+def test_int8_attention_and_shared_experts_compute_what_integers_compute(
+    models: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By oneDNN on every CPU: vLLM's kernel for AMX has no float32, and its int8 experts need AMX."""
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", lambda *_: False)
+    folder = models / "qwen2_moe-int8"
+    outputs = engine.generate(start(folder), folder)
+    equal, worst = engine.compare(outputs, folder)
+    print(f"int8: {equal} of 4 prompts, {worst:.1e}")
+    assert equal == 4
+    assert worst < 5e-3  # a value within rounding of half a step falls to either side
+    assert engine.compare(outputs, models / "qwen2_moe-all")[1] > 2e-2  # the same without int8
+    assert engine.compare(outputs, models / "qwen2_moe-original")[0] == 0

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "async": {"comm": "c10d"},
     "async_ep": {"comm": "c10d", "enable_expert_parallel": True},
     "timed": {"comm": "timed"},
+    "compiled": {"comm": "c10d", "enforce_eager": False},
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.overlap.__main__ import complete, parser
-from benchmarks.overlap.modes import Batons, Bench, exchanged_bytes
+from benchmarks.overlap.modes import REGULAR, Batons, Bench, exchanged_bytes
 from benchmarks.overlap.report import printed, summary
 from tests.reference.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def test_the_modes_and_sizes_follow_from_model_and_device() -> None:
     def options(*words: str) -> Any:
         return complete(parser().parse_args(words))
 
-    assert "beside" not in options("--model", "none").modes  # it has no shared expert
+    assert not {"beside", "both"} & set(options("--model", "none").modes)  # it has no shared expert
     assert options("--checkpointing").modes == ["blocking", "full"]
     cuda = options("--device", "cuda", "--layers", "2")
     assert (cuda.ranks, cuda.compute, cuda.dim, cuda.layers) == (1, "real", 2048, 2)
@@ -53,23 +53,49 @@ def test_the_modes_and_sizes_follow_from_model_and_device() -> None:
 SMALL = "--link plain --compute real --layers 3 --dim 32 --expert-dim 16 --experts 4 --top-k 2 --rows 1 --length 8"
 
 
-def both(rank: int, model: str) -> Any:
-    """Of `full` and of `one-node`: gradients, and what was launched and waited for."""
+def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
+    """Of each mode: gradients; what was launched and waited for, and tokens of the shared expert of layer 1."""
     bench = Bench(complete(parser().parse_args([*SMALL.split(), "--model", model])))
     found = []
-    for mode in ("full", "one-node"):
+    for mode in modes:
+        block, hook = bench.prepare(mode).model.layers[1].mlp, None
+        if model == "shared":
+            hook = block.shared_experts.register_forward_pre_hook(
+                lambda _, args: bench.records.append(("shared", args[0].shape[:-1].numel()))
+            )
         bench.step(mode)
-        events = [(event, r.kind, r.layer, r.backward) for event, r in bench.records if r.kind != "counts"]
-        named = bench.models[False].named_parameters()
+        if hook is not None:
+            hook.remove()
+        events = [
+            (event, r) if event == "shared" else (event, r.kind, r.layer, r.backward)
+            for event, r in bench.records
+            if event == "shared" or r.kind != "counts"
+        ]
+        named = bench.models[mode in REGULAR].named_parameters()
         gradients = {name: getattr(p.grad, "_local_tensor", p.grad).clone() for name, p in named}
         found.append((gradients, events))
     return found
 
 
+def check_gradients(expected: Any, actual: Any) -> None:
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
+
+
 @pytest.mark.parametrize("model", ["shared", "none"])
 def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(model: str) -> None:
     """Only because the number of the node is set: without, autograd would wait at once for what it has launched."""
-    for (expected, order), (actual, seen) in run_ranks(both, 2, model):
-        assert seen == order and len(order) == 2 * 4 * 3
-        for name, gradient in expected.items():
-            assert (actual[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
+    for (expected, order), (actual, seen) in run_ranks(stepped, 2, model, ("full", "one-node")):
+        assert seen == order and len([event for event in order if event[0] != "shared"]) == 2 * 4 * 3
+        check_gradients(expected, actual)
+
+
+def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> None:
+    """Of the 8 tokens of a rank."""
+    for (expected, _), (actual, seen) in run_ranks(stepped, 2, "shared", ("regular", "both")):
+        check_gradients(expected, actual)
+        layer = [event[:2] for event in seen if event[0] == "shared" or (event[2:] == (1, False))]
+        assert layer == [
+            ("start", "dispatch"), ("shared", 4), ("wait", "dispatch"),
+            ("start", "combine"), ("shared", 4), ("wait", "combine"),
+        ]  # fmt: skip

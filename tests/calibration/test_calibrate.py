@@ -14,16 +14,17 @@ from torch import Tensor
 
 import fcsd
 from fcsd.calibration import checkpoint as folder_module
+from fcsd.calibration import layer as layer_module
 from fcsd.calibration import solve
 from fcsd.calibration.checkpoint import calibrate_checkpoint, take_rows
 from fcsd.calibration.experts import calls_of
 from fcsd.calibration.model import calibrate_model
 from fcsd.calibration.shards import Layerwise
-from fcsd.data.batches import real_tokens
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.connectivity.checkpoint import read_checkpoint
+from fcsd.data.batches import real_tokens
 from fcsd.data.packing import PackingStats, pack
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import Launch
@@ -94,6 +95,52 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
     assert names <= {str(k) for k in student.config.farskip["layers"]}
 
 
+def by_hand(x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tensor) -> Tensor:
+    """The ridge regression of x A ≈ y towards another map, which is taken if A fits the sample only."""
+
+    def regression(x: Tensor, y: Tensor) -> Tensor:
+        pull = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
+        return torch.linalg.lstsq(torch.cat([x, pull]), torch.cat([y, pull @ towards])).solution
+
+    def left(found: Tensor) -> Tensor:
+        return (x @ found - y)[held_out].square().sum()
+
+    fits = left(regression(x[~held_out], y[~held_out])) <= 1.15 * left(towards)
+    return regression(x, y) if fits else towards
+
+
+def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for() -> None:
+    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+    ids, student = text(96), converted(teacher, Connectivity({"last": 1}))
+    found = copy.deepcopy(student)
+    (result,) = calibrate_model(found, teacher, ids, progress=False)
+    read: list[Tensor] = []
+    for model in (student, teacher):
+        model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+        model.model(ids)
+    x, y = (value.flatten(0, 1) for value in read)
+    held_out, own = torch.arange(len(x)) // ids.shape[1] % 4 == 3, 0
+    identity, none = torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(len(x), dtype=torch.bool)
+    shared = by_hand(x, y, none, 1e-3, identity)
+    old, new = (model.model.layers[-1].mlp for model in (student, found))
+    gate = old.gate.weight.detach() @ shared.T
+    torch.testing.assert_close(new.gate.weight.detach(), gate, rtol=1e-8, atol=1e-10)
+    choices = (x @ gate.T).topk(student.config.num_experts_per_tok).indices
+    squares = torch.zeros(3, dtype=x.dtype)
+    for number, weight in enumerate(old.experts.gate_up_proj.detach()):
+        chosen = (choices == number).any(-1)
+        reads = by_hand(x[chosen], y[chosen], held_out[chosen], 0.03, shared)
+        torch.testing.assert_close(
+            new.experts.gate_up_proj[number].detach(), weight @ reads.T, rtol=1e-6, atol=1e-9
+        )
+        own += not torch.equal(reads, shared)
+        parts = (y, x @ shared - y, x @ reads - y)
+        squares += torch.stack([part[chosen].square().sum() for part in parts])
+    assert own
+    wanted = (squares[1:] / squares[0]).tolist()
+    assert result["reads"]["mlp.experts"] == pytest.approx(wanted, rel=1e-6) and wanted[1] < 0.99 * wanted[0]
+
+
 def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,7 +150,7 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
     ids, last = text(96), Connectivity({"last": 1})
     found, shared = converted(teacher, last), converted(teacher, last)
     (result,) = calibrate_model(found, teacher, ids, progress=False)
-    monkeypatch.setattr(solve, "FITS_THE_SAMPLE", 0.0)  # no map of their own
+    monkeypatch.setattr(layer_module, "fold_adds", lambda *_: None)
     calibrate_model(shared, teacher, ids, progress=False)
     seen: dict[str, Tensor] = {}
     for name, model in (("teacher", teacher), ("student", shared)):
@@ -115,23 +162,15 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
         model.model(ids)
     missing = (seen["teacher"] - seen["student"]).detach().flatten(0, 1)
     experts, (hidden, choices, weights) = shared.model.layers[-1].mlp.experts, seen["student args"]
-    width, before, kept = hidden.shape[1], missing.square().sum(), 0
-
-    def regression(added: Tensor, wanted: Tensor) -> Tensor:
-        pull = (0.01 * added.square().sum(0).mean()).sqrt() * torch.eye(width, dtype=torch.float64)
-        rows = torch.cat([wanted, torch.zeros_like(pull)])
-        return torch.linalg.lstsq(torch.cat([added, pull]), rows).solution
-
+    before, own = missing.square().sum(), 0
+    identity = torch.eye(hidden.shape[1], dtype=hidden.dtype)
     for number, down in enumerate(experts.down_proj.detach()):
         tokens, slots = (choices == number).nonzero(as_tuple=True)
         gate, up = (hidden[tokens] @ experts.gate_up_proj[number].T).chunk(2, -1)
         added = (torch.nn.functional.silu(gate) * up @ down.T * weights[tokens, slots][:, None]).detach()
-        wanted, held_out = missing[tokens], tokens // ids.shape[1] % 4 == 3
-        change = regression(added[~held_out], wanted[~held_out])
-        left = (wanted - added @ change)[held_out].square().sum()
-        fits_the_sample = left > 1.15 * wanted[held_out].square().sum()
-        change = 0 * change if fits_the_sample else regression(added, wanted)
-        kept += fits_the_sample
+        wanted, held_out = added + missing[tokens], tokens // ids.shape[1] % 4 == 3
+        change = by_hand(added, wanted, held_out, 0.01, identity) - identity
+        own += bool(change.any())
         missing[tokens] -= added @ change
         torch.testing.assert_close(
             found.model.layers[-1].mlp.experts.down_proj[number].detach(),
@@ -139,26 +178,28 @@ def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
             rtol=1e-6,
             atol=1e-9,
         )
-    assert kept < len(experts.down_proj)
+    assert own
     assert result["experts"][1] == pytest.approx(float(missing.square().sum() / before), rel=1e-6)
     assert result["experts"][1] < 0.99
 
 
-def test_an_expert_that_few_tokens_choose_keeps_the_map_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_few_tokens_choose_keeps_the_maps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = tiny_model("qwen3_moe", seed=1)
-    found, shared = (converted(teacher, Connectivity({"last": 1})) for _ in range(2))
-    calibrate_model(
-        found, teacher, text(5), progress=False
-    )  # 160 tokens, of which an expert has 40 on average
+    own, reads, neither = (converted(teacher, Connectivity({"last": 1})) for _ in range(3))
+    ids = text(5)  # 160 tokens, of which an expert has 40 on average
+    calibrate_model(own, teacher, ids, progress=False)
+    monkeypatch.setattr(layer_module, "fold_adds", lambda *_: None)
+    calibrate_model(reads, teacher, ids, progress=False)
     monkeypatch.setattr(solve, "FITS_THE_SAMPLE", 0.0)  # no map of their own
-    calibrate_model(shared, teacher, text(5), progress=False)
-    one, other = (model.model.layers[-1].mlp.experts for model in (found, shared))
-    with calls_of(other) as calls:
-        shared.model(text(5))
-    counts = torch.bincount(calls[0].choices.flatten(), minlength=8)
-    same = [torch.equal(a, b) for a, b in zip(one.down_proj, other.down_proj, strict=True)]
-    few = [bool(count < 32) for count in counts]
-    assert any(few) and all(same[k] for k in range(8) if few[k])
+    calibrate_model(neither, teacher, ids, progress=False)
+    one, two, three = (model.model.layers[-1].mlp.experts for model in (own, reads, neither))
+    with calls_of(three) as calls:
+        neither.model(ids)
+    few = torch.bincount(calls[0].choices.flatten(), minlength=8) < 32
+    assert few.any()
+    for number in few.nonzero()[:, 0].tolist():
+        assert torch.equal(one.down_proj[number], two.down_proj[number])
+        assert torch.equal(two.gate_up_proj[number], three.gate_up_proj[number])
 
 
 def test_a_teacher_that_is_a_linear_map_away_is_recovered() -> None:

@@ -1,5 +1,6 @@
 """Where maps go: on every family, folded weights compute what the unfolded ones do with the maps applied outside."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.experts import adds_up, calls_of
+from fcsd.calibration.experts import Call, adds_up, calls_of
 from fcsd.calibration.fold import fold
 from fcsd.calibration.solve import LeastSquares
 from fcsd.calibration.steps import Steps, Stream
@@ -156,29 +157,38 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
 
 @torch.no_grad()
 def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: Callable[[], Tensor]) -> bool:
-    """A map of its own for every expert is what that expert's part of the output is mapped by."""
-    if not roles.experts:
+    """Maps of its own for every expert are what it reads, and its part of the output, are mapped by."""
+    experts = roles.experts
+    if experts is None:
         return False
-    (group,) = roles.experts
     layer = steps.layers[index]
-    module = layer.get_submodule(group.modules[0])
-    num_experts = len(layer.get_parameter(group.writers[0][0]))
+    module, before = layer.get_submodule(experts.module), copy.deepcopy(layer.state_dict())
+    num_experts = len(layer.get_parameter(experts.writers[0][0]))
     with calls_of(module) as calls:
         plain = steps.step(index, batch(), stream)["o"]
     (call,) = calls
-    assert adds_up(module, call, num_experts)
-    wanted, seen = torch.zeros_like(call.out), 0
+    assert adds_up(module, call, num_experts) and experts.readers
+    wanted, seen, identity = torch.zeros_like(call.out), 0, torch.eye(stream["o"].shape[-1])
     for number in range(num_experts):
-        tokens, out = call.expert(module, number)
-        matrix = near()
-        wanted.index_add_(0, tokens, out @ matrix)
+        fold(layer, experts.readers, identity, "reads", number)
+        fold(layer, experts.writers, identity, "writes", number)
+        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+        reads, adds = near(), near()
+        hidden = call.hidden @ reads
+        args = tuple(hidden if value is call.hidden else value for value in call.args)
+        kwargs = {name: hidden if value is call.hidden else value for name, value in call.kwargs.items()}
+        moved = Call(args, kwargs, hidden, call.choices, call.weights, call.out)
+        tokens, out = moved.expert(module, number)
+        wanted.index_add_(0, tokens, out @ adds)
         seen += len(tokens)
-        fold(layer, group.writers, matrix, "writes", number)
+        fold(layer, experts.readers, reads, "reads", number)
+        fold(layer, experts.writers, adds, "writes", number)
+        before = copy.deepcopy(layer.state_dict())
     assert seen >= len(call.hidden)
     with calls_of(module) as calls:
         mapped = steps.step(index, batch(), stream)["o"]
     torch.testing.assert_close(calls[0].out, wanted, rtol=1e-5, atol=float(1e-5 * wanted.abs().max()))
-    reached = ((wanted - call.out) * group.factor).view_as(plain)
+    reached = ((wanted - call.out) * experts.factor).view_as(plain)
     torch.testing.assert_close(mapped - plain, reached, rtol=1e-4, atol=float(1e-4 * reached.abs().max()))
     return True
 

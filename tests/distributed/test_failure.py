@@ -10,7 +10,9 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.data.batches import Collator
+from fcsd.distill.best import StopWhenScoreStalls
 from fcsd.distill.trainer import DistillTrainer
+from fcsd.distributed import failure
 from fcsd.errors import UserError
 from tests.distill.test_parallel import CPU_2
 from tests.support import ROOT, Bench, in_forked_ranks, start
@@ -104,3 +106,29 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
     assert child.returncode != 0
     assert error.count("IndexError: expert 9\n") == 1, error
     assert error.count("fcsd distill: failed (rank 1 of 2)\n") == 1, error
+
+
+def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_hang(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores and checkpoints, for which other ranks may wait for hours."""
+    seen: dict[str, set[bool]] = {}
+
+    def watch(holder: Any, name: str) -> None:
+        original = getattr(holder, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, set()).add(failure._step_began is not None)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(holder, name, call)
+
+    watch(DistillTrainer, "compute_loss")
+    watch(StopWhenScoreStalls, "_evaluate")
+    watch(DistillTrainer, "_save_checkpoint")
+    rows = {"path": str(bench.rows)}
+    data = {"train": [rows], "heldout": rows, "heldout_examples": 8, "max_length": 32}
+    stopping = {"metric": "heldout_kl", "every_steps": 4, "patience": 9, "min_delta": 0.0}
+    assert main(["distill", str(bench.recipe("r", data=data, early_stopping=stopping))]) == 0
+    assert seen == {"compute_loss": {True}, "_evaluate": {False}, "_save_checkpoint": {False}}
+    assert failure._where_it_hangs() == ""

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from fcsd.config.model import ModelConfig
 from fcsd.config.suite import load_suite

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcsd.network.compare import compare, patterns
+from fcsd.network.compare import compare, exchange_counts, patterns
 from fcsd.network.fit import fit_line
 from fcsd.network.links import Array, LinkModel
 from fcsd.network.profile import num_exchanges, profile
-from tests.network.testbed import Sleeping, Testbed
+from fcsd.network.simulate import Payload, simulate
+from tests.network.testbed import Sleeping, Testbed, routed_counts
 
 OFF = ~np.eye(4, dtype=bool)
 # CAMoE, A.3, in units of 10 MB/s and of ms: one endpoint behind slow links, three near each other
@@ -105,3 +106,14 @@ def test_times_simulated_from_a_profile_are_those_measured_and_edges_alone_do_no
     assert np.abs(found.errors).mean() <= 0.05 and np.abs(found.errors).max() <= 0.15
     assert (compare(links, shared, given, "edge").errors[:4] < -0.25).all()  # balanced
     assert str(found).startswith("simulated against measured, 18 patterns: mean error")
+
+
+def test_exchanges_of_counts_that_a_bias_has_moved_fall_as_predicted() -> None:
+    testbed = Testbed(ALPHA, BETA, egress=np.full(4, 4e-8), delay=jitter(1e-4))
+    links, payload = profile(testbed, FACTS, largest_bytes=LARGEST), Payload(hidden_size=512, num_experts=32)
+    plain, moved = (routed_counts(strength, ALPHA, BETA) for strength in (0, 0.5))
+    assert plain.sum() == moved.sum()
+    measured = [exchange_counts(testbed, counts, payload).total.mean() for counts in (plain, moved)]
+    predicted = [simulate(links, counts, payload).total.mean() for counts in (plain, moved)]
+    assert measured[1] < 0.95 * measured[0]
+    assert predicted[1] / predicted[0] == pytest.approx(measured[1] / measured[0], abs=0.07)

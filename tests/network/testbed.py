@@ -90,3 +90,21 @@ class Sleeping(Testbed):
             if (took := time.perf_counter() - began) < 1.003 * seconds:
                 return took
         raise AssertionError(f"the machine is too busy to sleep {seconds:g} s")
+
+
+def routed_counts(strength: float, alpha: Array, beta: Array, num_layers: int = 4) -> Array:
+    """Counts [L, N, N] of 512 tokens an endpoint, each to 4 of 32 experts with unequal popularity.
+
+    Logits lose `strength` times the z-score of what an edge costs each of its sources (CAMoE, equations 10 to 13).
+    """
+    size, rng = len(alpha), np.random.default_rng(3)
+    home = np.arange(32) // (32 // size)
+    logits = rng.normal(size=(num_layers, size, 512, 32)) + rng.normal(size=(num_layers, 1, 1, 32))
+
+    def counts(given: Array) -> Array:
+        chosen = home[np.argsort(-given, -1)[..., :4]]
+        return np.stack([(chosen == target).sum((-2, -1)) for target in range(size)], -1).astype(np.float64)
+
+    cost = alpha + beta * counts(logits) * 1024 + alpha.T + beta.T * counts(logits) * 1024
+    score = (cost - cost.mean(-1, keepdims=True)) / cost.std(-1, keepdims=True)
+    return counts(logits - strength * score[:, :, None, home])

@@ -2,15 +2,18 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcsd.connectivity import Connectivity, load_model
 from fcsd.errors import UserError
-from fcsd.overlap import attach
+from fcsd.overlap import OverlappedEP, attach
+from fcsd.overlap.exchange import Port
 from fcsd.overlap.layer import runtimes
 from fcsd.overlap.schedule import LayerFacts, schedule
 from fcsd.tiny.models import tiny_model
@@ -247,3 +250,38 @@ def test_the_backward_pass_computes_while_gradients_travel(two_ranks: Any) -> No
     assert two_ranks["qwen3_moe"]["tags"] == (
         "lC3 wC3 lD3 b3 wD3 g3 lC2 a3 wC2 lD2 b2 wD2 g2 lC1 a2 wC1 lD1 b1 wD1 g1 lC0 a1 wC0 lD0 b0 a0 wD0 g0"
     )
+
+
+def test_counts_are_on_their_way_while_the_rows_are_gathered() -> None:
+    """So that the ranks learn of each other's counts while each has something to do."""
+    log: list[str] = []
+    rows = torch.randn(5, 3)
+
+    class Logged:
+        def __init__(self, what: str):
+            self.what = what
+
+        def start(self, received: Any, sent: Any, receive: Any, send: Any) -> Any:
+            received.copy_(sent)
+            log.append(f"start {self.what}")
+            return SimpleNamespace(wait=lambda: log.append(f"wait {self.what}"))
+
+    class Gathers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(each is rows for each in args):
+                log.append("gather rows")
+            return func(*args, **(kwargs or {}))
+
+    ep: Any = object.__new__(OverlappedEP)
+    ep.__dict__.update(ep_mesh=SimpleNamespace(size=lambda: 1), num_here=4, scaled=False)
+    ep.__dict__.update(port=Port(Logged("rows")), _counts=Logged("counts"))
+    experts, weights = torch.tensor([[0, 3], [1, 2], [3, 0], [3, 1], [2, 0]]), torch.rand(5, 2)
+    with Gathers():
+        dispatch = ep.start_dispatch(rows, experts, weights, None)
+        again = [*log]
+        ep.start_dispatch(rows, experts, weights, dispatch.sizes)
+    assert again == ["start counts", "gather rows", "wait counts", "start rows"]
+    assert log == [*again, "gather rows", "start rows"]
+    received, _ = ep.finish_dispatch(dispatch)
+    assert torch.equal(received, rows[[0, 2, 4, 1, 3, 1, 4, 0, 2, 3]])
+    assert log[-1] == "wait rows"

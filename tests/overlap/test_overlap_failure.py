@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fcsd.cli.main import main
 from fcsd.distributed import failure
@@ -85,6 +86,31 @@ def test_a_rank_that_goes_wrong_between_dispatch_and_combine_ends_the_other(
     output = "".join(text for _, text in outcomes)
     assert [code for code, _ in outcomes] == [1, -signal.SIGKILL if fault is killed else 1], output
     assert output.count(message) == 1, output
+
+
+def test_a_rank_that_hangs_while_others_gather_weights_ends_all_long_before_the_launch_loses_patience(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Which lets them wait for 12 hours: one of them may have a score to make."""
+
+    def one(rank: int) -> int:
+        failure._PERIOD_S, failure._GRACE_S, failure._HUNG_S = 0.2, 1.0, 6.0
+        unshard, calls = FSDPParamGroup.unshard, [0]
+
+        def hangs(group: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[0] += failure._step_began is not None
+            if rank == 1 and calls[0] == 3 * FIFTH:
+                time.sleep(60)
+            return unshard(group, *args, **kwargs)
+
+        FSDPParamGroup.unshard = hangs  # type: ignore[method-assign]
+        return main(["distill", str(bench.recipe("r")), "--expert-parallel", "2", "--overlap", "full"])
+
+    outcomes = in_forked_ranks(one, 2, tmp_path)
+    output = "".join(text for _, text in outcomes)
+    assert [code for code, _ in outcomes] == [1, 1], output
+    assert output.count("so one of them hangs: rank 0 is in ") == 1, output
+    assert f"; rank 1 is in hangs ({__file__}, line " in output, output
 
 
 def test_the_exchange_that_breaks_is_named() -> None:

@@ -1,5 +1,4 @@
-"""Every family that overlaps: the bits of blocking exchanges on two ranks, in float32 and with bfloat16 mixed precision,
-and the page that lists the families."""
+"""Every family that overlaps has the bits of blocking exchanges on two ranks, in float32 and bfloat16; their page."""
 
 from pathlib import Path
 from typing import Any

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fcsd.connectivity import Connectivity
 from fcsd.errors import UserError
@@ -17,7 +20,7 @@ from fcsd.families import FAMILIES, PREFIX
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
-PURE = ("families", "field", "refusals", "settings", "versions")
+PURE = ("families", "field", "refusals", "settings", "versions", "weights")
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,28 @@ def test_a_feature_that_farskip_layers_lack_is_refused_in_one_line(
     with pytest.raises(plugin.refusals.Refused, match=words) as refused:
         plugin.refusals.check_engine(config, row)
     assert str(refused.value).startswith(f"fcsd-serving: {row.architecture}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_an_fp8_weight_without_its_scale_is_refused_before_weights_load(plugin: Any, tmp_path: Path) -> None:
+    weight, scale = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(1)
+    shards = {
+        "norm.weight": torch.ones(4),
+        "a.weight": weight, "a.weight_scale": scale,  # compressed-tensors, modelopt
+        "b.weight": weight, "b.weight_scale_inv": scale,  # DeepSeek-V3
+        "experts.gate_up_proj": weight, "experts.gate_up_proj_scale_inv": scale,
+        "c.weight_packed": torch.ones(4, dtype=torch.uint8), "c.weight_scale": weight,  # NVFP4's scales are FP8
+    }  # fmt: skip
+    for number, (name, tensor) in enumerate(shards.items()):
+        save_file({name: tensor}, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"})
+    (tmp_path / "no.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    plugin.weights.check_weights(str(tmp_path))
+    plugin.weights.check_weights("owner/model")  # of the hub
+    (tmp_path / "model-4.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r": b.weight is FP8 and has no scale \(b.weight_scale or"
+    ) as refused:
+        plugin.weights.check_weights(str(tmp_path))
     assert "\n" not in str(refused.value)
 
 

@@ -1,0 +1,103 @@
+"""What `fcsd plan` says of the runs that the FarSkip paper measured, beside what it measured (docs/plan.md).
+
+    python benchmarks/plan.py
+
+Three columns: published peaks (every efficiency 1, links at their nominal rate, no slow-down), the assumptions of
+`fcsd.cost.assumptions`, which are not fitted, and one of many settings that fit. One network interface for each GPU is
+assumed; the paper says "400 Gbps between nodes" without saying of what. DeepSeek-V3 with 6 layers, all of them MoE: the
+paper's 71B parameters are those (three dense layers first, as published, would make 38B).
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fcsd.cost.plan_times import plan_times
+from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.files import read_json
+from fcsd.text import markdown
+
+CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
+_SHARES = ("gemm", "grouped", "core", "fused_core", "hbm", "link", "nic")
+PEAKS = dict.fromkeys(_SHARES, 1.0) | {"slowdown": 0.0}
+FITTED = {"gemm": 0.3, "grouped": 0.3, "core": 0.25, "score_passes": 8.0, "slowdown": 0.0}
+V3 = {"num_hidden_layers": 6, "first_k_dense_replace": 0}
+ON_8: dict[str, Any] = {"gpu": "mi325x", "fused_attention": False}
+ON_32: dict[str, Any] = ON_8 | {"nodes": 4, "global_batch": 64}
+
+TRAINING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], float, tuple[float, float] | None], ...] = (
+    ("V2-Lite, EP 8", "DeepSeek-V2-Lite", {}, ON_8 | {"batch": 8, "global_batch": 128}, 1.11, (87.6, 89.0)),
+    ("V3 (6 layers), EP 8", "DeepSeek-V3", V3, ON_8 | {"global_batch": 64}, 1.04, (92.9, 84.1)),
+    ("V3 (6 layers), EP 32", "DeepSeek-V3", V3, ON_32, 1.22, None),
+    ("the same, one interface a node", "DeepSeek-V3", V3, ON_32 | {"network_gb_s": 6.25}, 1.22, None),
+)  # fmt: skip
+"""Name, config, changes to it, settings, the paper's speed-up, its overlap forward and backward (Table 3, Figure 5)."""
+
+ON_300X: dict[str, Any] = {"gpu": "mi300x", "phase": "prefill", "batch": 16, "fp8": True}
+V2 = {
+    "num_hidden_layers": 60, "hidden_size": 5120, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "n_routed_experts": 160, "moe_intermediate_size": 1536, "intermediate_size": 12288,
+    "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
+}  # fmt: skip
+"""What DeepSeek-V2 has that DeepSeek-V2-Lite has not: arXiv 2405.04434, section 3.1.2."""
+SERVING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], str], ...] = (
+    ("DeepSeek-V2", "DeepSeek-V2-Lite", V2, ON_300X, "8.2-16.8 %"),
+    ("Llama-4-Scout", "Llama-4-Scout-17B-16E", {}, ON_300X, "12.2-18.5 %"),
+)
+"""Name, config, changes, settings, the paper's gain of the time to the first token at 512 to 2048 tokens (5.2)."""
+
+
+def planned(name: str, changes: dict[str, Any], settings: dict[str, Any]) -> Planned:
+    """Prepare a published configuration with changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = read_json(CONFIGS / f"{name}.json") | changes
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return prepare(PlanSettings(folder, **settings))
+
+
+def at(one: Planned, column: str) -> dict[str, Any]:
+    """Return the times under one of the three columns."""
+    if column == "assumed":
+        return plan_times(one)
+    values = one.values | (PEAKS if column == "peaks" else FITTED)
+    machine = one.machine
+    if column == "peaks":
+        machine = replace(machine, gpu=replace(machine.gpu, payload=1.0))
+    return plan_times(replace(one, values=values, machine=machine))
+
+
+def training_rows() -> Iterator[list[str]]:
+    """Yield speed-ups, and hidden communication forward and backward."""
+    for title, name, changes, settings, speed_up, overlap in TRAINING:
+        one = planned(name, changes, settings)
+        found = {column: at(one, column) for column in ("peaks", "assumed", "fitted")}
+        yield [title, f"{speed_up:.2f}", *(f"{each['speed_up']:.3f}" for each in found.values())]
+        if overlap is not None:
+            shares = [
+                " / ".join(f"{100 * each['overlap'][name]:.1f}" for name in ("forward", "backward"))
+                for each in found.values()
+            ]
+            yield ["hidden, % forward / backward", " / ".join(map(str, overlap)), *shares]
+
+
+def serving_rows() -> Iterator[list[str]]:
+    """Yield the gain in the time to the first token, from the shortest to the longest prompt."""
+    for title, name, changes, settings, gain in SERVING:
+        cells = []
+        each = [planned(name, changes, settings | {"length": length}) for length in (512, 1024, 2048)]
+        for column in ("peaks", "assumed", "fitted"):
+            gains = [100 * (at(one, column)["speed_up"] - 1) for one in each]
+            cells.append(f"{min(gains):.0f}-{max(gains):.0f} %")
+        yield [f"{title}, time to first token", gain, *cells]
+
+
+def main() -> None:
+    header = ["", "paper", "published peaks", "assumed (not fitted)", "fitted"]
+    print(markdown(header, [*training_rows(), *serving_rows()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Times that were measured instead of the roofline: what `times.json` holds, and what a plan makes of it.
+
+Of a training step with blocking exchanges: its seconds, those of each exchange, and its window, what was computed
+between its end and where its rows were needed. The overlapped step hides of each exchange what its window holds, so
+
+    overlapped = step - sum(min(seconds, window)) x (1 - slowdown)
+
+whatever the kernels do. Of a server: its time, and the share of it in which it only communicates.
+
+`fcsd trace` writes the file (docs/plan.md), and `python -m benchmarks.overlap --times`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.config.strict import Strict, validate
+from fcsd.connectivity.spec import resolve_layers
+from fcsd.cost.plan_times import plan_times
+from fcsd.cost.planned import Planned
+from fcsd.cost.windows import gain
+from fcsd.errors import UserError
+from fcsd.files import read_json, write_json
+
+
+class ExchangeTime(Strict):
+    """One exchange of a step, and its window."""
+
+    layer: int = Field(ge=0)
+    kind: Literal["dispatch", "combine"]
+    backward: bool
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    window_s: float = Field(ge=0, allow_inf_nan=False)
+
+
+class Times(Strict):
+    """What was measured, and of what. step_s: a micro-batch forward and backward, or the time of a server.
+
+    exchanges: in training. communication_s: of a server, exposed in the regular model; overlap: share of it that is
+    hidden in the converted one, null: what the plan says. slowdown: null: the assumption.
+    """
+
+    version: Literal[1] = 1
+    phase: Literal["train", "prefill", "decode"] = "train"
+    model_type: str
+    num_layers: int = Field(gt=0)
+    ranks: int = Field(gt=0)
+    batch: int = Field(gt=0)
+    length: int = Field(gt=0)
+    step_s: float = Field(gt=0, allow_inf_nan=False)
+    exchanges: list[ExchangeTime] = Field(default_factory=list)
+    communication_s: float | None = Field(None, ge=0, allow_inf_nan=False)
+    overlap: float | None = Field(None, ge=0, le=1)
+    slowdown: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_what_its_phase_needs(self) -> "Times":
+        if self.phase == "train" and not self.exchanges:
+            raise ValueError("exchanges: a training step needs at least one")
+        if self.phase != "train" and self.communication_s is None:
+            raise ValueError(f"communication_s: needed of a server ({self.phase})")
+        sent = self.communication_s or sum(each.seconds for each in self.exchanges)
+        if sent >= self.step_s:
+            raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
+        return self
+
+
+def read_times(path: Path) -> Times:
+    """Read and check a file of times.
+
+    Raises:
+        UserError: it is no such file; the message says what is wrong with it.
+    """
+    return validate(Times, read_json(path), str(path))
+
+
+def write_times(path: Path, times: Times) -> None:
+    """Write a file of times under a temporary name, then rename it."""
+    write_json(path, times.model_dump(mode="json"))
+
+
+def measured_times(times: Times, planned: Planned, layers: list[int] | None = None) -> dict[str, Any]:
+    """Return what `plan_times` does, from measured times.
+
+    Raises:
+        UserError: they were measured on another model, number of ranks, batch, length or phase.
+    """
+    _check(times, planned)
+    slowdown = planned.values["slowdown"] if times.slowdown is None else times.slowdown
+    if times.phase != "train":
+        return _served(times, planned, layers, slowdown)
+    spec, moe = planned.connectivity, planned.work.moe
+    chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
+    last = len(moe) - 1
+    shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
+    for each in times.exchanges:
+        rewired = each.layer in chosen
+        if each.kind == "combine":
+            rewired &= each.layer == last or each.layer + 1 in chosen
+        share = shares["backward" if each.backward else "forward"]
+        share[0] += min(each.seconds, each.window_s) if rewired else 0.0
+        share[1] += each.seconds
+    hidden, sent = (sum(share[i] for share in shares.values()) for i in (0, 1))
+    forward = [each for each in times.exchanges if not each.backward]
+    windows = {(each.layer, each.kind): each.window_s if each.layer in chosen else 0.0 for each in forward}
+    mean = {
+        kind: sum(found) / len(found)
+        for kind in ("dispatch", "combine")
+        if (found := [each.seconds for each in forward if each.kind == kind])
+    }
+    return {
+        "regular_s": times.step_s,
+        "overlapped_s": times.step_s - hidden * (1 - slowdown),
+        "speed_up": times.step_s / (times.step_s - hidden * (1 - slowdown)),
+        "compute_s": times.step_s - sent,
+        "communication_s": sent,
+        "exposed_s": sent - hidden,
+        "communication_share": sent / times.step_s,
+        "overlap": {name: done / total for name, (done, total) in shares.items() if total},
+        "exchange_s": mean,
+        "windows": [
+            {"layer": k, **{f"{kind}_s": windows.get((k, kind), 0.0) for kind in ("dispatch", "combine")}}
+            for k in sorted({layer for layer, _ in windows})
+        ],
+    }
+
+
+def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
+    assert times.communication_s is not None
+    found = plan_times(planned, layers=layers)
+    overlap = found["overlap"]["forward"] if times.overlap is None else times.overlap
+    share = times.communication_s / times.step_s
+    # Hidden seconds cost computation a little; a measured overlap of a whole server has that in it.
+    kept = 1 - (slowdown if times.overlap is None else 0.0)
+    speed_up = 1 + gain(share, overlap * kept)
+    return found | {
+        "regular_s": times.step_s,
+        "overlapped_s": times.step_s / speed_up,
+        "speed_up": speed_up,
+        "compute_s": times.step_s - times.communication_s,
+        "communication_s": times.communication_s,
+        "exposed_s": times.communication_s * (1 - overlap),
+        "communication_share": share,
+        "overlap": {"forward": overlap},
+    }
+
+
+def _check(times: Times, planned: Planned) -> None:
+    for name, theirs, ours in _facts(times, planned):
+        if theirs != ours:
+            raise UserError(
+                f"--measured: {name} is {theirs} in the file and {ours} in the plan; measure what is planned, or plan"
+                " what was measured"
+            )
+
+
+def _facts(times: Times, planned: Planned) -> Iterator[tuple[str, Any, Any]]:
+    settings = planned.settings
+    train = settings.phase == "train"
+    yield "phase", times.phase, settings.phase
+    yield "model_type", times.model_type, planned.model_type
+    yield "num_layers", times.num_layers, len(planned.work.layers)
+    yield "ranks", times.ranks, planned.expert_parallel if train else planned.tensor_parallel
+    yield "batch", times.batch, settings.batch
+    yield "length", times.length, settings.length

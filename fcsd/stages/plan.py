@@ -1,0 +1,98 @@
+"""A plan from files: cluster, links, measured times, a layer study; and the figure which conversion is worth it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fcsd.cost.measured import Times, measured_times, read_times
+from fcsd.cost.plan import plan
+from fcsd.cost.plan_times import plan_times
+from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.errors import UserError
+from fcsd.layers.proposal import has_calibrated, point_loss, selection_text, study_metric
+from fcsd.layers.study import read_study
+from fcsd.network.links import LinkModel, read_links
+from fcsd.report.plots import plot_worth
+
+
+def plan_from_files(
+    settings: PlanSettings,
+    *,
+    links: Path | None = None,
+    measured: Path | None = None,
+    study: Path | None = None,
+    metric: str | None = None,
+    figure: Path | None = None,
+) -> dict[str, Any]:
+    """Return what `fcsd.cost.plan.plan` does, with measured times in the roofline's place, and a study beside it.
+
+    Raises:
+        UserError: what `prepare`, `plan` and the readers of these files refuse; a figure without a study; a study of
+            another number of layers.
+    """
+    if figure is not None and study is None:
+        raise UserError(
+            "--figure: shows speed-up against quality, so it needs --study (a folder of `fcsd layers`)"
+        )
+    if links is not None and measured is not None:
+        raise UserError("--links and --measured are both given; measured times have the exchanges in them")
+    known = None if links is None else read_links(links)
+    times = None if measured is None else read_times(measured)
+    planned = prepare(settings, known)
+    facts = plan(planned, known) if times is None else _measured(times, planned)
+    if study is not None:
+        facts["study"] = _against_quality(planned, known, times, study, metric)
+        if figure is not None:
+            plot_worth(facts["study"], figure)
+    return facts
+
+
+def _measured(times: Times, planned: Planned) -> dict[str, Any]:
+    found = measured_times(times, planned)
+    facts = plan(planned)
+    rows = []
+    for row in facts["sensitivity"]:
+        if row["name"] == "slowdown" and times.slowdown is None:
+            ends = [replace(planned, values=planned.values | {"slowdown": end}) for end in row["range"]]
+            rows = [row | {"speed_up": [measured_times(times, one)["speed_up"] for one in ends]}]
+    return facts | {"times": found, "sensitivity": rows, "upper_bound": False, "measured": True}
+
+
+def _against_quality(
+    planned: Planned, links: LinkModel | None, times: Times | None, folder: Path, metric: str | None
+) -> list[dict[str, Any]]:
+    """Return for each selection of a study what it brings and what it costs."""
+    study = read_study(folder)
+    if study["num_hidden_layers"] != len(planned.work.layers):
+        raise UserError(
+            f"{folder}: a study of {study['num_hidden_layers']} layers, the model has {len(planned.work.layers)}"
+        )
+    chosen, rows = study_metric(study, metric), []
+    for calibrated in (False, True) if has_calibrated(study) else (False,):
+        for point in study["points"]:
+            if point["side"] not in ("first", "last"):
+                continue
+            loss, error = point_loss(study, point, chosen, calibrated)
+            rows.append(
+                {
+                    "side": point["side"],
+                    "selection": selection_text(point["layers"]),
+                    "num_layers": point["num_layers"],
+                    "weights": "calibrated" if calibrated else "copied",
+                    "metric": "KL" if chosen == "kl" else f"{chosen} lost",
+                    "loss": loss,
+                    "stderr": error,
+                    "speed_up": _speed_up(planned, links, times, point["layers"]),
+                }
+            )
+    if not rows:
+        raise UserError(f"{folder}: single layers only; run `fcsd layers` with --sides first,last")
+    return rows
+
+
+def _speed_up(planned: Planned, links: LinkModel | None, times: Times | None, layers: Sequence[int]) -> float:
+    found: Mapping[str, Any] = (
+        plan_times(planned, links, layers) if times is None else measured_times(times, planned, list(layers))
+    )
+    return float(found["speed_up"])

@@ -1,0 +1,31 @@
+"""What the headers of a checkpoint's safetensors files tell before weights load. Standard library only."""
+
+import json
+from pathlib import Path
+
+from fcsd_vllm.refusals import Refused
+
+_FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+
+
+def check_weights(folder: str) -> None:
+    """Raise Refused for a local checkpoint with an FP8 weight that has no scale (`NAME_scale…`) beside it.
+
+    An engine would read that weight as if its scale were 1, and serve another model.
+    """
+    types = dict(entry for file in sorted(Path(folder).glob("*.safetensors")) for entry in _types(file))
+    scaled = {name.partition("_scale")[0] for name in types if "_scale" in name}
+    for name, dtype in sorted(types.items()):
+        if dtype in _FP8 and "_scale" not in name and name not in scaled:
+            raise Refused(
+                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale or {name}_scale_inv), without"
+                " which its values are not known; convert the original again with its scales, or a bfloat16 one"
+            )
+
+
+def _types(file: Path) -> list[tuple[str, str]]:
+    """Return name and dtype of each tensor; nothing for what is no such file, which the engine says itself."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = opened.read(length) if length <= file.stat().st_size else b"{}"
+    return [(name, entry["dtype"]) for name, entry in json.loads(header).items() if name != "__metadata__"]

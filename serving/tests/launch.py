@@ -1,0 +1,24 @@
+"""How engines are started that run whole in their process, alone or as two ranks; the benchmark starts them so, too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in this process
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def start_two_ranks(script: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a script on two ranks, where engines take the executor `external_launcher`; `options` are Popen's."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
+    return subprocess.Popen(
+        [sys.executable, *command], env={**ENVIRONMENT, **os.environ}, text=True, **options
+    )

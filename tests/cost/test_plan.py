@@ -1,0 +1,368 @@
+"""`fcsd plan`: operations and times by hand, the paper's measured speed-ups, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import TRAINING, V2, V3, at
+from benchmarks.plan import planned as published
+from fcsd.cli.main import main
+from fcsd.connectivity import Connectivity
+from fcsd.cost.assumptions import ASSUMPTIONS
+from fcsd.cost.measured import ExchangeTime, Times, write_times
+from fcsd.cost.operations import WHOLE
+from fcsd.cost.plan import memory, plan
+from fcsd.cost.plan_times import plan_times
+from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.network.links import LinkModel, write_links
+from tests.real_configs import real_folder
+
+EIGHT: dict[str, Any] = {"gpu": "mi325x", "fused_attention": False}
+
+
+@pytest.fixture(scope="module")
+def v3() -> Planned:
+    return published("DeepSeek-V3", V3, EIGHT | {"global_batch": 64})
+
+
+def with_values(one: Planned, **values: float) -> Planned:
+    return replace(one, values=one.values | values)
+
+
+# ---- operations
+
+
+def test_the_operations_of_a_layer_are_those_of_its_published_sizes(v3: Planned) -> None:
+    """arXiv 2412.19437, 4.2: hidden 7168, 128 heads of 128 + 64, latents 1536 and 512, 8 of 256 experts of 2048."""
+    tokens, layer = 4096, v3.work.layers[3]
+    per_token = {
+        "attention a" + WHOLE: 7168 * 1536 + 7168 * (512 + 64),
+        "attention a": 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128),
+        "attention b": 128 * 128 * 7168,
+        "router": 7168 * 256,
+        "experts": 8 * 3 * 7168 * 2048,
+        "shared expert": 3 * 7168 * 2048,
+    }
+    assert {name: work.flops for name, work in layer.steps.items()} == {
+        name: 2.0 * tokens * weights for name, weights in per_token.items()
+    }
+    assert layer.core == 2.0 * 128 * tokens**2 * (128 + 64 + 128)
+    assert layer.scores == 128 * tokens**2
+    assert layer.steps["experts"].weights == 256 * 3 * 7168 * 2048
+    assert layer.steps["attention b"].weights == per_token["attention b"]
+    assert v3.work.num_parameters == pytest.approx(71e9, rel=0.005)  # as the paper calls it
+
+
+def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -> None:
+    scout = published("Llama-4-Scout-17B-16E", {}, {"batch": 1, "length": 64, "nodes": 8, "phase": "prefill"})
+    assert scout.work.layers[0].work("experts").flops == 2.0 * 64 * 3 * 5120 * 8192
+    assert scout.work.layers[0].work("shared expert").flops == 2.0 * 64 * 3 * 5120 * 8192
+
+
+def test_only_moe_layers_have_exchanges_and_dense_ones_an_mlp(tmp_path: Path) -> None:
+    lite = prepare(PlanSettings(str(real_folder("DeepSeek-V2-Lite", tmp_path / "m")), length=256))
+    assert lite.work.moe == [False] + [True] * 26
+    assert lite.work.layers[0].work("mlp").flops == 2.0 * 256 * 3 * 2048 * 10944
+    assert [row["layer"] for row in plan_times(lite)["windows"]] == list(range(1, 27))
+
+
+# ---- the paper's measurements
+
+
+@pytest.mark.parametrize("row", TRAINING[:3], ids=[row[0] for row in TRAINING[:3]])
+def test_assumptions_that_were_not_fitted_give_the_papers_speed_ups_and_overlap(row: Any) -> None:
+    _, name, changes, settings, speed_up, overlap = row
+    times = at(published(name, changes, settings), "assumed")
+    assert times["speed_up"] == pytest.approx(speed_up, abs=0.035)
+    if overlap is not None:
+        found = [100 * times["overlap"][way] for way in ("forward", "backward")]
+        assert found == pytest.approx(overlap, abs=12)
+
+
+def test_the_assumed_values_are_those_that_were_chosen_before_the_comparison() -> None:
+    chosen = {
+        "gemm": 0.5,
+        "grouped": 0.4,
+        "core": 0.3,
+        "hbm": 0.65,
+        "link": 0.85,
+        "nic": 0.8,
+        "slowdown": 0.15,
+    }
+    assert {name: ASSUMPTIONS[name].value for name in chosen} == chosen
+
+
+def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it_is_a_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"gpu": "mi300x", "phase": "prefill", "batch": 16, "fp8": True, "length": 1024}
+    gain = plan_times(published("DeepSeek-V2-Lite", V2, settings))["speed_up"] - 1
+    assert gain > 3 * 0.125  # the paper: 8.2 to 16.8 %
+    folder = real_folder("DeepSeek-V2-Lite", tmp_path / "m")
+    assert main(["plan", str(folder), "--phase", "prefill"]) == 0
+    assert "UPPER BOUND" in capsys.readouterr().out
+    assert main(["plan", str(folder), "--gpu", "mi325x"]) == 0
+    assert "UPPER BOUND" not in capsys.readouterr().out
+
+
+# ---- times by hand
+
+
+def test_an_exchange_takes_the_slowest_of_peer_links_and_interface(v3: Planned) -> None:
+    sent = 4096 * 8 * 7168 * 2  # bytes a rank
+    one = plan_times(v3)["exchange_s"]["dispatch"]
+    assert one == pytest.approx(20e-6 + sent / 8 / (64e9 * 0.75 * 0.85))
+    far = published("DeepSeek-V3", V3, EIGHT | {"nodes": 4})
+    assert plan_times(far)["exchange_s"]["combine"] == pytest.approx(40e-6 + sent * 24 / 32 / (50e9 * 0.8))
+    switch = published("DeepSeek-V3", V3, {"gpu": "h200", "nodes": 2, "expert_parallel": 8})
+    assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(20e-6 + sent * 7 / 8 / (450e9 * 0.85))
+
+
+def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> None:
+    times = plan_times(with_values(v3, slowdown=0.25))
+    sent = 8 * 6 * 2 * sum(times["exchange_s"].values())  # micro-batches, layers, both passes
+    assert times["communication_s"] == pytest.approx(sent)
+    assert times["regular_s"] == pytest.approx(times["compute_s"] + sent)
+    hidden = times["regular_s"] - times["compute_s"] - times["exposed_s"]
+    assert times["overlapped_s"] == pytest.approx(times["regular_s"] - 0.75 * hidden)
+    exchange = times["exchange_s"]["combine"]
+    left = {"forward": 0.0, "backward": 0.0}
+    for row in times["windows"]:
+        for name, factor in (("forward", 1), ("backward", 2)):
+            combine = 0.0 if row["layer"] == 5 else row["combine_s"]  # the paper: the last is not hidden
+            left[name] += max(0, exchange - factor * row["dispatch_s"]) + max(0, exchange - factor * combine)
+    for name, seconds in left.items():
+        assert times["overlap"][name] == pytest.approx(1 - seconds / (6 * 2 * exchange))
+    steps = times["layer_s"]
+    assert times["windows"][3]["dispatch_s"] == pytest.approx(steps["attention b"])
+    assert times["windows"][3]["combine_s"] == pytest.approx(steps["shared expert"] + steps["attention a"])
+
+
+def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
+    some = replace(v3, connectivity=Connectivity("last:50%"))
+    found = [plan_times(one)["speed_up"] for one in (v3, some)]
+    assert found[0] > found[1] > 1
+    none = plan_times(v3, layers=[])
+    assert none["speed_up"] == 1 and none["exposed_s"] == pytest.approx(none["communication_s"])
+    assert plan_times(v3, layers=[3, 4, 5]) == plan_times(some)
+
+
+def test_a_converted_checkpoint_is_planned_as_it_is() -> None:
+    field = {"version": 1, "layers": [4, 5], "attention": "partial", "mlp": "outdated"}
+    own = published(
+        "DeepSeek-V3", V3 | {"farskip": field, "model_type": "farskip_deepseek_v3"}, {"length": 64}
+    )
+    regular = published("DeepSeek-V3", V3, {"length": 64, "connectivity": Connectivity([4, 5])})
+    assert plan_times(own) == plan_times(regular)
+    assert sum(row["dispatch_s"] > 0 for row in plan_times(own)["windows"]) == 2
+
+
+def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "decode", "batch": 4, "length": 1000}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    latent = 27 * (512 + 64) * 2 * 1000 * 4  # bytes, whole on every rank
+    assert lite.cached == latent
+    steps = plan_times(with_values(lite, row_passes=0))["layer_s"]
+    bandwidth = 4800e9 * 0.65
+    output = 2048 * 2048 * 2 / 8  # bytes of the output projection on one of 8 ranks
+    assert steps["attention b"] == pytest.approx(latent / 27 / bandwidth + output / bandwidth)
+    used = 64 * (1 - (1 - 6 / 64) ** 4)
+    assert steps["experts"] == pytest.approx(used * 3 * 2048 * 1408 * 2 / 8 / bandwidth)
+    all_reduce = 2 * (20e-6 + 7 / 8 * 4 * 2048 * 2 / (450e9 * 0.85))
+    assert plan_times(lite)["exchange_s"]["all_reduce"] == pytest.approx(all_reduce)
+
+
+def even_links(ranks: int, beta: float) -> LinkModel:
+    rows = [[beta] * ranks] * ranks
+    zero = [[1e-5] * ranks] * ranks
+    phase = {
+        "alpha_s": zero,
+        "beta_s_per_byte": rows,
+        "r2": rows,
+        "refined": [[True] * ranks] * ranks,
+        "repeats": 3,
+    }
+    return LinkModel.model_validate(
+        {
+            "endpoints": [str(i) for i in range(ranks)], "collective": "p2p", "backend": "nccl", "world_size": ranks,
+            "libraries": {}, "metadata": phase, "dispatch": phase, "combine": phase,
+            "ports": {"egress_s_per_byte": [None] * ranks, "ingress_s_per_byte": [None] * ranks},
+        }
+    )  # fmt: skip
+
+
+def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
+    found = plan_times(v3, even_links(8, 1e-9))["exchange_s"]
+    rows = 4096 * 8 / 8
+    assert found["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
+    assert found["dispatch"] == pytest.approx(2e-5 + (rows * (7168 * 2 + 4) + 256 * 8) * 1e-9)
+
+
+def test_no_assumption_is_without_effect(v3: Planned) -> None:
+    by_phase = [
+        plan(v3),
+        plan(published("DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16})),
+    ]
+    moved = {
+        row["name"]
+        for facts in by_phase
+        for row in facts["sensitivity"]
+        if abs(row["speed_up"][0] - row["speed_up"][1]) > 1e-6
+    }
+    assert moved == set(ASSUMPTIONS)
+    assert all(row["source"] and row["what"] for row in by_phase[0]["sensitivity"])
+
+
+# ---- memory
+
+
+def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
+    served = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100})
+    parts = memory(served)["parts"]
+    assert parts["weights"] == 15_706_484_224 * 2 // 8
+    assert parts["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
+    short = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128})
+    parts = memory(short)["parts"]
+    assert parts["student weights"] == short.work.num_parameters * 4 // 8
+    assert parts["optimizer states"] == 2 * parts["gradients"]
+    # Of a layer that is gathered a rank has an eighth of the experts: two layers in bfloat16, and of one the gradient.
+    whole = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128, "expert_parallel": 1})
+    experts = 64 * 3 * 2048 * 1408 * 7 / 8
+    head = 102400 * 2048
+    layer = 553_648_128 + 17_301_504  # experts and shared expert, most of it
+    assert memory(whole)["parts"]["gathered weights"] > 4 * layer
+    assert memory(whole)["parts"]["gathered weights"] - parts["gathered weights"] >= 4 * experts - 6 * head
+
+
+# ---- files
+
+
+def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
+    folder, path = real_folder("DeepSeek-V2-Lite", tmp_path / "m"), tmp_path / "windows.json"
+    assert main(["plan", str(folder), "--length", "512", "--windows", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["layers"] == list(range(1, 27)) and found["expert_parallel"] == 8
+    assert len(found["dispatch_s"]) == len(found["combine_s"]) == 26
+    assert min(found["dispatch_s"]) > 0 and found["combine_s"][-1] < found["combine_s"][0]
+
+
+def test_a_cluster_file_says_what_the_options_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, cluster = real_folder("DeepSeek-V2-Lite", tmp_path / "m"), tmp_path / "cluster.yaml"
+    cluster.write_text("gpu: mi300x\nnodes: 2\nnetwork_gb_s: 25\nassumptions: {gemm: 0.6}\n")
+
+    def planned(*words: str) -> Any:
+        assert main(["plan", str(folder), "--length", "512", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    by_file = planned("--cluster", str(cluster))
+    by_options = planned("--gpu", "mi300x", "--nodes", "2", "--network-gb-s", "25")
+    assert by_file["machine"] == by_options["machine"] and by_file["memory"] == by_options["memory"]
+    assert by_file["times"]["compute_s"] < by_options["times"]["compute_s"]  # gemm
+
+
+def study(folder: Path, num_layers: int) -> Path:
+    points = [
+        {
+            "side": side,
+            "num_layers": n,
+            "layers": list(range(n)) if side == "first" else list(range(num_layers - n, num_layers)),
+            "values": {"kl": {"value": 0.1 * n, "stderr": 0.01, "num_tokens": 9}},
+        }
+        for side in ("first", "last")
+        for n in (2, num_layers)
+    ]
+    folder.mkdir()
+    found = {
+        "schema_version": 1, "study": {}, "num_hidden_layers": num_layers, "moe_layers": list(range(1, num_layers)),
+        "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "points": points,
+    }  # fmt: skip
+    (folder / "layers.json").write_text(json.dumps(found))
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_a_study_stands_beside_what_each_selection_brings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, figure = real_folder("DeepSeek-V2-Lite", tmp_path / "m"), tmp_path / "worth.png"
+    words = ["plan", str(folder), "--length", "512", "--study", str(study(tmp_path / "s", 27)), "--json"]
+    assert main([*words, "--figure", str(figure)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = {(row["side"], row["num_layers"]): row for row in facts["study"]}
+    assert rows["last", 27]["speed_up"] == pytest.approx(facts["times"]["speed_up"])
+    # Of the first two layers one is dense; of the last two the combine of both is hidden, or blocks alike.
+    assert 1 < rows["first", 2]["speed_up"] < rows["last", 2]["speed_up"] < rows["last", 27]["speed_up"]
+    assert rows["last", 2]["loss"] == 0.2 and rows["last", 2]["selection"] == "25-26"
+    assert figure.stat().st_size > 5000
+
+
+# ---- what is refused
+
+
+def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    write_links(tmp_path / "links.json", even_links(4, 1e-9))
+    times = Times(
+        model_type="deepseek_v2", num_layers=27, ranks=8, batch=1, length=64, step_s=1.0,
+        exchanges=[ExchangeTime(layer=1, kind="dispatch", backward=False, seconds=0.1, window_s=0.2)],
+    )  # fmt: skip
+    write_times(tmp_path / "times.json", times)
+    (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
+    (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
+    lite = str(real_folder("DeepSeek-V2-Lite", tmp_path / "m"))
+    return {
+        "gpu": ([lite, "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
+        "experts": ([lite, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
+        "ranks": ([lite, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
+        "memory": ([lite, "--gpu", "h100", "--batch", "64"], "--batch 64 --length 4096: a rank needs"),
+        "links": ([lite, "--links", str(tmp_path / "links.json")], "measured between 4 ranks, but --ep is 8"),
+        "links in serving": (
+            [lite, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
+            "measured for all-to-all; decode is planned with all-reduces",
+        ),
+        "dense": ([str(tmp_path / "dense")], "'llama' is a dense model"),
+        "tensor parallel training": ([lite, "--tp", "2"], "--tp 2: training is planned without tensor parallelism"),
+        "server's experts": (
+            [lite, "--phase", "prefill", "--ep", "4"],
+            "--ep 4: a server's experts are spread over its 8 tensor-parallel ranks",
+        ),
+        "global batch": ([lite, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
+        "batch": ([lite, "--batch", "0"], "--batch 0: must be 1 or more"),
+        "network": ([lite, "--network-gb-s", "0"], "--network-gb-s 0: must be above 0"),
+        "two machines": (
+            [lite, "--gpu", "h100", "--cluster", str(tmp_path / "cluster.yaml")],
+            "--cluster and --gpu are both given",
+        ),
+        "assumption": (
+            [lite, "--cluster", str(tmp_path / "cluster.yaml")],
+            "assumptions.gem: unknown; did you mean 'gemm'?",
+        ),
+        "measured elsewhere": (
+            [lite, "--length", "128", "--measured", str(tmp_path / "times.json")],
+            "--measured: length is 64 in the file and 128 in the plan",
+        ),
+        "fp8": ([lite, "--fp8", "--gpu", "a100"], "--fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
+        "steps of a server": (
+            [lite, "--phase", "decode", "--global-batch", "8"],
+            "--global-batch: of an optimiser step, which --phase decode has not",
+        ),
+        "value": ([lite, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
+        "figure": ([lite, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
+        "windows": ([lite, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
+        "study": ([lite, "--study", str(study(tmp_path / "s", 4))], "a study of 4 layers, the model has 27"),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_planned_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = refusals(tmp_path)
+    for words, expected in cases.values():
+        assert main(["plan", *words]) == 2, words
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1
+        assert expected in printed.err, (words, printed.err)

@@ -1,0 +1,162 @@
+"""A recipe's sweep of router biases: what it measures, that it is made once, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fcsd.config.load import load_recipe
+from fcsd.errors import UserError
+from fcsd.evaluate.stage import heldout_of
+from fcsd.files import read_json, write_json
+from fcsd.models.load import load_checkpoint
+from fcsd.network.links import read_links
+from fcsd.report.report import write_report
+from fcsd.routing.bias import read_tables, router_bias
+from fcsd.stages import steer as steer_module
+from fcsd.stages.checks import check_run
+from fcsd.stages.run import evaluate_models
+from fcsd.stages.steer import steer
+from tests.support import ROOT, Bench, make_bench, run_of
+
+LINKS = ROOT / "recipes" / "studies" / "camoe.links.json"  # four endpoints
+BATCH = 2
+
+
+def recipe_of(bench: Bench, **bias: Any) -> Path:
+    """A recipe that steers the base checkpoint, which has two layers of four experts, two of them for a token."""
+    row = bench.choice["task"]
+    suite = bench.folder / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
+    return bench.recipe(
+        data={
+            "train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "max_length": 32,
+            "loss_on": "all",
+        },
+        evaluation={
+            "suite": str(suite), "batch_size": BATCH,
+            "router_bias": {"links": str(LINKS), "kind": ["camoe", "bottleneck"], "strengths": [0, 0.5], **bias},
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run whose original and steered models are evaluated, and reported on."""
+    bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("steer"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
+        run = run_of(recipe_of(bench))
+        evaluate_models(run)
+        steer(run)
+        write_report(run.recipe, list(run.models()), run.layout.report)
+        yield run
+
+
+def by_hand(run: Any, name: str | None) -> dict[str, Any]:
+    """Mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
+    model = load_checkpoint(run.original).eval()
+    tables = read_tables(run.layout.bias_tables(name or "camoe-0.5"))
+    rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)
+    kl, loads, exchanges = [], torch.zeros(2, 4), []
+    for j, row in enumerate(rows):
+        ids = {key: torch.tensor(row[key])[None].long() for key in ("input_ids", "position_ids")}
+        text = ids["input_ids"][0] != run.tokenizer.pad_token_id
+        with torch.no_grad():
+            before = model(**ids).logits[0]
+            outputs = model(**ids, output_router_logits=True)
+            if name is not None:
+                with router_bias(model, tables) as steering:
+                    steering.endpoint = j % 4
+                    outputs = model(**ids, output_router_logits=True)
+        kept = torch.tensor(row["labels"])[1:] != -100
+        p, q = (logits[:-1][kept].double().log_softmax(-1) for logits in (before, outputs.logits[0]))
+        kl += (p.exp() * (p - q)).sum(-1).tolist()
+        if j % (4 * BATCH) == 0:
+            exchanges.append(torch.zeros(2, 4, 4))  # layer, source, expert: one expert at each endpoint
+        for layer, logits in enumerate(outputs.router_logits):
+            chosen = logits[text].topk(2).indices.flatten().bincount(minlength=4)
+            exchanges[-1][layer, j % 4] += chosen
+            loads[layer] += chosen
+    assert len(rows) % (4 * BATCH)  # what is left over makes no exchange
+    times, width = [], model.config.hidden_size
+    for exchange in exchanges[:-1]:
+        for pairs in exchange.tolist():
+            total = 0.0
+            for phase in ("metadata", "dispatch", "combine"):
+                alpha, beta = links.alpha(phase), links.beta(phase)
+                size = {"metadata": 4 * 8, "dispatch": 2 * width + 4, "combine": 2 * width}[phase]
+                total += max(
+                    alpha[u, v]
+                    + beta[u, v]
+                    * size
+                    * (1 if phase == "metadata" else pairs[v][u] if phase == "combine" else pairs[u][v])
+                    for u in range(4)
+                    for v in range(4)
+                    if u != v
+                )
+            times.append(total)
+    return {"kl": sum(kl) / len(kl), "mean_s": sum(times) / len(times), "loads": loads, "num": len(times)}
+
+
+@pytest.mark.parametrize("name", ["camoe-0.5", "bottleneck-0.5"])
+def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: Any, name: str) -> None:
+    result = read_json(finished.layout.evaluation(name) / "results.json")
+    base = read_json(finished.layout.router_bias / "manifest.json")["results"]["original"]
+    found, before = by_hand(finished, name), by_hand(finished, None)
+    assert result["kl_to_original"]["kl"] == pytest.approx(found["kl"], rel=1e-4) and found["kl"] > 1e-5
+    assert result["exchange"]["mean_s"] == pytest.approx(found["mean_s"])
+    assert base["exchange"]["mean_s"] == pytest.approx(before["mean_s"])
+    assert base["exchange"]["num_exchanges"] == result["exchange"]["num_exchanges"] == before["num"]
+    p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, found))
+    assert result["routing"]["kl"] == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
+    assert 0 < result["routing"]["routes_moved"] < 1
+    assert result["settings"]["router_bias"]["kind"] == name.partition("-")[0]
+
+
+def test_the_report_has_every_strength_beside_the_original(finished: Any) -> None:
+    report = read_json(finished.layout.report / "report.json")
+    assert [point["name"] for point in report["router_bias"]] == ["original", "camoe-0.5", "bottleneck-0.5"]
+    assert set(report["comparisons"]) == {"camoe-0.5", "bottleneck-0.5"}
+    text = (finished.layout.report / "report.md").read_text()
+    assert "## Steered routers" in text and "](steering.png)" in text
+
+
+def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
+    finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(steer_module, "load_for_evaluation", None)  # no model is loaded
+        steer(finished)
+    other = read_json(LINKS)
+    other["dispatch"]["alpha_s"][0][1] *= 2
+    write_json(tmp_path / "links.json", other)
+    bias = finished.recipe.evaluation.router_bias.model_copy(update={"links": str(tmp_path / "links.json")})
+    evaluation = finished.recipe.evaluation.model_copy(update={"router_bias": bias})
+    changed = run_of(finished.recipe.model_copy(update={"evaluation": evaluation}))
+    with pytest.raises(UserError, match=r"was made with other settings \(links: "):
+        steer(changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["evaluation.batch_size=auto"], "batch_size: 'auto' has no meaning with router_bias"),
+        (["evaluation.server={url: 'http://localhost:1'}"], "end a layer in an all-reduce"),
+        (["data.heldout=null"], "evaluation.router_bias needs data.heldout"),
+        (["evaluation.router_bias.strengths=[-0.1]"], "a strength is 0 or more, got -0.1"),
+        (["evaluation.router_bias.strengths=[0]"], "needs a strength above 0"),
+        (["evaluation.router_bias.strength=[1]"], "router_bias.strength: unknown key; did you mean 'strengths'"),
+        (["variants={camoe-0.5: {objective.name: sft}}"], "variants.camoe-0.5: is the name of a model of"),
+        (["evaluation.router_bias.endpoints=2"], "endpoints: 2, but .* has 4"),
+        (["evaluation.router_bias.links=nowhere.json"], "nowhere.json: no such file"),
+        (["evaluation.router_bias.tokens=64"], "64 tokens of data.train are 4 rows, and 4 endpoints need 2 each"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_steered_is_refused(bench: Bench, changes: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run = run_of(load_recipe(recipe_of(bench), changes))
+        check_run(run)
+        steer(run)
