@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fcsd.cli.options import (
     DATA_ROOT_HELP,
     Command,
+    CommandParser,
     expert_parallel_argument,
     field_option,
     model_argument,
@@ -51,6 +52,33 @@ def _routing(arguments: argparse.Namespace) -> None:
         print(json.dumps(result, indent=2) if arguments.json else report(result))
 
 
+def _bias(arguments: argparse.Namespace) -> None:
+    from fcsd.config.data import source_option
+    from fcsd.config.strict import validate
+    from fcsd.distributed.launch import join_launch
+    from fcsd.routing.tables import BiasSettings, write_bias
+
+    quiet_transformers()
+    options = vars(arguments)
+    given = {name: options[name] for name in BiasSettings.model_fields if name in options} | {
+        "model": {name: options[name] for name in ("revision", "trust_remote_code", "dtype")}
+        | {"path": arguments.model},
+        "text": source_option(arguments.text, "--text"),
+        "tasks": arguments.task,
+    }
+    settings = validate(BiasSettings, given, "the bias")
+    prompts = _prompts(settings)[1] if settings.tasks else None
+    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
+    facts = write_bias(settings, arguments.out, launch, prompts)
+    if launch.first:
+        before, after = 1e3 * facts["before_s"], 1e3 * facts["after_s"]
+        change = f"{before:.4g} -> {after:.4g} ms ({100 * (after / before - 1):+.1f} %)"
+        print(f"exchanges, mean over layers and this text: {change}")
+        if facts.get("left"):
+            print(f"layers that no bias brings into their windows, and that have none: {facts['left']}")
+        print(arguments.out)
+
+
 def _prompts(study: "RoutingStudy") -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
     """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
     from fcsd.config.suite import named_tasks
@@ -82,6 +110,54 @@ def add_commands(command: Command) -> None:
         metavar="MODEL2",
         help="the model that MODEL is compared with on the same tokens: the original of a conversion",
     )
+    _text_arguments(parser)
+    parser.add_argument("--links", metavar="FILE", help="links that `fcsd profile-network` measured")
+    parser.add_argument(
+        "--endpoints",
+        type=int,
+        help="endpoints that experts and batches are shared out over (default: those of the links, or 8)",
+    )
+    field_option(parser, "model.dtype", "of the models")
+    expert_parallel_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    parser = command(
+        "bias",
+        _bias,
+        "Tables that steer a model's routers away from slow links, from its traffic on a text.",
+        "`fcsd evaluate --router-bias OUT` says what they cost in quality; a recipe's evaluation.router_bias sweeps"
+        " strengths (docs/steering.md).",
+    )
+    model_argument(parser)
+    parser.add_argument("out", metavar="OUT", type=Path, help="file for the tables (safetensors)")
+    parser.add_argument(
+        "--links", metavar="FILE", required=True, help="links that `fcsd profile-network` measured"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=["camoe", "bottleneck", "windows"],
+        default="camoe",
+        help="camoe: pushes from all slow paths; bottleneck: from the slowest only, as far as camoe's time; windows:"
+        " each layer as far as its exchanges are hidden",
+    )
+    parser.add_argument(
+        "--strength", type=float, help="CAMoE's lambda; of bottleneck: the lambda whose time is the goal"
+    )
+    parser.add_argument("--windows", metavar="FILE", help="seconds beside each exchange, of `fcsd plan`")
+    field_option(parser, "evaluation.router_bias.placement", "which endpoint has which experts")
+    field_option(
+        parser, "evaluation.router_bias.selection", "choose experts by the bias, weigh them without it"
+    )
+    field_option(
+        parser, "evaluation.router_bias.scale", "count the strength in standard deviations of the logits"
+    )
+    _text_arguments(parser)
+    parser.add_argument("--endpoints", type=int, help="those that the links have to be between")
+    field_option(parser, "model.dtype", "of the model")
+    expert_parallel_argument(parser)
+
+
+def _text_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--text",
         help="text to route: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
@@ -101,12 +177,3 @@ def add_commands(command: Command) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, help="rows of one batch; each batch is at one endpoint"
     )
-    parser.add_argument("--links", metavar="FILE", help="links that `fcsd profile-network` measured")
-    parser.add_argument(
-        "--endpoints",
-        type=int,
-        help="endpoints that experts and batches are shared out over (default: those of the links, or 8)",
-    )
-    field_option(parser, "model.dtype", "of the models")
-    expert_parallel_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")

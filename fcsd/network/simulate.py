@@ -76,8 +76,10 @@ def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     return np.where(off, links.alpha(phase) + links.beta(phase) * num_bytes, 0.0)
 
 
-def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
-    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
+def path_times(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+    """Return the seconds of each (source, destination) of an exchange of num_bytes [..., N, N]; 0 on the diagonal.
+
+    That of an edge, or of the pair or the shared port that it is a part of, whichever is slower.
 
     Raises:
         UserError: the links were measured between others, or with a collective that the model does not describe.
@@ -94,17 +96,25 @@ def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model
             )
         )
     times = edge_times(links, phase, num_bytes)
-    slowest = times.max((-2, -1))
     if model == "edge":
-        return np.asarray(slowest)
+        return times
     off = ~np.eye(len(links.endpoints), dtype=bool)
     alpha, sent = links.alpha(phase), np.where(off, num_bytes, 0.0)
     if model == "pair":
         wire = links.beta(phase) * sent
-        return np.asarray((np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2)).max((-2, -1)))
+        return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
     egress = np.where(links.port("egress") > 0, alpha.max(1) + links.port("egress") * sent.sum(-1), 0.0)
     ingress = np.where(links.port("ingress") > 0, alpha.max(0) + links.port("ingress") * sent.sum(-2), 0.0)
-    return np.asarray(np.maximum(slowest, np.maximum(egress.max(-1), ingress.max(-1))))
+    return np.where(off, np.maximum(times, np.maximum(egress[..., :, None], ingress[..., None, :])), 0.0)
+
+
+def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
+
+    Raises:
+        UserError: what `path_times` refuses.
+    """
+    return np.asarray(path_times(links, phase, num_bytes, model).max((-2, -1)))
 
 
 def simulate(links: LinkModel, counts: Array, payload: Payload, model: Model | None = None) -> ExchangeTimes:

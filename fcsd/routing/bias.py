@@ -4,7 +4,8 @@ A rank's tokens all come from one endpoint u, so what is added in layer l is one
 (CAMoE, equation 13). L MoE layers, N endpoints, E experts; experts without an endpoint (those that compute nothing, or
 that every rank has) get 0.
 
-Not covered: what is in the tables (`camoe`, `bottleneck`); ranks that share their tokens, which have no source endpoint.
+Not covered: what is in the tables (`fcsd.routing.camoe`, `fcsd.routing.bottleneck`); ranks that share their tokens,
+which have no source endpoint.
 """
 
 import contextlib
@@ -38,9 +39,9 @@ Kind = Literal["camoe", "bottleneck", "windows"]
 class BiasTables:
     """What is added to the routers' logits of one model.
 
-    kind, strength: how the tables were made, and how hard they push (camoe: lambda; bottleneck: the part of the time
-    that is to go; windows: 1). selection: the bias chooses experts, and their weights come from the logits without it.
-    layers: indices of the MoE layers. tables: float32 [L, N, E]. placement: int [L, E], the endpoint that has each
+    kind, strength: how the tables were made, and how hard they push (camoe: lambda; bottleneck: the lambda of CAMoE
+    whose time is the goal; windows: 1). selection: the bias chooses experts, whose weights come from the logits without
+    it. layers: indices of the MoE layers. tables: float32 [L, N, E]. placement: int [L, E], the endpoint that has each
     expert; -1: none. model_type: of the regular model; num_hidden_layers: its decoder layers, MoE or dense.
     """
 
@@ -80,6 +81,29 @@ class BiasTables:
         return int(self.tables.shape[2])
 
 
+def tables_for(
+    model: torch.nn.Module,
+    kind: Kind,
+    strength: float,
+    tables: NDArray[Any],
+    placement: NDArray[np.integer],
+    *,
+    selection: bool = False,
+) -> BiasTables:
+    """Name the model and its layers beside tables [L, N, E]; placement [L, E]."""
+    config = unwrapped(model).config
+    return BiasTables(
+        kind=kind,
+        strength=strength,
+        selection=selection,
+        layers=tuple(router.layer for router in find_routers(model)),
+        tables=tables.astype(np.float32),
+        placement=placement,
+        model_type=base_model_type(config.model_type),
+        num_hidden_layers=config.get_text_config().num_hidden_layers,
+    )
+
+
 class _Facts(Strict):
     version: Literal[1]
     kind: Kind
@@ -94,7 +118,7 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
     """Write tables to one safetensors file, under a temporary name first."""
     path = Path(path)
     facts = {name: value for name, value in asdict(tables).items() if name not in ("tables", "placement")}
-    arrays = {"tables": tables.tables, "placement": tables.placement.astype(np.int64)}
+    arrays: dict[str, Any] = {"tables": tables.tables, "placement": tables.placement.astype(np.int64)}
     with writing(path), beside(path) as temporary:
         save_file(arrays, temporary / "tables", {"fcsd_bias": json.dumps({"version": 1} | facts)})
         (temporary / "tables").replace(path)
@@ -110,7 +134,7 @@ def read_tables(path: str | Path) -> BiasTables:
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a dict
+            arrays = {name: file.get_tensor(name) for name in ("tables", "placement")}
         facts = validate(_Facts, json.loads(metadata["fcsd_bias"]), str(path))
         return BiasTables(**facts.model_dump(exclude={"version"}), **arrays)
     except FileNotFoundError:
@@ -198,10 +222,9 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
 def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
     """Raise UserError where tables do not fit a model, or its ranks have no tokens of their own."""
     name, config = type(model).__name__, model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for what, given, has in (
         ("model type", tables.model_type, base_model_type(config.model_type)),
-        ("decoder layers", tables.num_hidden_layers, text.num_hidden_layers),
+        ("decoder layers", tables.num_hidden_layers, config.get_text_config().num_hidden_layers),
         ("experts", tables.num_experts, routers[0].num_experts),
         ("MoE layers", list(tables.layers), [router.layer for router in routers]),
     ):

@@ -90,7 +90,7 @@ def study_routing(
             routers, models that cannot be compared, too little text.
     """
     models = [find_model(each) for each in (study.model, study.against) if each is not None]
-    network = _network(study, models)
+    network = network_of(study, models)
     settings = study.model_dump(mode="json", exclude={"model", "against", "links", "data_root"})
     settings |= {"dtype": study.model.dtype, "num_endpoints": network.num_endpoints}
     inputs = inputs | {name: each.weights for name, each in zip(("model", "against"), models, strict=False)}
@@ -99,7 +99,7 @@ def study_routing(
     stage = launch.ranks.from_first(lambda: Stage(folder, "routing", settings, inputs))
     if launch.begin(stage) == "finished":
         return dict(read_json(folder / "routing.json"))
-    batches = _batches(study, models, prompts, network.num_endpoints)
+    batches = batches_of(study, models, prompts, network.num_endpoints)
     found: list[Routes] = []
     for each in models:
         model = load_for_evaluation(each, launch)
@@ -116,7 +116,7 @@ def study_routing(
     return result
 
 
-def _network(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
+def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
     """Check endpoints and links against the models' configs, before weights are read."""
     links = read_links(study.links) if study.links is not None else None
     num_endpoints = study.endpoints or (_ENDPOINTS if links is None else len(links.endpoints))
@@ -143,7 +143,7 @@ def _config_and_experts(model: ModelFolder) -> tuple[Any, int | None]:
     return config, expert_counts(config, family)[0]
 
 
-def _batches(
+def batches_of(
     study: RoutingStudy,
     models: Sequence[ModelFolder],
     prompts: Callable[[Any], Rows] | None,

@@ -172,7 +172,7 @@ def test_selection_chooses_by_the_bias_and_weighs_without_it(name: str) -> None:
 def test_selection_is_refused_where_a_router_makes_no_choice_of_its_own() -> None:
     for name in NO_SELECTION:
         model = tiny_model(name)
-        with pytest.raises(UserError, match="no top-2 of all experts in its forward.*leave selection off"):
+        with pytest.raises(UserError, match=r"no top-2 of all experts in its forward.*leave selection off"):
             run(model, random_tables(model, selection=True))
 
 

@@ -1,0 +1,122 @@
+"""Choose the strength of a bias while a model runs, from the times of its exchanges.
+
+The controller holds tables of rising strength, and the traffic of each, so that it can say what each would take on the
+links as it knows them. Times that stay off its prediction mean that the links have changed: it has the slowest path
+measured again, predicts anew, and takes the weakest tables whose exchanges keep within the goal.
+
+Not covered: how a path is measured (`fcsd.network.profile`); traffic that drifts, which needs new tables.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fcsd.errors import UserError
+from fcsd.network.links import LinkModel, Phase
+from fcsd.routing.bias import BiasTables
+from fcsd.routing.bottleneck import Deployment
+
+Probe = Callable[[Phase, int, int], tuple[float, float]]
+"""Given a phase, a source and a destination, the latency and the seconds a byte that its edge has now."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Tables, and the pairs [X, L, N, E] of the calibration tokens under them."""
+
+    tables: BiasTables
+    counts: NDArray[Any]
+
+
+class Controller:
+    """Hand every observed time to `observe`, the same one on all ranks; `tables` are those to use from then on.
+
+    goal_s: seconds that an exchange may take, mean over layers. band: an observed time within this part of the
+    predicted one says nothing new; a weaker bias has to keep this much below the goal. patience: observations, of which
+    all have to say the same before anything changes.
+
+    Raises:
+        UserError: no rungs; rungs that are not of rising strength.
+    """
+
+    def __init__(
+        self,
+        rungs: Sequence[Rung],
+        deployment: Deployment,
+        goal_s: float,
+        probe: Probe,
+        *,
+        band: float = 0.1,
+        patience: int = 5,
+    ):
+        strengths = [rung.tables.strength for rung in rungs]
+        if not rungs or strengths != sorted(set(strengths)):
+            raise UserError(f"controller: needs tables of rising strength, got {strengths}")
+        self.goal_s, self.band, self._probe = goal_s, band, probe
+        self._rungs, self._deployment = list(rungs), deployment
+        self._seen: deque[float] = deque(maxlen=patience)
+        self._unexplained = 1.0  # observed / predicted that no probe explained
+        self._probed: set[tuple[Phase, int, int]] = set()
+        self._current = self._choice()
+
+    @property
+    def tables(self) -> BiasTables:
+        """Those to use now."""
+        return self._rungs[self._current].tables
+
+    @property
+    def links(self) -> LinkModel:
+        """The links as the controller knows them now."""
+        return self._deployment.links
+
+    def predicted_s(self, rung: int | None = None) -> float:
+        """Return the seconds of an exchange under the tables of a rung; None: those in use."""
+        counts = self._rungs[self._current if rung is None else rung].counts
+        return self._deployment.mean_time(counts) * self._unexplained
+
+    def observe(self, seconds: float) -> BiasTables:
+        """Take note of the time of an exchange, mean over layers; return the tables to use."""
+        self._seen.append(seconds)
+        off = [each / self.predicted_s() - 1 for each in self._seen]
+        steady = len(off) == self._seen.maxlen
+        if not steady or not (min(off) > self.band or max(off) < -self.band):
+            if steady and all(abs(each) <= self.band for each in off):
+                self._probed.clear()
+            return self.tables
+        observed = float(np.median(self._seen))
+        self._probe_slowest()
+        self._unexplained = 1.0
+        if abs(observed / self.predicted_s() - 1) > self.band:
+            self._unexplained = observed / self.predicted_s()
+        self._seen.clear()
+        self._current = self._choice(self._current)
+        return self.tables
+
+    def _choice(self, current: int | None = None) -> int:
+        """Return the weakest rung within the goal, or the fastest; weaker than the one in use only with room left."""
+        times = [self.predicted_s(rung) for rung in range(len(self._rungs))]
+        for rung, time in enumerate(times):
+            weaker = current is not None and rung < current
+            if time <= self.goal_s * (1 - self.band if weaker else 1):
+                return rung
+        return int(np.argmin(times))
+
+    def _probe_slowest(self) -> None:
+        """Measure the slowest edge again; of those that were not measured since prediction and time agreed."""
+        paths = self._deployment.paths(self._rungs[self._current].counts).mean((0, 1))  # [2, N, N]
+        paths[1] = paths[1].T
+        phases: tuple[Phase, Phase] = ("dispatch", "combine")
+        order = [np.unravel_index(k, paths.shape) for k in np.argsort(-paths, axis=None)]
+        edges = [(phases[int(p)], int(u), int(v)) for p, u, v in order if u != v]
+        edge = next((each for each in edges if each not in self._probed), edges[0])
+        self._probed.add(edge)
+        phase, source, destination = edge
+        alpha, beta = self._probe(phase, source, destination)
+        links = self.links.model_dump()
+        links[phase]["alpha_s"][source][destination] = alpha
+        links[phase]["beta_s_per_byte"][source][destination] = beta
+        self._deployment = replace(self._deployment, links=LinkModel.model_validate(links))

@@ -1,0 +1,228 @@
+"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers.
+
+Not covered: a recipe's sweep over strengths (`evaluation.router_bias`).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from fcsd.distributed.launch import Launch
+from fcsd.distributed.ranks import ALONE, Ranks
+from fcsd.errors import UserError
+from fcsd.families import base_model_type
+from fcsd.families.structure import unwrapped
+from fcsd.files import read_json
+from fcsd.models.load import find_model
+from fcsd.models.place import load_for_evaluation
+from fcsd.network.links import Array
+from fcsd.routing.bias import BiasTables, Kind, router_bias, tables_for, write_tables
+from fcsd.routing.bottleneck import Deployment, bottleneck, fit_windows
+from fcsd.routing.camoe import camoe
+from fcsd.routing.counts import Routed, routed_batches
+from fcsd.routing.exchanges import exchange_counts
+from fcsd.routing.placement import balanced, contiguous, topology_aware
+from fcsd.routing.routers import find_routers
+from fcsd.routing.study import RoutingStudy, Rows, batches_of, network_of
+
+
+class BiasSettings(RoutingStudy):
+    """Which tables to make, from which text and links."""
+
+    links: str = Field(...)
+    kind: Kind = "camoe"
+    strength: float | None = Field(None, ge=0)
+    windows: str | None = None  # file of `fcsd plan`
+    placement: Literal["contiguous", "balanced", "topology_aware"] = "contiguous"
+    selection: bool = False
+    scale: Literal["logit_std"] | None = None
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> "BiasSettings":
+        if (self.kind == "windows") != (self.windows is not None):
+            raise ValueError("--windows FILE and --kind windows go together")
+        if (self.kind == "windows") == (self.strength is not None):
+            raise ValueError(
+                f"--strength: {self.kind} " + ("takes none" if self.strength is not None else "needs one")
+            )
+        if self.kind == "windows" and self.scale is not None:
+            raise ValueError("--scale: windows have no strength to scale")
+        return self
+
+
+class Calibration:
+    """A model and the batches that its traffic is counted on; batch j is at endpoint j mod N.
+
+    N batches in a row make one exchange. On several ranks each runs its share, and all get the counts of one process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Mapping[str, Tensor]],
+        num_endpoints: int,
+        *,
+        selection: bool = False,
+        ranks: Ranks = ALONE,
+    ):
+        self.model, self.num_endpoints, self.selection = model, num_endpoints, selection
+        self._batches, self._ranks = list(enumerate(batches)), ranks
+        found = self._run(None)
+        self.counts = self._exchanges(found)
+        """Pairs [X, L, N, E] without a bias."""
+        self.logit_std: Array = np.mean([spread for _, spread in found], 0)
+        """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
+
+    def respond(self, tables: BiasTables) -> NDArray[np.int64]:
+        """Return the pairs [X, L, N, E] under a bias. All ranks call this."""
+        return self._exchanges(self._run(tables))
+
+    def _exchanges(self, found: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
+        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints, 1)
+
+    def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
+        """Return pairs [L, E] and spread of logits [L] of every batch."""
+        steered = contextlib.nullcontext() if tables is None else router_bias(self.model, tables)
+        own = self._ranks.deal(self._batches)
+        idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
+
+        def run() -> list[tuple[NDArray[np.int64], Array]]:
+            with steered as steering:
+
+                def told() -> Iterator[Mapping[str, Tensor]]:
+                    for number, batch in chain(own, idle):
+                        if steering is not None:
+                            steering.endpoint = number % self.num_endpoints
+                        yield batch
+
+                return [_summed(routed) for routed in routed_batches(self.model, told())][: len(own)]
+
+        by_rank = self._ranks.share(run)
+        return [by_rank[j % self._ranks.size][j // self._ranks.size] for j, _ in self._batches]
+
+
+def _summed(routed: Sequence[Routed]) -> tuple[NDArray[np.int64], Array]:
+    counts = [torch.bincount(each.experts.flatten(), minlength=each.logits.shape[-1]) for each in routed]
+    spreads = []
+    for each in routed:
+        logits = each.logits.double()
+        if (logits >= 0).all() and torch.allclose(logits.sum(-1), logits.new_ones(len(logits)), atol=1e-3):
+            logits = logits.clamp(min=1e-30).log()  # Gemma 4's router gives probabilities
+        spreads.append(float(logits.std(-1).mean()))
+    return torch.stack([each.cpu() for each in counts]).numpy(), np.array(spreads)
+
+
+def make_tables(
+    calibration: Calibration,
+    deployment: Deployment,
+    kind: Kind,
+    strength: float = 1.0,
+    *,
+    scaled: bool = False,
+    windows: Array | None = None,
+) -> tuple[BiasTables, dict[str, Any]]:
+    """Return the tables of a kind, and what they do to the calibration text. All ranks call this.
+
+    scaled: a strength counts in standard deviations of a layer's logits. windows: [L, 2] seconds, for that kind.
+
+    Raises:
+        UserError: what `camoe`, `bottleneck` and `fit_windows` refuse.
+    """
+    logit_std = calibration.logit_std
+
+    def wrapped(values: NDArray[Any]) -> BiasTables:
+        return tables_for(
+            calibration.model, kind, strength, values, deployment.placement, selection=calibration.selection
+        )
+
+    def respond(values: NDArray[np.float32]) -> NDArray[np.int64]:
+        return calibration.respond(wrapped(values))
+
+    facts: dict[str, Any] = {"before_s": deployment.mean_time(calibration.counts)}
+    if kind == "windows":
+        assert windows is not None
+        push = fit_windows(respond, deployment, windows, logit_std=logit_std)
+        layers = [router.layer for router in find_routers(calibration.model)]
+        facts |= {"steps": push.steps, "left": [layers[k] for k in push.left]}
+        tables = wrapped(push.tables)
+    else:
+        mean = calibration.counts.mean(0)
+        placed = deployment.links, deployment.payload, deployment.placement
+        values = camoe(mean, *placed, strength, logit_std=logit_std if scaled else None)
+        tables = wrapped(values)
+        if kind == "bottleneck":
+            goal = min(facts["before_s"], deployment.mean_time(respond(values)))
+            push = bottleneck(respond, deployment, goal, logit_std=logit_std)
+            facts["steps"], tables = push.steps, wrapped(push.tables)
+    return tables, facts | {"after_s": deployment.mean_time(calibration.respond(tables))}
+
+
+def read_windows(path: str | Path, model: nn.Module) -> Array:
+    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote.
+
+    Raises:
+        UserError: no such file; windows of another model.
+    """
+    found = read_json(Path(path))
+    layers = [router.layer for router in find_routers(model)]
+    keys = ("model_type", "layers", "dispatch_s", "combine_s")
+    if not isinstance(found, dict) or any(key not in found for key in keys):
+        raise UserError(f"{path}: no windows; `fcsd plan --windows` writes them (needs {', '.join(keys)})")
+    model_type = base_model_type(unwrapped(model).config.model_type)
+    if (base_model_type(found["model_type"]), found["layers"]) != (model_type, layers):
+        raise UserError(
+            f"{path}: windows of {found['model_type']} with MoE layers {found['layers']}, but the model is {model_type}"
+            f" with {layers}"
+        )
+    try:
+        return np.array([found["dispatch_s"], found["combine_s"]], dtype=np.float64).T
+    except (TypeError, ValueError):
+        raise UserError(f"{path}: dispatch_s and combine_s need a number for each layer") from None
+
+
+def write_bias(
+    settings: BiasSettings, out: Path, launch: Launch, prompts: Callable[[Any], Rows] | None = None
+) -> dict[str, Any]:
+    """Make tables and write them to a file; return what they do to the text. All ranks call this.
+
+    prompts: given the tokenizer, the prompts of the settings' tasks.
+
+    Raises:
+        UserError: links of another number of endpoints, endpoints that do not divide the experts, a model without
+            routers, too little text; what `make_tables` refuses.
+    """
+    found = find_model(settings.model)
+    network = network_of(settings, [found])
+    batches = batches_of(settings, [found], prompts, network.num_endpoints)
+    model = load_for_evaluation(found, launch)
+    windows = None if settings.windows is None else read_windows(settings.windows, model)
+    calibration = Calibration(
+        model, batches, network.num_endpoints, selection=settings.selection, ranks=launch.ranks
+    )
+    assert network.links is not None and network.payload is not None
+    counts = calibration.counts.mean(0)
+    placement = np.tile(contiguous(counts.shape[-1], network.num_endpoints), (len(counts), 1))
+    if settings.placement == "balanced":
+        placement = balanced(counts.sum(1), network.num_endpoints)
+    elif settings.placement == "topology_aware":
+        placement = topology_aware(counts, network.links, network.payload)
+    deployment = Deployment(network.links, network.payload, placement)
+    tables, facts = make_tables(
+        calibration,
+        deployment,
+        settings.kind,
+        1.0 if settings.strength is None else settings.strength,
+        scaled=settings.scale is not None,
+        windows=windows,
+    )
+    if launch.first:
+        write_tables(out, tables)
+    return facts
