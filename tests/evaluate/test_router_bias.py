@@ -1,6 +1,7 @@
 """An evaluation under a router bias: batch j belongs to endpoint j mod N, in one process as on N ranks."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
 from fcsd.config.suite import load_suite
 from fcsd.distributed.launch import join_launch
+from fcsd.evaluate import stage as stage_module
 from fcsd.evaluate.endpoints import biased_routers
 from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.files import read_json
@@ -145,3 +147,13 @@ def test_what_has_no_endpoint_is_refused(
     assert message in capsys.readouterr().err
     assert evaluated(place, tmp_path / "out", "--router-bias", str(tmp_path / "none")) == 2
     assert "none: no such file; `fcsd bias` writes one" in capsys.readouterr().err
+
+
+def test_tables_of_another_model_are_refused_before_weights_are_read(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_for_evaluation(ModelFolder(ModelConfig(), place / "model"), join_launch())
+    write_tables(tmp_path / "tables", replace(tables_of(model, 2), model_type="mixtral"))
+    monkeypatch.setattr(stage_module, "load_for_evaluation", None)
+    assert evaluated(place, tmp_path / "out", "--router-bias", str(tmp_path / "tables")) == 2
+    assert "the tables are of a mixtral, and the model is a qwen3_moe;" in capsys.readouterr().err
