@@ -54,9 +54,9 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
             section["suite"] = str(folder / name)
     evaluation = raw.get("evaluation")
     bias = evaluation.get("router_bias") if isinstance(evaluation, dict) else None
-    links = bias.get("links") if isinstance(bias, dict) else None
-    if isinstance(links, str) and not Path(links).exists() and (folder / links).is_file():
-        bias["links"] = str(folder / links)
+    if isinstance(bias, dict) and isinstance(links := bias.get("links"), str):
+        beside = folder / links
+        bias["links"] = str(beside) if beside.is_file() and not Path(links).exists() else links
     return raw
 
 

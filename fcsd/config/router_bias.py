@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from fcsd.config.strict import Strict
 
+Kind = Literal["camoe", "bottleneck"]
 CAMOE_STRENGTHS = [0.0, 0.05, 0.10, 0.15, 0.20, 0.25]  # of its tables
 
 
@@ -16,7 +17,7 @@ class RouterBiasConfig(Strict):
     """
 
     links: str  # file of `fcsd profile-network`
-    kind: Literal["camoe", "bottleneck"] | list[Literal["camoe", "bottleneck"]] = "camoe"
+    kind: Kind | list[Kind] = "camoe"
     strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
     endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
     placement: Literal["contiguous", "balanced", "topology_aware"] = "contiguous"  # of experts on endpoints
@@ -36,11 +37,11 @@ class RouterBiasConfig(Strict):
         return value
 
     @property
-    def kinds(self) -> list[str]:
+    def kinds(self) -> list[Kind]:
         """The kinds, also where there is one."""
         return [self.kind] if isinstance(self.kind, str) else list(dict.fromkeys(self.kind))
 
     @property
-    def names(self) -> dict[str, tuple[str, float]]:
+    def names(self) -> dict[str, tuple[Kind, float]]:
         """The steered models by their names in the report, with kind and strength."""
         return {f"{kind}-{one:g}": (kind, one) for kind in self.kinds for one in self.strengths if one}

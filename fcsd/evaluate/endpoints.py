@@ -16,6 +16,7 @@ from fcsd.config.recipe import ServerConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.backend import Batches
 from fcsd.evaluate.batch import BatchSize
+from fcsd.families import base_model_type
 from fcsd.routing.bias import BiasTables, router_bias
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def check_bias(tables: BiasTables | None, batch_size: BatchSize, server: ServerC
         raise UserError(
             "--batch-size auto: has no meaning with --router-bias, where the batch size decides which endpoint an item"
             " belongs to; give a number"
+        )
+
+
+def check_bias_model(tables: BiasTables, model_type: str) -> None:
+    """Raise UserError where tables are of another model type, before weights are read; `router_bias` looks closer."""
+    if tables.model_type != base_model_type(model_type):
+        raise UserError(
+            f"--router-bias: the tables are of a {tables.model_type}, and the model is a {base_model_type(model_type)};"
+            " `fcsd bias` writes tables for a model"
         )
 
 

@@ -22,7 +22,7 @@ from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSize, check_batch_size
-from fcsd.evaluate.endpoints import bias_facts, biased_routers, check_bias
+from fcsd.evaluate.endpoints import bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluate.lm_eval.write import write_lm_eval
 from fcsd.evaluate.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluate.runner import PreparedEvaluation, prepare_evaluation
@@ -185,6 +185,8 @@ def evaluate_checkpoint(
     tasks = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     model = find_model(config)
     _check_overlap(model, launch)
+    if bias is not None:
+        check_bias_model(bias, read_json(model.folder / "config.json")["model_type"])
     biased = bias_facts(bias, batch_size)
     settings = {
         "suite": tasks.model_dump(mode="json", exclude={"folder"}),

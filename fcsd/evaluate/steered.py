@@ -8,7 +8,8 @@ Not covered: how tables are made (`fcsd.stages.steer`); times of servers, which 
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,18 +107,17 @@ class Sweep:
         base, loads = counts.sum(0), now.sum(0)
         routing = {"cv": cv(loads), "avg_layer_cv": avg_layer_cv(loads)}
         if routes is not None:
-            moved = self.launch.ranks.share(
-                lambda: [
-                    (float(routes_moved(before[row], routes[row]).mean()), routes[row].shape[1])
-                    for row in routes
-                ]
+            pairs = self._by_row(
+                lambda: {
+                    row: (float(routes_moved(before[row], now).mean()), now.shape[1])
+                    for row, now in routes.items()
+                }
             )
-            pairs = [pair for of_rank in moved for pair in of_rank]
             total = sum(count for _, count in pairs)
             routing |= {
                 "kl": kl(base, loads),
                 "avg_layer_kl": avg_layer_kl(base, loads),
-                "routes_moved": sum(share * count for share, count in pairs) / total,
+                "routes_moved": math.fsum(share * count for share, count in pairs) / total,
             }
         tokens = exchanges.sum((2, 3)).mean() / self.top_k / len(links.endpoints)
         return {"exchange": time_summary(times) | {"tokens": float(tokens)}, "routing": routing}
@@ -132,5 +132,9 @@ class Sweep:
                 for row, experts in routes.items()
             }
 
-        found = {row: counts for of_rank in self.launch.ranks.share(own) for row, counts in of_rank.items()}
-        return np.stack([found[row] for row in sorted(found)])
+        return np.stack(self._by_row(own))
+
+    def _by_row(self, own: Callable[[], dict[int, Any]]) -> list[Any]:
+        """Return what all ranks have of their rows, in the order of the rows."""
+        found = {row: value for of_rank in self.launch.ranks.share(own) for row, value in of_rank.items()}
+        return [found[row] for row in sorted(found)]

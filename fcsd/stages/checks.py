@@ -28,9 +28,10 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.stage import check_server
 from fcsd.evaluate.suites import dataset_location
-from fcsd.families import family_of, moe_mask
+from fcsd.families import expert_counts, family_of, moe_mask
 from fcsd.families.family import read_field, text_config
 from fcsd.overlap import check_connections, check_transformers, refusal
+from fcsd.routing.placement import contiguous
 from fcsd.stages.context import Run
 from fcsd.stages.steer import links_of
 
@@ -46,13 +47,14 @@ def check_run(run: Run) -> None:
     if plan is not None and _unfinished(layout.pretrain):
         check_settings(plan.train, plan.data, run.launch.with_copies(), "pretrain.")
         config = model_config(plan.config)
-        mask = moe_mask(config, family_of(config))
+        family = family_of(config)
     else:
         checkpoint = read_checkpoint(run.original.folder)
         assert checkpoint.family is not None
-        mask = moe_mask(load_config(checkpoint), checkpoint.family)
+        config, family = load_config(checkpoint), checkpoint.family
         if recipe.calibration is not None:
             calibratable(run.original)
+    mask = moe_mask(config, family)
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
@@ -65,10 +67,16 @@ def check_run(run: Run) -> None:
                 _check_layers(one.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
-    bias = recipe.evaluation.router_bias
-    if any(
-        _unfinished(layout.evaluation(name)) for name in [*run.model_names, *(bias.names if bias else ())]
-    ):
+    bias, evaluated = recipe.evaluation.router_bias, list(run.model_names)
+    if bias is not None:
+        num_experts, _ = expert_counts(text_config(config, family), family)
+        links = links_of(bias)
+        try:
+            contiguous(num_experts or 0, len(links.endpoints))
+        except UserError as error:
+            raise UserError(f"evaluation.router_bias: {error}") from None
+        evaluated += bias.names
+    if any(_unfinished(layout.evaluation(name)) for name in evaluated):
         _check_evaluation(run)
 
 
@@ -172,8 +180,6 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
     check_server(evaluation.server, run.launch)
-    if evaluation.router_bias is not None:
-        links_of(evaluation.router_bias)
     suite = load_suite(evaluation.suite)
     for row in suite.tasks:
         dataset_location(row, run.data_root)

@@ -370,6 +370,8 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
     whole: dict[str, Any] = {"early_stopping": {"task": CODE}, "sweep": {"learning_rate": [1e-5]}}
     if key.startswith("data.heldout"):
         whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
+    if key.startswith("evaluation.router_bias"):
+        whole["evaluation"] = {"router_bias": {"links": "l.json", "strengths": [0.1]}}
     if section == "objective":
         name = "jsd" if key.endswith("jsd_beta") else "kl+l2"
         whole["objective"] = {"name": name} | ({"l2_coefficient": 1.0} if name == "kl+l2" else {})

@@ -12,13 +12,15 @@ from fcsd.errors import UserError
 from fcsd.evaluate.stage import heldout_of
 from fcsd.files import read_json, write_json
 from fcsd.models.load import load_checkpoint
-from fcsd.network.links import read_links
+from fcsd.network.links import read_links, write_links
 from fcsd.report.report import write_report
 from fcsd.routing.bias import read_tables, router_bias
 from fcsd.stages import steer as steer_module
 from fcsd.stages.checks import check_run
 from fcsd.stages.run import evaluate_models
 from fcsd.stages.steer import steer
+from tests.network.test_simulate import links
+from tests.reference.ranks import run_ranks
 from tests.support import ROOT, Bench, make_bench, run_of
 
 LINKS = ROOT / "recipes" / "studies" / "camoe.links.json"  # four endpoints
@@ -37,7 +39,7 @@ def recipe_of(bench: Bench, **bias: Any) -> Path:
         },
         evaluation={
             "suite": str(suite), "batch_size": BATCH,
-            "router_bias": {"links": str(LINKS), "kind": ["camoe", "bottleneck"], "strengths": [0, 0.5], **bias},
+            "router_bias": {"links": str(LINKS), "kind": ["camoe", "bottleneck"], "strengths": [0, 0.2], **bias},
         },
     )  # fmt: skip
 
@@ -58,7 +60,7 @@ def finished(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def by_hand(run: Any, name: str | None) -> dict[str, Any]:
     """Mean KL, mean time, and the experts' loads, row by row from logits: no recording, no losses of fcsd."""
     model = load_checkpoint(run.original).eval()
-    tables = read_tables(run.layout.bias_tables(name or "camoe-0.5"))
+    tables = read_tables(run.layout.bias_tables(name or "camoe-0.2"))
     rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)
     kl, loads, exchanges = [], torch.zeros(2, 4), []
     for j, row in enumerate(rows):
@@ -101,7 +103,7 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
     return {"kl": sum(kl) / len(kl), "mean_s": sum(times) / len(times), "loads": loads, "num": len(times)}
 
 
-@pytest.mark.parametrize("name", ["camoe-0.5", "bottleneck-0.5"])
+@pytest.mark.parametrize("name", ["camoe-0.2", "bottleneck-0.2"])
 def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: Any, name: str) -> None:
     result = read_json(finished.layout.evaluation(name) / "results.json")
     base = read_json(finished.layout.router_bias / "manifest.json")["results"]["original"]
@@ -118,8 +120,8 @@ def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: 
 
 def test_the_report_has_every_strength_beside_the_original(finished: Any) -> None:
     report = read_json(finished.layout.report / "report.json")
-    assert [point["name"] for point in report["router_bias"]] == ["original", "camoe-0.5", "bottleneck-0.5"]
-    assert set(report["comparisons"]) == {"camoe-0.5", "bottleneck-0.5"}
+    assert [point["name"] for point in report["router_bias"]] == ["original", "camoe-0.2", "bottleneck-0.2"]
+    assert set(report["comparisons"]) == {"camoe-0.2", "bottleneck-0.2"}
     text = (finished.layout.report / "report.md").read_text()
     assert "## Steered routers" in text and "](steering.png)" in text
 
@@ -140,6 +142,37 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
         steer(changed)
 
 
+def test_tables_that_were_left_by_a_killed_run_are_kept_and_the_others_come_out_the_same(
+    finished: Any,
+) -> None:
+    first, second = (finished.layout.bias_tables(name) for name in ("camoe-0.2", "bottleneck-0.2"))
+    kept, made = first.stat().st_mtime_ns, second.read_bytes()
+    second.unlink()
+    (finished.layout.router_bias / "manifest.json").unlink()
+    steer(finished)
+    assert first.stat().st_mtime_ns == kept and second.read_bytes() == made
+
+
+def on_two_ranks(rank: int, recipe: Any) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    steer(run_of(recipe))
+
+
+def test_two_ranks_find_what_one_process_finds(finished: Any, tmp_path: Path) -> None:
+    recipe = finished.recipe.model_copy(update={"output_dir": str(tmp_path / "two")})
+    run_ranks(on_two_ranks, 2, recipe)
+    for name in ("camoe-0.2", "bottleneck-0.2"):
+        one, two = finished.layout.evaluation(name), tmp_path / "two" / "evaluate" / name
+        assert (one / "samples_tiny_choice.jsonl").read_bytes() == (
+            two / "samples_tiny_choice.jsonl"
+        ).read_bytes()
+        results = [read_json(place / "results.json") for place in (one, two)]
+        for key in ("tasks", "kl_to_original", "exchange", "routing"):
+            assert results[0][key] == results[1][key], key
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -149,13 +182,16 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
         (["evaluation.router_bias.strengths=[-0.1]"], "a strength is 0 or more, got -0.1"),
         (["evaluation.router_bias.strengths=[0]"], "needs a strength above 0"),
         (["evaluation.router_bias.strength=[1]"], "router_bias.strength: unknown key; did you mean 'strengths'"),
-        (["variants={camoe-0.5: {objective.name: sft}}"], "variants.camoe-0.5: is the name of a model of"),
+        (["variants={camoe-0.2: {objective.name: sft}}"], "variants.camoe-0.2: is the name of a model of"),
         (["evaluation.router_bias.endpoints=2"], "endpoints: 2, but .* has 4"),
         (["evaluation.router_bias.links=nowhere.json"], "nowhere.json: no such file"),
+        (["evaluation.router_bias.links={three}"], "bias: 4 experts cannot be shared out evenly over 3 endpoints"),
         (["evaluation.router_bias.tokens=64"], "64 tokens of data.train are 4 rows, and 4 endpoints need 2 each"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_steered_is_refused(bench: Bench, changes: list[str], message: str) -> None:
+    write_links(bench.folder / "three.json", links())
+    changes = [text.replace("{three}", str(bench.folder / "three.json")) for text in changes]
     with pytest.raises(UserError, match=message):
         run = run_of(load_recipe(recipe_of(bench), changes))
         check_run(run)
