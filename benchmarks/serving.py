@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
     "num_experts": 16,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "norm_topk_prob": True,
     "vocab_size": 512,
     "max_position_embeddings": 4096,
@@ -150,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         print(
-            "| work | model | blocking ms | overlapped ms | ratio | collectives | ms each | hidden | other rank ms |"
+            "| work | model | blocking ms | overlapped ms | ratio | collectives | ms each | hidden | other waits ms |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for compiled in (False, True):
