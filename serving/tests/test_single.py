@@ -127,6 +127,30 @@ def test_int8_attention_and_shared_experts_compute_what_integers_compute(
     assert engine.compare(outputs, models / "qwen2_moe-original")[0] == 0
 
 
+def test_a_family_without_a_row_runs_in_the_transformers_backend_which_says_that_it_blocks(
+    models: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.transformers import TransformersMoEForCausalLM
+
+    ModelRegistry.register_model(
+        "TransformersMoEForCausalLM", TransformersMoEForCausalLM
+    )  # as `inspect_here`
+    said: list[str] = []
+    monkeypatch.setattr(
+        "logging.Logger.warning", lambda self, text, *args, **_: said.append(text % args if args else text)
+    )
+    folder = models / "ernie4_5_moe-all"
+    outputs = engine.generate(start(folder, trust_remote_code=True), folder)
+    assert any(
+        "ernie4_5_moe runs in vLLM's Transformers backend: its all-reduces are bloc" in text for text in said
+    )
+    equal, worst = engine.compare(outputs, folder)
+    assert equal == 4
+    assert worst < engine.BOUND
+    assert engine.compare(outputs, models / "ernie4_5_moe-original")[0] == 0
+
+
 def test_ngram_speculation_changes_nothing(models: Path, start: Any) -> None:
     """Last, because vLLM 0.32.0 starts no other engine in a process that has numba, which these drafts are made by."""
     folder = models / "qwen2_moe-all"
