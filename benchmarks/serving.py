@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serving/tests"))
 from launch import start_two_ranks
 
 NETWORK = {"comm": "timed", "latency_ms": 2.0, "bandwidth_gb_per_s": 0.5}
-WORK = {"prefill": (4, 256, 1), "decode": (4, 16, 16)}
+WORK = {"prefill": (4, 32, 1), "decode": (4, 16, 16)}
 """Setting -> prompts, tokens of a prompt, tokens to generate."""
 CONFIG: dict[str, Any] = {
     "architectures": ["FarSkipQwen3MoeForCausalLM"],
@@ -34,13 +34,13 @@ CONFIG: dict[str, Any] = {
     "farskip": {"version": 1, "layers": list(range(8)), "attention": "partial", "mlp": "outdated"},
     "hidden_size": 1024,
     "intermediate_size": 2048,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 512,
     "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 64,
     "num_experts": 16,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "norm_topk_prob": True,
     "vocab_size": 512,
     "max_position_embeddings": 4096,
@@ -150,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         print(
-            "| work | model | blocking ms | overlapped ms | ratio | collectives | ms each | hidden | other rank ms |"
+            "| work | model | blocking ms | overlapped ms | ratio | collectives | ms each | hidden | other waits ms |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for compiled in (False, True):

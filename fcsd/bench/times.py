@@ -6,7 +6,7 @@ has run some since the last time, it writes `rank<N>.json` there, under another 
     {"schema_version": 1, "collectives": 96, "bytes": 25165824, "total_s": 0.31, "exposed_s": 0.04}
 
 The figures count from the start of the server: `total_s` what its collectives took with the emulated network, once all
-ranks had come to them, `exposed_s` what the computing thread waited for that; other figures are left alone.
+ranks had come to them, `exposed_s` the part of that in which the computing thread waited; other figures are left alone.
 """
 
 import json

@@ -126,9 +126,9 @@ class Times:
     total_s: float = 0.0
     """From the moment at which all ranks have come to a collective, with the emulated network, to its end."""
     exposed_s: float = 0.0
-    """What the computing thread waited for them, without the next."""
+    """The part of it in which the computing thread waited."""
     behind_s: float = 0.0
-    """What it waited for ranks that had not come yet: no network is at fault, and no order of the sums helps."""
+    """What that thread waited besides: for ranks that had not come yet, and for the other thread to run."""
 
     @property
     def hidden(self) -> float:
@@ -138,11 +138,10 @@ class Times:
 
 @dataclass
 class _Turn:
-    """One collective in the queue of `Timed`, and when its turn began, all ranks had come, it ended."""
+    """One collective in the queue of `Timed`, and when all ranks had come to it and it ended."""
 
     x: torch.Tensor
     done: threading.Event = field(default_factory=threading.Event)
-    begun: float = 0.0
     met: float = 0.0
     ended: float = 0.0
 
@@ -185,10 +184,9 @@ class Timed:
         turn = self.pending.pop(tag)
         asked = time.perf_counter()
         turn.done.wait()
-        waited = time.perf_counter() - asked
-        behind = max(0.0, turn.met - max(asked, turn.begun))
-        self.times.exposed_s += waited - behind
-        self.times.behind_s += behind
+        exposed = max(0.0, turn.ended - max(asked, turn.met))
+        self.times.exposed_s += exposed
+        self.times.behind_s += time.perf_counter() - asked - exposed
         self.times.total_s += turn.ended - turn.met
 
     def _run(self) -> None:
@@ -198,7 +196,6 @@ class Timed:
             except queue.Empty:
                 self._tell()
                 continue
-            turn.begun = time.perf_counter()
             dist.barrier(group=self.group)
             turn.met = time.perf_counter()
             dist.all_reduce(turn.x, group=self.group)

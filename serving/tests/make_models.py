@@ -105,6 +105,8 @@ CASES: dict[str, tuple[str, Connectivity | None]] = {
         for family in SIZES
         for side in ("attention", "mlp")
     },
+    "ernie4_5_moe-original": ("ernie4_5_moe", None),  # the plugin has no row of it
+    "ernie4_5_moe-all": ("ernie4_5_moe", Connectivity("all")),
 }
 """Name of a checkpoint -> family and connectivity; deepseek and glm4_moe begin with a dense layer, which is selected
 in `all` and in `gap`."""
@@ -120,7 +122,7 @@ def make(case: str, folder: Path) -> None:
     family, connectivity = CASES[case]
     original = folder / f"{family}-original"
     if not (original / "config.json").exists():
-        model = tiny_model(family, **{**_COMMON, **SIZES[family]})
+        model = tiny_model(family, **{**_COMMON, **SIZES.get(family, {**_HEADS, **_EXPERTS})})
         with torch.no_grad():  # log-probabilities of a few nats, whose rounding stays far below the bound
             model.get_output_embeddings().weight.mul_(0.125)
         model.save_pretrained(original)

@@ -91,12 +91,17 @@ def test_two_ranks_compute_what_load_model_computes_and_not_the_original(
 def test_both_ranks_begin_and_end_their_sums_in_the_order_that_is_written_down(
     case: str, results: dict[str, Any]
 ) -> None:
-    step = orders.events(orders.OF_CASE[case.partition(":")[0]], ranks=2)
+    compiled = case.endswith(
+        "compiled"
+    )  # in its graph is the engine's own sum, of embeddings, where none sees it
+    step = orders.events(orders.OF_CASE[case.partition(":")[0]], ranks=1 if compiled else 2)
     for result in results[case]:
         assert result["events"] == step * 16
 
 
-@pytest.mark.parametrize("case", [case for case in RIGHT if case.partition(":")[0].endswith("-all")])
+@pytest.mark.parametrize(
+    "case", [case for case in RIGHT if "-all:" in case and not case.endswith("compiled")]
+)
 def test_a_layer_takes_as_many_sums_as_in_the_regular_model(case: str, results: dict[str, Any]) -> None:
     events = results[case][0]["events"]
     sums = [event for event in events if event.startswith(("start", "all_reduce"))]
