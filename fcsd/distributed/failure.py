@@ -105,7 +105,7 @@ class Watch:
     # ---- in the thread
 
     def _run(self) -> None:
-        answered, count = time.monotonic(), 0
+        answered, count, place = time.monotonic(), 0, ""
         heard: dict[int, tuple[str, float]] = {}
         while not self._stopped.wait(_PERIOD_S):
             try:
@@ -114,10 +114,13 @@ class Watch:
                 if self.store.check(["failure"]):
                     self._end()
                     return
-                self.store.set(f"hung/{self.rank}", _where_it_hangs())
+                if (now := _where_it_hangs()) != place:
+                    place = now
+                    self.store.set(f"hung/{self.rank}", place)
                 if self.rank == 0 and count % 10 == 0:
                     self._look_for_silence(heard)
-                    self._look_for_a_hang()
+                    if place:
+                        self._look_for_a_hang()
                 answered = time.monotonic()
             except Exception:  # whatever a store says when its host is gone
                 if time.monotonic() - answered > _LOST_S:

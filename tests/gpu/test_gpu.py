@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fcsd.calibration.model import calibrate_model
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.families import FAMILIES
 from fcsd.losses.fused import fused_linear_cross_entropy, fused_linear_kl
+from fcsd.models.autocast import autocast_experts
 from fcsd.tiny.models import tiny_model
 from tests.float64 import in_float64
+from tests.models.test_autocast import gradients
 from tests.support import ROOT, Bench, free_port, start
 
 pytestmark = [
@@ -143,6 +146,44 @@ def test_bfloat16_with_the_default_kernels_stays_as_close_as_the_original_does(m
             )
         drift[name] = float((rounded.cpu() - exact).abs().median())
     assert drift["farskip"] < 3 * drift["original"] + 0.02, drift
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_experts_under_autocast_are_computed_in_bfloat16_as_their_loop_is(model_type):
+    autocast_experts()
+    models = {
+        name: tiny_model(model_type, experts_implementation=name).cuda() for name in ("grouped_mm", "eager")
+    }
+    loss, found, kernels = gradients(models["grouped_mm"], True)
+    looped, loop, _ = gradients(models["eager"], True)
+    _, exact, _ = gradients(tiny_model(model_type, experts_implementation="eager").cuda(), False)
+    assert kernels.dtypes == {torch.bfloat16}
+    assert loss == pytest.approx(looped, rel=0.02)
+    for name, gradient in found.items():
+        error, same = ((each[name] - exact[name]).norm() for each in (found, loop))
+        assert gradient.dtype == torch.float32
+        assert error <= 3 * same + 0.01 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_a_calibration_on_the_gpu_folds_what_one_on_a_cpu_folds(model_type):
+    """In float64, where no token goes to another expert because of the order of a sum."""
+    rows = torch.randint(3, 90, (160, 32), generator=torch.Generator().manual_seed(0))
+    with in_float64():
+        teacher = tiny_model(model_type, seed=1).double()
+        converted = copy.deepcopy(teacher)
+        convert_model(converted, Connectivity("all"))
+        folded = []
+        for device in ("cpu", "cuda"):
+            student = copy.deepcopy(converted).to(device)
+            calibrate_model(student, copy.deepcopy(teacher).to(device), rows, progress=False)
+            folded.append({name: p.detach().cpu() for name, p in student.named_parameters()})
+    before = dict(converted.named_parameters())
+    changed = [name for name, weight in folded[0].items() if not torch.equal(weight, before[name])]
+    assert len(changed) > 8
+    for name in changed:
+        weight, scale = folded[0][name], float((folded[0][name] - before[name]).abs().max())
+        torch.testing.assert_close(folded[1][name], weight, rtol=0, atol=1e-6 * scale, msg=name)
 
 
 # ---- a run

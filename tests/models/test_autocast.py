@@ -24,9 +24,9 @@ class Kernels(TorchDispatchMode):
 
 
 def gradients(model, enabled):
-    ids = torch.arange(3, 35).view(2, 16)
+    ids = torch.arange(3, 35, device=model.device).view(2, 16)
     kernels = Kernels()
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=enabled):
         with kernels:
             logits = model(ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
