@@ -18,7 +18,8 @@ ORDER = [
     ["config", "inspect", "overlap"],
     ["distributed"],
     ["models", "data", "tiny", "network"],
-    ["losses", "routing"],
+    ["routing"],
+    ["losses"],
     ["distill", "evaluate", "calibration"],  # side by side: none knows of another
     ["layers", "cost", "chat", "bench"],
     ["report"],

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity.rewire import decoder_layers
@@ -35,6 +34,7 @@ from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.families.structure import unwrapped
 from fcsd.losses.head import kept
+from fcsd.routing.routers import find_routers
 
 _ONE_BY_ONE = (
     "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"
@@ -84,42 +84,6 @@ def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
     return torch.stack(sums).mean()
 
 
-def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Find the routers of the decoder layers in order, and the place of the logits in what each returns.
-
-    Which class they have is what transformers itself records as `router_logits`.
-
-    Raises:
-        UserError: transformers records none for this family, or only inside of a larger module.
-    """
-    family = family_of(getattr(model, "config", None))
-    recorders = [
-        found
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        for found in _as_list((module._can_record_outputs or {}).get("router_logits"))
-    ]
-    found = []
-    for layer in decoder_layers(model, family):
-        _, *inside = getattr(layer, family.moe).modules()  # without the block itself
-        for module in inside:
-            recorder = next((each for each in recorders if isinstance(module, each.target_class)), None)
-            if recorder is not None:
-                found.append((module, recorder.index))
-    if not found:
-        raise UserError(
-            f"model type '{family.model_type}': transformers does not say where its router's logits are; leave out"
-            " objective.router_kl_coefficient and objective.freeze_routers"
-        )
-    return found
-
-
-def _as_list(value: Any) -> list[Any]:
-    """List the recorders that name a class; others look modules up by names that the rewiring does not keep apart."""
-    values = value if isinstance(value, list) else [value]
-    return [each for each in values if getattr(each, "target_class", None) is not None]
-
-
 class AuxiliaryLosses:
     """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
 
@@ -132,7 +96,7 @@ class AuxiliaryLosses:
         self.with_routers = objective.router_kl_coefficient is not None
         self.layers = _point_layers(objective, student)
         if self.with_routers:
-            routers(student)
+            find_routers(student)
 
     def coefficients(self, step: int) -> dict[str, float]:
         """Return by name of the term its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
@@ -189,10 +153,12 @@ class AuxiliaryLosses:
                 module.register_forward_hook(lambda _m, _i, out: captured.streams.append(_first(out)))
             )
         if self.with_routers:
-            for module, index in routers(inner):
+            for router in find_routers(inner):
                 handles.append(
-                    module.register_forward_hook(
-                        lambda _m, _i, out, index=index: captured.routers.append(_at(out, index))
+                    router.module.register_forward_hook(
+                        lambda _m, _i, out, index=router.logits_index: captured.routers.append(
+                            _at(out, index)
+                        )
                     )
                 )
         try:
@@ -245,8 +211,8 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
 
 def freeze_routers(model: nn.Module) -> None:
     """Keep the routers' weights as they are."""
-    for module, _ in routers(model):
-        module.requires_grad_(False)
+    for router in find_routers(model):
+        router.module.requires_grad_(False)
 
 
 def _first(output: Any) -> Tensor:

@@ -49,7 +49,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     if not by_layer:
         raise UserError(
             f"{type(owner).__name__} (model type '{config.model_type}'): no router found; transformers records no"
-            " router logits of this model, so there is no routing to count or to steer"
+            " router logits of this model, so there is no routing to count, to compare or to steer"
         )
     num_experts, top_k = expert_counts(
         config.get_text_config() if family is None or family.multimodal else config, family

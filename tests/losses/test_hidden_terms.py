@@ -15,9 +15,9 @@ from fcsd.losses.hidden_terms import (
     Captured,
     freeze_routers,
     relative_distance,
-    routers,
     squared_distance,
 )
+from fcsd.routing.routers import find_routers
 from fcsd.tiny.models import tiny_model
 
 B, T = 2, 9
@@ -198,14 +198,14 @@ def test_router_logits_are_the_routers_inputs_times_its_weights(model_type: str)
     model = tiny_model(model_type, num_hidden_layers=3)
     convert_model(model, Connectivity("all"))
     inputs: dict[Any, torch.Tensor] = {}
-    found = routers(model)
-    for module, _ in found:
+    found = [router.module for router in find_routers(model)]
+    for module in found:
         module.register_forward_pre_hook(lambda m, args: inputs.__setitem__(m, args[0].detach()))
     terms = AuxiliaryLosses(validate(ObjectiveConfig, OBJECTIVES[5], "objective"), model, 1)
     with torch.no_grad(), terms.captured(model) as seen:
         model(batch()[0], use_cache=False)
     assert len(seen.routers) == len(found) >= 1
-    for (module, _), logits in zip(found, seen.routers, strict=True):
+    for module, logits in zip(found, seen.routers, strict=True):
         linear = next(
             m for m in module.modules() if isinstance(getattr(m, "weight", None), torch.nn.Parameter)
         )
