@@ -112,6 +112,14 @@ def test_a_table_is_added_to_the_logits_of_every_layer_and_a_zero_one_changes_no
     check_exact(name, model)
 
 
+def test_a_row_is_added_to_bfloat16_logits_in_float32_and_rounded_once() -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    tables = random_tables(model)
+    for (biased, plain), table in zip(logits_both(model, tables, 1), tables.tables, strict=True):
+        assert biased.dtype == torch.bfloat16
+        assert torch.equal(biased, (plain.float() + torch.from_numpy(table[1])).bfloat16())
+
+
 def groups_of(config: Any) -> int:
     return getattr(config.get_text_config(), "n_group", None) or 1
 
