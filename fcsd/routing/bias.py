@@ -29,6 +29,7 @@ from fcsd.errors import UserError
 from fcsd.families import base_model_type
 from fcsd.families.structure import unwrapped
 from fcsd.files import writing
+from fcsd.routing.placement import contiguous
 from fcsd.routing.routers import Router, find_routers
 from fcsd.temporary import beside
 
@@ -236,10 +237,17 @@ def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
             )
     if any(isinstance(getattr(vars(r.module).get("forward"), "__self__", None), _Biased) for r in routers):
         raise UserError(f"{name}: its routers are biased already")
-    if (getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1) > 1:
+    spread = getattr(config, "distributed_config", None)
+    if (getattr(spread, "tp_size", None) or 1) > 1:
         raise UserError(
             f"{name}: its ranks share their tokens (tensor parallelism, experts summed by all-reduce), so a token has"
             " no source endpoint, and ranks with biases of their own would disagree; spread the experts by all-to-all"
+        )
+    ranks = getattr(spread, "ep_size", None)
+    if ranks == tables.num_endpoints and (tables.placement != contiguous(tables.num_experts, ranks)).any():
+        raise UserError(
+            f"bias tables: made for another placement of the experts, but those of {name} are shared out in order over"
+            f" {ranks} ranks; make tables with --placement contiguous"
         )
 
 

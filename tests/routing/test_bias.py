@@ -1,5 +1,6 @@
 """The bias on the routers of every family, original and converted, against the family's own forward plus the table."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_a_table_is_added_to_the_logits_of_every_layer_and_a_zero_one_changes_no
     check_exact(name, model)
     convert_model(model, Connectivity("all"))
     check_exact(name, model)
+
+
+def test_a_row_is_added_to_bfloat16_logits_in_float32_and_rounded_once() -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    tables = random_tables(model)
+    for (biased, plain), table in zip(logits_both(model, tables, 1), tables.tables, strict=True):
+        assert biased.dtype == torch.bfloat16
+        assert torch.equal(biased, (plain.float() + torch.from_numpy(table[1])).bfloat16())
 
 
 def groups_of(config: Any) -> int:
@@ -224,6 +233,40 @@ def test_a_model_whose_routers_are_not_known_is_refused() -> None:
         pass
     model = tiny_model("qwen3_moe")
     tables, router = random_tables(model), find_routers(model)[1]
-    router.module.forward = lambda x: (x, x, x)
+    router.module.forward = own = lambda x: (x, x, x)
     with pytest.raises(UserError, match=rf"{router.name}: 0 linears at least 8 wide"):
         run(model, tables)
+    assert router.module.forward is own  # as one that a device map has put there
+    assert "forward" not in vars(find_routers(model)[0].module)
+
+
+def test_tables_can_be_changed_for_others_of_the_same_model() -> None:
+    model = tiny_model("qwen3_moe")
+    one, other = random_tables(model), tables_for(model, np.arange(8.0))
+    wanted = run(model, other)
+    with router_bias(model, one) as steering, torch.no_grad():
+        steering.endpoint = 1
+        before = model(IDS, use_cache=False).logits
+        steering.use(other)
+        assert torch.equal(model(IDS, use_cache=False).logits, wanted)
+        assert steering.endpoint == 1 and not torch.equal(before, wanted)
+        for change, message in (
+            ({"placement": one.placement[:, ::-1]}, "the experts are placed otherwise"),
+            ({"selection": True}, "selection True, but those in use have False"),
+            ({"model_type": "olmoe"}, "model_type olmoe"),
+            ({"tables": one.tables[:, :2], "placement": one.placement % 2}, "shape"),
+        ):
+            with pytest.raises(UserError, match=message):
+                steering.use(dataclasses.replace(other, **change))
+
+
+def test_values_that_are_no_tables_are_refused() -> None:
+    tables = random_tables(tiny_model("qwen3_moe"))
+    for change, message in (
+        ({"strength": -0.1}, r"strength \(lambda\) -0.1 is negative"),
+        ({"tables": np.full_like(tables.tables, np.nan)}, "not a finite number"),
+        ({"placement": tables.placement + 1}, "beyond the 3 there are"),
+        ({"layers": (0, 1)}, "do not belong together"),
+    ):
+        with pytest.raises(UserError, match=message):
+            dataclasses.replace(tables, **change)

@@ -1,5 +1,6 @@
 """Tables made for a model from text, `fcsd bias`, and biases on ranks and in compiled models."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from fcsd.cli.main import main
 from fcsd.connectivity import Connectivity, convert_model, load_model
+from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
 from fcsd.network.links import write_links
 from fcsd.network.simulate import Payload
@@ -101,6 +103,12 @@ def ranks(rank: int, folder: Path) -> dict[str, Any]:
                 found[name].append((torch.stack([routed.experts for routed in seen.take()]), logits))
         with torch.no_grad():
             found[name].append(alone(BATCHES[rank]["input_ids"], use_cache=False).logits)
+        if name == "regular":
+            both = Calibration(model, BATCHES[:9], 2, ranks=Ranks(rank, 2, lockstep=True))
+            one = Calibration(alone, BATCHES[:9], 2)
+            assert np.array_equal(both.counts, one.counts)
+            tables = random_tables(alone)
+            assert np.array_equal(both.respond(tables), one.respond(tables))
     return found
 
 
@@ -119,6 +127,22 @@ def test_ranks_that_share_their_tokens_are_refused() -> None:
     model = tiny_model("qwen3_moe")
     model.config.distributed_config = DistributedConfig(tp_size=2, ep_size=2)
     with pytest.raises(UserError, match="no source endpoint"), router_bias(model, random_tables(model)):
+        pass
+
+
+def test_tables_for_experts_in_other_places_are_refused_on_as_many_ranks() -> None:
+    from transformers.distributed import DistributedConfig
+
+    model = tiny_model("qwen3_moe")
+    model.config.distributed_config = DistributedConfig(fsdp_size=2, ep_size=2)
+    tables = random_tables(model)
+    two = dataclasses.replace(
+        tables, tables=tables.tables[:, :2], placement=np.tile(np.arange(8) // 4, (4, 1))
+    )
+    with router_bias(model, two):
+        pass
+    turns = dataclasses.replace(two, placement=np.tile(np.arange(8) % 2, (4, 1)))
+    with pytest.raises(UserError, match="another placement of the experts"), router_bias(model, turns):
         pass
 
 
