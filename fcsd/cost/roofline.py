@@ -100,9 +100,8 @@ class Roofline:
             return found | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
         uneven = self.values["imbalance"]
         rows = self.passes(self.values["row_passes"] / 4, stream * model.experts_per_token / ranks) * uneven
-        active = 1 - (1 - model.experts_per_token / model.num_experts) ** (
-            model.tokens * expert_parallel / ranks
-        )
+        chosen = model.experts_per_token / model.num_experts
+        active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
         experts = self.matmul(layer.work("experts"), "grouped", ranks, active / expert_parallel)
         return found | {
             "router": self.matmul(layer.work("router"), "gemm", 1) + norms + rows,

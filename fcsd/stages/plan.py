@@ -31,10 +31,11 @@ def plan_from_files(
         UserError: what `prepare`, `plan` and the readers of these files refuse; a figure without a study; a study of
             another number of layers.
     """
-    if figure is not None and study is None:
-        raise UserError(
-            "--figure: shows speed-up against quality, so it needs --study (a folder of `fcsd layers`)"
-        )
+    for name, given in (("figure", figure), ("metric", metric)):
+        if given is not None and study is None:
+            raise UserError(
+                f"--{name}: of speed-up against quality, so it needs --study (a folder of `fcsd layers`)"
+            )
     if links is not None and measured is not None:
         raise UserError("--links and --measured are both given; measured times have the exchanges in them")
     known = None if links is None else read_links(links)

@@ -46,7 +46,7 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     chosen = options()
     chosen.times = tmp_path
     write_blocking_times(chosen, found["blocking"])
-    words = ["--gpus-per-node", "2", "--batch", "1", "--length", "8", "--json"]
+    words = ["--gpus-per-node", "2", "--batch", "2", "--length", "64", "--json"]
     assert main(["plan", str(tmp_path), "--measured", str(tmp_path / "times.json"), *words]) == 0
     facts = json.loads(capsys.readouterr().out)
     measured = statistics.median(
