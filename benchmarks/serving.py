@@ -8,7 +8,9 @@ each collective waited for where it begins. Their steps alternate. Hidden is the
 the computing thread did not wait for them; other waits are for the other rank, and for threads to run.
 
 The network takes its time whatever else the machine does, and the model does not: beside other work, --real-time lets
-the ranks' threads run before it (Linux, root) while they are measured. An emulation shows that the order lets collectives run beside computation, and says nothing about a real network.
+the ranks' threads run before it (Linux, root).
+
+An emulation shows that the order lets collectives run beside computation, and says nothing about a real network.
 """
 
 import argparse
