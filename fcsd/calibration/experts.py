@@ -158,9 +158,11 @@ def _routes(work: Work, experts: Experts) -> list[Tensor]:
             raise Stopped
 
         hook = work.layer.get_submodule(experts.module).register_forward_pre_hook(before, with_kwargs=True)
-        with contextlib.suppress(Stopped):
-            work.step(place)
-        hook.remove()
+        try:
+            with contextlib.suppress(Stopped):
+                work.step(place)
+        finally:
+            hook.remove()
         if called and called[0] is not None and len(called[0][1]) == len(mask):
             routes.append(work.rows(called[0][1], place).cpu())
     return routes
