@@ -33,7 +33,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # Third parties that are slow to import, or that a user may not have: only these files import them.
 ONLY_IN = {
     "lm_eval": ["evaluate/lm_eval/*", "evaluate/results.py", "evaluate/store.py"],
-    "matplotlib": ["report/plots.py"],
+    "matplotlib": ["report/figure.py", "report/plots.py", "report/study_plots.py"],
     "detect_secrets": ["publish/secrets.py"],
     "peft": ["distill/teachers/lora.py"],
     "deepspeed": ["distributed/*"],

@@ -39,7 +39,7 @@ def bench_serve(
 
     Args:
         program: `vllm`, its path or its name on PATH.
-        draw: makes the figures of the result in the folder (`fcsd.report.plots.plot_serving`).
+        draw: makes the figures of the result in the folder (`fcsd.report.study_plots.plot_serving`).
 
     Raises:
         UserError: models that do not belong together, prompts that are too long, an environment without vLLM or

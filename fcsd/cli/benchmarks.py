@@ -11,7 +11,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     from fcsd.bench.plan import benchmark_from_options
     from fcsd.bench.serve import bench_serve
     from fcsd.bench.summary import table
-    from fcsd.report.plots import plot_serving
+    from fcsd.report.study_plots import plot_serving
 
     benchmark = benchmark_from_options(vars(arguments))
     result = bench_serve(benchmark, arguments.vllm, arguments.output, plot_serving)

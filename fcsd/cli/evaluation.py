@@ -146,7 +146,7 @@ def _layers(arguments: argparse.Namespace) -> None:
     from fcsd.layers.proposal import study_table
     from fcsd.layers.study import read_study, study_from_options, study_layers
     from fcsd.models.load import find_model
-    from fcsd.report.plots import plot_layers
+    from fcsd.report.study_plots import plot_layers
 
     quiet_transformers()
     study = study_from_options(vars(arguments))

@@ -26,7 +26,7 @@ def _routing(arguments: argparse.Namespace) -> None:
     from fcsd.config.strict import validate
     from fcsd.data.local import data_fingerprint
     from fcsd.distributed.launch import join_launch
-    from fcsd.report.plots import plot_routing
+    from fcsd.report.study_plots import plot_routing
     from fcsd.routing.report import report
     from fcsd.routing.study import RoutingStudy, study_routing
 

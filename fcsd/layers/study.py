@@ -168,7 +168,7 @@ def study_layers(
     """Measure every point of `study`; a killed study continues where it was.
 
     model: the original checkpoint that `study.model` names.
-    draw: makes the figure of the result (`fcsd.report.plots.plot_layers`).
+    draw: makes the figure of the result (`fcsd.report.study_plots.plot_layers`).
 
     Raises:
         UserError: a launch that shards the weights; unknown task; no text; a count that the model does not have; a

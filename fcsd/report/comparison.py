@@ -139,7 +139,7 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
     foreign = folder.exists() and not (folder / "comparison.json").is_file()
     if foreign and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is no comparison; choose another folder")
-    from fcsd.report.plots import model_colours
+    from fcsd.report.figure import model_colours
 
     comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:

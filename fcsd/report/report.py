@@ -28,8 +28,10 @@ from fcsd.report.comparison import (
     verdicts,
     write_details,
 )
-from fcsd.report.plots import model_colours, plot_layers, plot_models, plot_sweep
+from fcsd.report.figure import model_colours
+from fcsd.report.plots import plot_models, plot_sweep
 from fcsd.report.steering import steering_figure, steering_parts, steering_points
+from fcsd.report.study_plots import plot_layers
 from fcsd.report.table import models_table
 from fcsd.report.training import stopping_table, training_figures
 from fcsd.report.verdict import quick_look, verdict

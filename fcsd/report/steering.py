@@ -131,7 +131,7 @@ def steering_figure(points: Points, folder: Path, note: str = "") -> dict[str, s
     """Draw quality against time; file name -> caption."""
     if not points:
         return {}
-    from fcsd.report.plots import plot_steering
+    from fcsd.report.study_plots import plot_steering
 
     plot_steering(points, folder / "steering.png", note=note)
     return {

@@ -82,7 +82,7 @@ def study_routing(
     """Run the study, or find it finished; return what `routing.json` holds. All ranks call this.
 
     Args:
-        draw: makes the figures of the result in a folder (`fcsd.report.plots.plot_routing`).
+        draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`).
         prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluate.prompts.suite_prompts`).
         inputs: what identifies the text.
         device_map: see `fcsd.models.place.load_for_evaluation`.

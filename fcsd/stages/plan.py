@@ -13,7 +13,7 @@ from fcsd.errors import UserError
 from fcsd.layers.proposal import has_calibrated, point_loss, selection_text, study_metric
 from fcsd.layers.study import read_study
 from fcsd.network.links import LinkModel, read_links
-from fcsd.report.plots import plot_worth
+from fcsd.report.study_plots import plot_worth
 
 
 def plan_from_files(

@@ -8,7 +8,7 @@ from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.stage import evaluate_stage
 from fcsd.layers.study import Study, study_layers
 from fcsd.models.load import ModelFolder
-from fcsd.report.plots import plot_layers
+from fcsd.report.study_plots import plot_layers
 from fcsd.stages.calibrate import calibrate
 from fcsd.stages.checks import check_run
 from fcsd.stages.context import Run

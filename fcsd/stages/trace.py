@@ -71,7 +71,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             found[name] = from_trace(path)
             timelines[name] = timeline(path)
     if launch.first:
-        from fcsd.report.plots import plot_timelines
+        from fcsd.report.study_plots import plot_timelines
 
         plot_timelines(timelines, folder / "overlap.png")
         table = {name: {key: vars(one) for key, one in each.items()} for name, each in found.items()}

@@ -40,7 +40,7 @@ from fcsd.layers.proposal import (
 from fcsd.layers.study import Measured, Study, difference, read_study, selections
 from fcsd.losses.kl import mean_kl, read_original
 from fcsd.models.load import load_tokenizer
-from fcsd.report.plots import plot_layers
+from fcsd.report.study_plots import plot_layers
 from fcsd.stats import ratio, standard_error
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from fcsd.tiny.tasks import write_tiny_data

@@ -7,7 +7,8 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
-from fcsd.report import plots
+from fcsd.report import plots, study_plots
+from fcsd.report.figure import model_colours
 
 
 def row(delta: float, low: float, high: float, verdict: str | None) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def comparison(by: float) -> dict[str, Any]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures, which are closed when they are written."""
     kept: list[Any] = []
-    monkeypatch.setattr(plots.plt, "close", kept.append)
+    monkeypatch.setattr(plt, "close", kept.append)
     yield kept
     monkeypatch.undo()
     for figure in kept:
@@ -91,7 +92,7 @@ def series(axis: Any) -> dict[str, tuple[list[float], list[float], str]]:
 
 
 def test_a_model_has_one_colour_in_all_figures(tmp_path: Path, drawn: list[Any]) -> None:
-    colours = plots.model_colours(["original", "converted", "fcsd", "sft"])
+    colours = model_colours(["original", "converted", "fcsd", "sft"])
     assert len(set(colours.values())) == 4
     points_ = [{"step": 1, "tokens": 512, "kl": 1.0, "score": 0.5, "stderr": 0.1}]
     plots.plot_losses({"fcsd": points_}, tmp_path / "a.png", colours)
@@ -156,7 +157,7 @@ def test_on_logarithmic_axes_there_are_points_and_no_bars(tmp_path: Path, drawn:
         "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "num_hidden_layers": 2,
         "moe_layers": [1], "points": single,
     }  # fmt: skip
-    plots.plot_layers(study, tmp_path / "x.png")
+    study_plots.plot_layers(study, tmp_path / "x.png")
     (axis,) = drawn[0].axes
     assert axis.get_yscale() == "log" and len(axis.patches) == 0 and len(axis.containers) == 2
     assert axis.get_title() == "KL to the original: one layer at a time, untrained"
