@@ -59,7 +59,7 @@ def topology_aware(
 
     counts: [L, N, E] pairs by source endpoint. start: [E] or [L, E]; None: contiguous or balanced, whichever is faster
     in a layer. Never slower than the start on these counts; a local minimum. Of swaps that leave the slowest edge alone
-    the one that lowers the sum over edges is taken.
+    the one that lowers the edges near it most is taken, so that other batches find room there.
     """
     num_layers, num_endpoints, num_experts = counts.shape
     check_world(links, num_endpoints)
@@ -112,15 +112,16 @@ def _swapped(
 
 
 def _cost(links: LinkModel, traffic: NDArray[np.float64], payload: Payload, model: Model) -> Any:
-    """Return the seconds of an exchange, and of all its edges together, of traffic [..., N, N]."""
+    """Return the seconds of an exchange of traffic [..., N, N], and the sum of its edges' eighth powers: a maximum that
+    sees the edges near it. With the plain sum placements were 1 % slower on other batches."""
     backward = np.swapaxes(traffic, -1, -2)
     edges = edge_times(links, "dispatch", traffic * payload.dispatch_bytes)
     edges = edges + edge_times(links, "combine", backward * payload.combine_bytes)
-    return simulate(links, traffic, payload, model).total, edges.sum((-2, -1))
+    return simulate(links, traffic, payload, model).total, (edges**8).sum((-2, -1))
 
 
 def _less(one: Any, other: Any) -> bool:
-    """Compare (time, sum of edges), of which the first counts; rounding is no improvement."""
+    """Compare (time, sum over edges), of which the first counts; rounding is no improvement."""
     margin = 1e-9 * other[0]
     if abs(one[0] - other[0]) > margin:
         return bool(one[0] < other[0])
