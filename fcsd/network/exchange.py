@@ -48,7 +48,9 @@ class GroupExchange:
         for _ in range(2):
             self._exchange(self._buffer(1, sum(one)), self._buffer(0, sum(one)), one, one)
 
-    def _exchange(self, received: torch.Tensor, sent: torch.Tensor, receive: list[int], send: list[int]) -> None:
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, receive: list[int], send: list[int]
+    ) -> None:
         self.transport.start(received, sent, receive, send).wait()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
