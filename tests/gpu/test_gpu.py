@@ -178,7 +178,7 @@ def test_a_calibration_on_the_gpu_folds_what_one_on_a_cpu_folds(model_type):
             student = copy.deepcopy(converted).to(device)
             calibrate_model(student, copy.deepcopy(teacher).to(device), rows, progress=False)
             folded.append({name: p.detach().cpu() for name, p in student.named_parameters()})
-    before = dict(converted.named_parameters())
+    before = {name: p.detach() for name, p in converted.named_parameters()}
     changed = [name for name, weight in folded[0].items() if not torch.equal(weight, before[name])]
     assert len(changed) > 8
     for name in changed:
