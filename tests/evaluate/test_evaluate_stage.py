@@ -48,7 +48,7 @@ def test_a_model_is_judged_on_the_accelerator_of_the_process(
 
     @contextlib.contextmanager
     def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        def stop(model: Any, name: str) -> None:
+        def stop(model: Any, name: str, batches: Any) -> None:
             seen.append({parameter.device.type for parameter in model.parameters()})
             raise KeyboardInterrupt
 
