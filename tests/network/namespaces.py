@@ -76,6 +76,9 @@ def in_namespaces(fn: Callable[..., Any], wires: Wires, *args: Any, timeout_s: f
     finally:
         switch.kill()
         switch.join()
+        for pair in pairs:
+            for end in pair:
+                end.close()
 
 
 def _inside(rank: int, fn: Any, ends: list[socket.socket], folder: str, parent: int, args: Any) -> Any:

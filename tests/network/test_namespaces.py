@@ -122,12 +122,14 @@ def test_a_shared_port_is_found_and_the_slowest_edge_alone_does_not_price_it() -
     assert (found.edge.errors[:4] < -0.25).all()  # balanced
 
 
-def test_gloos_all_to_all_serves_the_directions_of_a_pair_one_after_the_other(independent: Found) -> None:
+def test_gloos_all_to_all_takes_between_the_slowest_edge_and_both_directions_of_a_pair() -> None:
+    """Which of both changes from run to run: whether a receiver's notice overtakes its own rows."""
     found = run(appendix_a3(), "all_to_all_single")
-    balanced, alone = found.port.measured[3], found.links
-    one_way = (alone.alpha("dispatch") + alone.beta("dispatch") * (LARGEST // 2)).max()
-    assert balanced > 1.5 * one_way
-    assert np.abs(found.port.errors[:4]).mean() <= 0.15
+    links = found.links
+    one_way = (links.alpha("dispatch") + links.beta("dispatch") * (LARGEST // 2)).max()
+    balanced, pair = found.port.measured[3], found.port.simulated[3]
+    assert pair > 1.5 * one_way
+    assert 0.9 * one_way < balanced < 1.15 * pair
 
 
 def test_nothing_is_left_of_namespaces_whose_test_was_killed(tmp_path: Path) -> None:
