@@ -71,7 +71,7 @@ GPUS = {
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
     """Return the figures of a GPU; raises UserError for a name that is not in the table."""
     if name not in GPUS:
-        raise UserError(
-            f"{where} {name}: unknown GPU; allowed: {', '.join(sorted(GPUS))}{did_you_mean(name, list(GPUS))}"
-        )
+        allowed = f"; allowed: {', '.join(sorted(GPUS))}"
+        near = did_you_mean(name, list(GPUS)).removeprefix(allowed)
+        raise UserError(f"{where} {name}: unknown GPU{allowed}{near}")
     return GPUS[name]

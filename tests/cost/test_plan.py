@@ -12,11 +12,13 @@ from benchmarks.plan import planned as published
 from fcsd.cli.main import main
 from fcsd.connectivity import Connectivity
 from fcsd.cost.assumptions import ASSUMPTIONS
+from fcsd.cost.hardware import find_gpu
 from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.cost.operations import WHOLE
 from fcsd.cost.plan import memory, plan
 from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.errors import UserError
 from fcsd.files import read_json, write_json
 from fcsd.network.links import LinkModel, write_links
 from tests.real_configs import CONFIGS, real_folder
@@ -379,3 +381,11 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path, capsys: pytest.Captu
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
         assert expected in printed.err, (words, printed.err)
+
+
+def test_the_gpus_that_are_known_are_told_once() -> None:
+    with pytest.raises(UserError) as told:
+        find_gpu("none of them")
+    assert str(told.value).count("allowed:") == 1
+    with pytest.raises(UserError, match=r"allowed: a100, .*; did you mean 'h200'\?$"):
+        find_gpu("h20")
