@@ -42,6 +42,12 @@ def in_step(yes: bool = True) -> None:
     _step_began = time.monotonic() if yes else None
 
 
+def further_in_step() -> None:
+    """Note that this rank has got further, if it is in a step."""
+    if _step_began is not None:
+        in_step()
+
+
 def watch_ranks() -> None:
     """Begin to watch the ranks of the default process group; does nothing where that was done."""
     global _watch, _launches

@@ -34,7 +34,7 @@ from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.families.structure import unwrapped
 from fcsd.losses.head import kept
-from fcsd.routing.routers import find_routers
+from fcsd.routing.routers import Router, find_routers
 
 _ONE_BY_ONE = (
     "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"
@@ -84,6 +84,20 @@ def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep
     return torch.stack(sums).mean()
 
 
+def student_routers(model: nn.Module) -> list[Router]:
+    """Find the routers that an objective compares or freezes.
+
+    Raises:
+        UserError: there is none, or not one for each MoE layer.
+    """
+    try:
+        return find_routers(model)
+    except UserError as error:
+        raise UserError(
+            f"{error}; leave out objective.router_kl_coefficient and objective.freeze_routers"
+        ) from None
+
+
 class AuxiliaryLosses:
     """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
 
@@ -96,7 +110,7 @@ class AuxiliaryLosses:
         self.with_routers = objective.router_kl_coefficient is not None
         self.layers = _point_layers(objective, student)
         if self.with_routers:
-            find_routers(student)
+            student_routers(student)
 
     def coefficients(self, step: int) -> dict[str, float]:
         """Return by name of the term its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
@@ -153,7 +167,7 @@ class AuxiliaryLosses:
                 module.register_forward_hook(lambda _m, _i, out: captured.streams.append(_first(out)))
             )
         if self.with_routers:
-            for router in find_routers(inner):
+            for router in student_routers(inner):
                 handles.append(
                     router.module.register_forward_hook(
                         lambda _m, _i, out, index=router.logits_index: captured.routers.append(
@@ -211,7 +225,7 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
 
 def freeze_routers(model: nn.Module) -> None:
     """Keep the routers' weights as they are."""
-    for router in find_routers(model):
+    for router in student_routers(model):
         router.module.requires_grad_(False)
 
 

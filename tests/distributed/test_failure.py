@@ -132,3 +132,13 @@ def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_h
     assert main(["distill", str(bench.recipe("r", data=data, early_stopping=stopping))]) == 0
     assert seen == {"compute_loss": {True}, "_evaluate": {False}, "_save_checkpoint": {False}}
     assert failure._where_it_hangs() == ""
+
+
+def test_getting_further_counts_within_a_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a teacher computes for a score is no step, and may take hours."""
+    monkeypatch.setattr(failure, "_step_began", None)
+    failure.further_in_step()
+    assert failure._step_began is None
+    monkeypatch.setattr(failure, "_step_began", 1.0)
+    failure.further_in_step()
+    assert failure._step_began is not None and failure._step_began > 1.0

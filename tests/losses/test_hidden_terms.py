@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fcsd.config.strict import validate
 from fcsd.config.training import ObjectiveConfig
@@ -231,3 +232,15 @@ def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> N
         terms.values(
             Captured([], [torch.zeros(1, 4)]), Captured([], [torch.zeros(1, 8)]), None, ["router_kl"]
         )
+
+
+def test_a_model_without_routers_is_told_which_keys_to_leave_out() -> None:
+    dense = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+    with pytest.raises(
+        UserError, match=r"no router found.*leave out objective.router_kl_coefficient and objective.f"
+    ):
+        freeze_routers(dense)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.data.batches import Batch, trim_padding
+from fcsd.distributed.failure import further_in_step
 from fcsd.errors import UserError
 from fcsd.families.structure import head_scaling, output_head
 from fcsd.losses.head import LossHead, batch_hidden
@@ -71,6 +72,7 @@ class LiveTeacher(Teacher):
         """One forward a micro-batch."""
         with self.as_teacher():
             for batch in batches:
+                further_in_step()  # a step may have many
                 batch["teacher_hidden"] = self.hidden(trim_padding(batch))
 
     @torch.no_grad()
