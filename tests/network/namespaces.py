@@ -7,6 +7,7 @@ A packet leaves when its edge, and its endpoint's egress port where there is one
 is dropped: what waits is in the switch.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -94,11 +95,15 @@ def _inside(rank: int, fn: Any, ends: list[socket.socket], folder: str, parent: 
         f"link set wire mtu {_MTU} txqueuelen 2000 up",
     ):
         subprocess.run(["ip", *words.split()], check=True)
+    with open("/proc/sys/net/ipv4/tcp_slow_start_after_idle", "w") as file:  # of this namespace
+        file.write("0")
     socket.send_fds(ends[rank], [b"x"], [tun])
     size = dist.get_world_size()
-    dist.destroy_process_group()  # of the host's network
-    os.environ["GLOO_SOCKET_IFNAME"] = "wire"
     store = dist.FileStore(os.path.join(folder, "wires"), size)
+    store.set(f"here {rank}", "")
+    store.wait([f"here {each}" for each in range(size)])  # the group of the host's network may have half met
+    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "wire"
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
     return fn(rank, *args)
 
@@ -117,6 +122,8 @@ def _die_with(parent: int) -> None:
 def _switch(wires: Wires, ends: list[socket.socket], parent: int) -> None:
     _die_with(parent)
     _LIBC.prctl(_TIMER_SLACK, 1000, 0, 0, 0)
+    with contextlib.suppress(PermissionError):  # before the ranks: a switch that comes late is a slower wire
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     tuns = [socket.recv_fds(end, 1, 1)[1][0] for end in ends]
     number = {tun: rank for rank, tun in enumerate(tuns)}
     seconds_a_byte = (8 / np.where(wires.rates > 0, wires.rates, 1)).tolist()

@@ -48,7 +48,7 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
     exchange = GroupExchange(None, collective, torch.device("cpu"))
     facts = {"endpoints": list("abcd"), "collective": collective, "backend": "gloo", "libraries": {}}
     links = profile(exchange, facts, largest_bytes=largest)
-    given = patterns(4, largest // 2)
+    given = patterns(4, LARGEST // 2)
     whole = compare(links, exchange, given)
     edges = whole
     if collective == "p2p":
@@ -86,7 +86,7 @@ def run(wires: Wires, collective: Collective = "p2p", largest: int = LARGEST) ->
 
 @pytest.fixture(scope="module")
 def independent() -> Found:
-    return run(appendix_a3())
+    return run(appendix_a3(), largest=2 * LARGEST)
 
 
 def test_rates_and_latencies_of_real_links_are_recovered(independent: Found) -> None:
