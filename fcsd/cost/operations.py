@@ -25,7 +25,7 @@ from fcsd.connectivity.rewire import decoder_layers, is_one_of
 from fcsd.cost.trace import give_fake_storage, grouped_matmuls_fall_back
 from fcsd.cost.tracker import Tracker
 from fcsd.errors import UserError
-from fcsd.families import Family, expert_counts, text_config
+from fcsd.families import Family, expert_counts, row_width, text_config
 from fcsd.families.structure import output_head
 
 WHOLE = ", whole"
@@ -62,13 +62,17 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on."""
+    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
+
+    row_width: elements of a row that travels to an expert.
+    """
 
     layers: tuple[LayerWork, ...]
     head: Work
     num_rows: int
     num_tokens: int
     hidden_size: int
+    row_width: int
     num_experts: int
     experts_per_token: int
     num_parameters: int
@@ -110,7 +114,8 @@ def trace_layers(
     nn.Module.to(model, torch.bfloat16).eval().requires_grad_(False)
     model.config.use_cache = False
     stack = decoder_layers(model, family)
-    num_experts, top_k = expert_counts(text_config(model.config, family), family)
+    config = text_config(model.config, family)
+    num_experts, top_k = expert_counts(config, family)
     if not any(_is_moe(layer, family) for layer in stack) or not num_experts or not top_k:
         raise UserError(f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped")
     tracker, kinds = Tracker(), _kinds(stack, model.config)
@@ -144,6 +149,7 @@ def trace_layers(
         num_rows=num_rows,
         num_tokens=num_tokens,
         hidden_size=head.in_features,
+        row_width=row_width(config),
         num_experts=num_experts,
         experts_per_token=top_k,
         num_parameters=sum(p.numel() for p in model.parameters()),

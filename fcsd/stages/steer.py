@@ -19,6 +19,7 @@ from fcsd.data.batches import Collator, real_tokens
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import Steered, evaluate_stage, heldout_of, test_set_fingerprints
 from fcsd.evaluate.steered import Sweep
+from fcsd.families import row_width
 from fcsd.families.structure import packing_of
 from fcsd.files import file_sha256
 from fcsd.models.place import load_for_evaluation
@@ -65,8 +66,8 @@ class _Steering:
 
     @functools.cached_property
     def payload(self) -> Payload:
-        hidden_size = self.loaded.config.get_text_config().hidden_size
-        return Payload(hidden_size, find_routers(self.loaded)[0].num_experts)
+        width = row_width(self.loaded.config.get_text_config())
+        return Payload(width, find_routers(self.loaded)[0].num_experts)
 
     @functools.cached_property
     def sweep(self) -> Sweep:
