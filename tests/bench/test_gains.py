@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fcsd.bench.gains import served_gains
+from fcsd.cost.windows import gain
 
 SETTINGS: dict[str, Any] = {
     "comm": {},
@@ -104,3 +105,20 @@ def test_what_is_not_known_leaves_no_file(
 ) -> None:
     found = served_gains(SETTINGS | {"prompt_tokens": [100]} | settings, CONFIG, runs, {})
     assert [each["phase"] for each in found] == left
+
+
+@pytest.mark.parametrize(
+    ("blocking_ms", "overlapped_ms", "collectives", "each_ms", "hidden"),
+    [
+        (274, 244, 16, 2.6, 0.894),
+        (1221, 814, 256, 2.1, 0.720),
+        (248, 211, 16, 2.6, 0.923),
+        (1256, 883, 256, 2.1, 0.712),
+    ],
+)
+def test_the_gain_of_recorded_servers_follows_from_their_shares(
+    blocking_ms: float, overlapped_ms: float, collectives: int, each_ms: float, hidden: float
+) -> None:
+    """What `make bench-serving` measured with vLLM (docs/serving.md)."""
+    planned = 1 + gain(collectives * each_ms / blocking_ms, hidden)
+    assert planned == pytest.approx(blocking_ms / overlapped_ms, rel=0.035)
