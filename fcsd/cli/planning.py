@@ -139,7 +139,7 @@ def add_commands(command: Command) -> None:
         "--measured",
         type=Path,
         metavar="FILE",
-        help="measured times (times.json of `fcsd trace`), not the roofline",
+        help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
     )
     parser.add_argument(
         "--study",
