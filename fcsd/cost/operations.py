@@ -46,13 +46,15 @@ class LayerWork:
     """One layer's work by step.
 
     scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all pairs; 0 where attention asks
-    for no core that an exchange could start before. cache_bytes: keys and values of earlier tokens that a rank reads.
+    for no core that an exchange could start before. causal: a mask leaves out half of the pairs. cache_bytes: keys and
+    values of earlier tokens that a rank reads.
     """
 
     moe: bool
     steps: dict[str, Work]
     core: float = 0.0
     scores: float = 0.0
+    causal: bool = True
     cache_bytes: float = 0.0
 
     def work(self, name: str) -> Work:

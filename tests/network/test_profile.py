@@ -92,6 +92,14 @@ def test_an_edge_that_was_never_the_slowest_keeps_what_was_measured_alone_and_th
     assert not np.array(links.metadata.refined).any()
 
 
+def test_two_endpoints_have_one_edge_each_way_and_no_port() -> None:
+    testbed = Testbed(ALPHA[:2, :2], BETA[:2, :2])
+    links = profile(testbed, FACTS | {"endpoints": ["a", "b"]}, largest_bytes=LARGEST)
+    assert testbed.calls == num_exchanges(2)
+    np.testing.assert_allclose(links.beta("combine"), BETA[:2, :2], rtol=1e-6)
+    assert not links.port("egress").any() and not links.port("ingress").any()
+
+
 def test_times_simulated_from_a_profile_are_those_measured_and_edges_alone_do_not_price_a_shared_port() -> (
     None
 ):

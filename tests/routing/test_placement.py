@@ -13,7 +13,7 @@ from fcsd.routing.placement import balanced, contiguous, topology_aware
 PAYLOAD = Payload(hidden_size=64, num_experts=6)
 
 
-def made_links(beta: list[list[float]]) -> LinkModel:
+def made_links(beta: list[list[float]], collective: str = "p2p") -> LinkModel:
     size = len(beta)
     phase = {
         "alpha_s": [[1e-3] * size] * size,
@@ -26,7 +26,7 @@ def made_links(beta: list[list[float]]) -> LinkModel:
     return LinkModel.model_validate(
         {
             "endpoints": [f"n{u}" for u in range(size)],
-            "collective": "p2p",
+            "collective": collective,
             "backend": "gloo",
             "world_size": size,
             "libraries": {},
@@ -56,6 +56,15 @@ def test_swaps_bring_each_sources_experts_home() -> None:
     for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):
         counts[0, source, experts] = 100
     links = made_links([[0, 1e-6], [1e-6, 0]])
+    assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
+
+
+def test_experts_are_placed_by_links_on_which_both_directions_take_turns() -> None:
+    """As fcsd profiles gloo where nothing else is asked for: only the sum of both directions of a pair counts."""
+    counts = np.zeros((1, 2, 6))
+    for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):
+        counts[0, source, experts] = 100
+    links = made_links([[0, 1e-6], [1e-6, 0]], "all_to_all_single")
     assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
 
 
