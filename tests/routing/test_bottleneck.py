@@ -123,6 +123,40 @@ def test_each_layer_is_pushed_into_its_windows_and_a_hidden_one_is_not() -> None
             fit_windows(routers.respond, deployment, wrong)
 
 
+@pytest.mark.parametrize("phase", [0, 1])
+def test_only_the_phase_that_is_late_is_pushed(phase: int) -> None:
+    """Dispatch is slow from 2 to 1; combine from 0 to 3, which brings back what 3 has sent to 0."""
+    beta, back, none = np.full((4, 4), 1e-9), np.full((4, 4), 1e-9), np.zeros((4, 4))
+    beta[2, 1] = back[0, 3] = 8e-9
+    routers = Routers(0, num_layers=1)
+    deployment = deployment_of(links_of(none, beta, combine=(none, back)), routers)
+    before = deployment.paths(routers.respond(0.0)).max((-2, -1)).mean(0)
+    windows = np.where(np.arange(2) == phase, 0.8, 2.0) * before
+    push = fit_windows(routers.respond, deployment, windows)
+    pushed = push.tables[0].reshape(4, 4, 32)[..., 0]
+    assert np.argwhere(pushed < -1e-3).tolist() == [[[2, 1]], [[3, 0]]][phase]
+    assert 0.95 * windows[0, phase] < push.times_s[0, phase] <= windows[0, phase]
+
+
+def test_a_step_is_a_part_of_the_logits_deviation_and_the_last_one_is_halved_to_the_goal() -> None:
+    routers = Routers(0, num_layers=2, num_tokens=64)
+    deployment, counts = deployment_of(UNEQUAL, routers), routers.respond(0.0)
+
+    def respond(tables: np.ndarray) -> np.ndarray:
+        return np.zeros_like(counts) if tables.any() else counts
+
+    goal = 0.9 * deployment.mean_time(counts)
+    usual, scaled = (
+        bottleneck(respond, deployment, goal, logit_std=std) for std in (None, np.array([2.4, 7.2]))
+    )
+    assert usual.steps == scaled.steps == 1
+    assert np.abs(usual.tables).max() == pytest.approx(0.025 * 2.4 / 16)
+    np.testing.assert_allclose(scaled.tables, usual.tables * [[[1]], [[3]]], rtol=1e-6)
+    windows = 0.9 * deployment.paths(counts).max((-2, -1)).mean(0)
+    hidden = fit_windows(respond, deployment, windows, logit_std=np.array([2.4, 7.2]))
+    np.testing.assert_allclose(hidden.tables, 16 * scaled.tables, rtol=1e-6)
+
+
 def test_experts_without_an_endpoint_are_not_pushed_and_cost_nothing() -> None:
     routers = Routers(2, num_layers=1)
     deployment = deployment_of(UNEQUAL, routers)
