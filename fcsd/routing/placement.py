@@ -5,7 +5,7 @@ A placement is an int array [E], or [L, E] with one for each MoE layer; every en
 Not covered: copies of busy experts (EPLB's redundant ones); moving experts while a server runs.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Model, Payload, edge_times, endpoint_counts, simulate
 
 Placement = NDArray[np.int64]
+PlacementKind = Literal["contiguous", "balanced", "topology_aware"]
 
 _SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
 
@@ -71,6 +72,16 @@ def topology_aware(
         times = [_cost(links, endpoint_counts(pairs, each), payload, model)[0] for each in begins]
         found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload, model)
     return found
+
+
+def placed(kind: PlacementKind, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
+    """Return [L, E], a placement of a kind, for pairs [L, N, E] by source endpoint."""
+    if kind == "topology_aware":
+        return topology_aware(counts, links, payload)
+    num_layers, num_endpoints, num_experts = counts.shape
+    if kind == "balanced":
+        return balanced(counts.sum(1), num_endpoints)
+    return np.tile(contiguous(num_experts, num_endpoints), (num_layers, 1))
 
 
 def check_world(links: LinkModel, num_endpoints: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fcsd.errors import UserError
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload, endpoint_counts, simulate
-from fcsd.routing.placement import balanced, contiguous, topology_aware
+from fcsd.routing.placement import balanced, contiguous, placed, topology_aware
 
 PAYLOAD = Payload(hidden_size=64, num_experts=6)
 
@@ -57,6 +57,15 @@ def test_swaps_bring_each_sources_experts_home() -> None:
         counts[0, source, experts] = 100
     links = made_links([[0, 1e-6], [1e-6, 0]])
     assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
+
+
+def test_a_placement_of_each_kind_is_made_for_every_layer() -> None:
+    counts = np.random.default_rng(1).integers(0, 9, (2, 3, 6))
+    links = made_links([[0, 8e-6, 8e-6], [8e-6, 0, 1e-6], [8e-6, 1e-6, 0]])
+    assert placed("contiguous", counts, links, PAYLOAD).tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+    by_load, by_links = (placed(kind, counts, links, PAYLOAD) for kind in ("balanced", "topology_aware"))
+    assert by_load.tolist() == balanced(counts.sum(1), 3).tolist()
+    assert by_links.tolist() == topology_aware(counts, links, PAYLOAD).tolist() != by_load.tolist()
 
 
 def test_experts_are_placed_by_links_on_which_both_directions_take_turns() -> None:
