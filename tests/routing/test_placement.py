@@ -16,7 +16,7 @@ PAYLOAD = Payload(hidden_size=64, num_experts=6)
 def made_links(beta: list[list[float]], collective: str = "p2p") -> LinkModel:
     size = len(beta)
     phase = {
-        "alpha_s": [[1e-3] * size] * size,
+        "alpha_s": [[1e-3] * size for _ in range(size)],
         "beta_s_per_byte": beta,
         "r2": [[None] * size] * size,
         "refined": [[False] * size] * size,
@@ -57,6 +57,18 @@ def test_swaps_bring_each_sources_experts_home() -> None:
         counts[0, source, experts] = 100
     links = made_links([[0, 1e-6], [1e-6, 0]])
     assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
+
+
+def test_what_a_swap_takes_off_other_edges_counts_where_the_slowest_cannot_be_helped() -> None:
+    """Endpoint 2 is used by nobody and is slow to reach: no swap changes the time, and 0 and 1 still come home."""
+    counts = np.zeros((1, 3, 6))
+    for source, experts in enumerate(([1, 4], [0, 2])):
+        counts[0, source, experts] = 100
+    links = made_links([[0, 1e-6, 1e-6], [1e-6, 0, 1e-6], [1e-6, 1e-6, 0]])
+    for phase in (links.metadata, links.dispatch, links.combine):
+        phase.alpha_s[0] = [0, 1e-3, 0.1]
+    found = topology_aware(counts, links, PAYLOAD)[0]
+    assert found[[1, 4]].tolist() == [0, 0] and found[[0, 2]].tolist() == [1, 1]
 
 
 def test_a_placement_of_each_kind_is_made_for_every_layer() -> None:
