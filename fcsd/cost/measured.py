@@ -94,17 +94,19 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
     spec, moe = planned.connectivity, planned.work.moe
     chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
     last = len(moe) - 1
+
+    def hides(each: ExchangeTime) -> bool:
+        return each.layer in chosen and (each.kind == "dispatch" or each.layer in (last, *before))
+
+    before = {k - 1 for k in chosen}
     shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     for each in times.exchanges:
-        rewired = each.layer in chosen
-        if each.kind == "combine":
-            rewired &= each.layer == last or each.layer + 1 in chosen
         share = shares["backward" if each.backward else "forward"]
-        share[0] += min(each.seconds, each.window_s) if rewired else 0.0
+        share[0] += min(each.seconds, each.window_s) if hides(each) else 0.0
         share[1] += each.seconds
     hidden, sent = (sum(share[i] for share in shares.values()) for i in (0, 1))
     forward = [each for each in times.exchanges if not each.backward]
-    windows = {(each.layer, each.kind): each.window_s if each.layer in chosen else 0.0 for each in forward}
+    windows = {(each.layer, each.kind): each.window_s if hides(each) else 0.0 for each in forward}
     mean = {
         kind: sum(found) / len(found)
         for kind in ("dispatch", "combine")

@@ -46,13 +46,15 @@ class LayerWork:
     """One layer's work by step.
 
     scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all pairs; 0 where attention asks
-    for no core that an exchange could start before. cache_bytes: keys and values of earlier tokens that a rank reads.
+    for no core that an exchange could start before. causal: a mask leaves out half of the pairs. cache_bytes: keys and
+    values of earlier tokens that a rank reads.
     """
 
     moe: bool
     steps: dict[str, Work]
     core: float = 0.0
     scores: float = 0.0
+    causal: bool = True
     cache_bytes: float = 0.0
 
     def work(self, name: str) -> Work:
@@ -64,7 +66,8 @@ class LayerWork:
 class ModelWork:
     """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
 
-    row_width: elements of a row that travels to an expert.
+    row_width: elements of a row that travels to an expert. runs_all: the family's own code runs every expert on every
+    token; ranks that share the experts run those that a token chose.
     """
 
     layers: tuple[LayerWork, ...]
@@ -77,6 +80,7 @@ class ModelWork:
     experts_per_token: int
     num_parameters: int
     num_expert_parameters: int
+    runs_all: bool
 
     @property
     def tokens(self) -> int:
@@ -142,7 +146,8 @@ def trace_layers(
         ) from error
     flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
     tokens = num_rows * num_tokens
-    found = {k: _read(stack[k], family, k, flops, seen[k], top_k * tokens / num_experts) for k in seen}
+    rows = top_k * tokens / num_experts
+    found = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
     return ModelWork(
         layers=tuple(found[kinds[k]] for k in range(len(stack))),
         head=Work(flops.get("head", 0.0), head.weight.numel()),
@@ -154,6 +159,9 @@ def trace_layers(
         experts_per_token=top_k,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
+        runs_all=any(
+            flops.get(f"{k} experts", 0) > 1.01 * layer.work("experts").flops for k, layer in found.items()
+        ),
     )
 
 

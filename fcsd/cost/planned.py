@@ -214,9 +214,8 @@ def _config(build: Any) -> Any:
 
 def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
     """Return the bytes of keys and values on a rank: heads are spread over the ranks, MLA's latent is on each."""
-    shared = (
-        1 if getattr(config, "kv_lora_rank", None) else min(tp, getattr(config, "num_key_value_heads", tp))
-    )
+    heads = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None)
+    shared = min(tp, heads or tp)
     return (cache_bytes(config, settings.length) or 0) * settings.batch / shared
 
 
@@ -225,7 +224,8 @@ def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
     layers = {
         id(layer): replace(
             layer,
-            core=2 * layer.core * length,  # no mask leaves half of it out
+            core=layer.core * length,
+            causal=False,
             scores=layer.scores * length,
             cache_bytes=cached / len(work.layers),
         )

@@ -4,6 +4,7 @@ Not covered: contention on links, launches of kernels, the host's work; anything
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,6 +35,15 @@ class Machine:
     def peer_gb_s(self) -> float:
         """What reaches one peer of the node, and can carry data."""
         return (self.gpu.peer_gb_s or self.gpu.link_gb_s) * self.gpu.payload
+
+    def near(self, ranks: int, groups: int, apart: int = 1) -> list[int]:
+        """Return how many of a group of ranks are on a node, for each node of each group.
+
+        groups: that follow one another. apart: how far a rank of a group is from the next one.
+        """
+        first = [g * ranks for g in range(groups)]
+        nodes = Counter((g, (g + k * apart) // self.gpus_per_node) for g in first for k in range(ranks))
+        return list(nodes.values())
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,12 @@ class Roofline:
     def core(self, layer: LayerWork) -> float:
         """Return the seconds of attention between its projections."""
         peak, ranks = self.machine.gpu.bf16_tflops * 1e12, self.tensor_parallel
+        reading = layer.cache_bytes / self._bytes_per_s
         if self.fused:
-            reading = layer.cache_bytes / self._bytes_per_s
-            return max(layer.core / 2 / (peak * self.values["fused_core"]) / ranks, reading)
-        scores = self.passes(self.values["score_passes"], layer.scores)
-        return (layer.core / (peak * self.values["core"]) + scores) / ranks
+            pairs = layer.core / 2 if layer.causal else layer.core
+            return max(pairs / (peak * self.values["fused_core"]) / ranks, reading)
+        scores = self.passes(self.values["score_passes"], layer.scores) / ranks
+        return max(layer.core / (peak * self.values["core"]) / ranks, reading) + scores
 
     def steps(self, model: ModelWork, layer: LayerWork, expert_parallel: int) -> dict[str, float]:
         """Return the seconds of a layer's steps in the forward pass, by the names of `fcsd.overlap.schedule`.
@@ -125,7 +136,7 @@ class Roofline:
         experts, others = model.num_expert_parameters, model.num_parameters - model.num_expert_parameters
         moved = model.num_parameters / ranks * self.values["optimizer_bytes"] / self._bytes_per_s
         same = ranks // expert_parallel
-        between = self.ring(6 * experts / expert_parallel, same) if same > 1 else 0.0
+        between = self.ring(6 * experts / expert_parallel, same, apart=expert_parallel)
         return moved + self.ring(6 * others, ranks) + between
 
     def loss(self, model: ModelWork) -> float:
@@ -150,27 +161,31 @@ class Roofline:
         machine, latency = self.machine, self.values["latency_us"] / 1e6
         if ranks == 1:
             return 0.0
-        each, near = num_bytes / ranks, min(ranks, machine.gpus_per_node)
+        found = machine.near(ranks, machine.num_gpus // ranks)  # a group may lie across nodes
+        each, least, most = num_bytes / ranks, min(found), max(found)
         rate = self.values["link"] * 1e9
         out = machine.gpu.link_gb_s * machine.gpu.payload
-        within = latency + max(each / machine.peer_gb_s, each * (near - 1) / out) / rate if near > 1 else 0.0
-        if ranks <= machine.gpus_per_node:
+        within = latency + max(each / machine.peer_gb_s, each * (most - 1) / out) / rate if most > 1 else 0.0
+        if least == ranks:
             return within
         return max(
-            within, 2 * latency + each * (ranks - near) / (machine.nic_gb_s * 1e9 * self.values["nic"])
+            within, 2 * latency + each * (ranks - least) / (machine.nic_gb_s * 1e9 * self.values["nic"])
         )
 
-    def ring(self, num_bytes: float, ranks: int) -> float:
+    def ring(self, num_bytes: float, ranks: int, apart: int = 1) -> float:
         """Return the seconds of an all-gather or a reduce-scatter of so many bytes: half an all-reduce.
 
-        Rings over several nodes use every GPU's interface.
+        A ring over several nodes uses the interface of each of its GPUs, within a node the links between them.
+        apart: how far one rank of the ring is from the next.
         """
         if ranks == 1:
             return 0.0
         machine = self.machine
-        rate = machine.gpu.link_gb_s * machine.gpu.payload * self.values["link"]
-        if ranks > machine.gpus_per_node:
-            rate = min(rate, machine.gpus_per_node * machine.nic_gb_s * self.values["nic"])
+        found = machine.near(ranks, 1, apart)
+        least, gpu = min(found), machine.gpu
+        links = min(gpu.link_gb_s * gpu.payload, (least - 1) * machine.peer_gb_s) * self.values["link"]
+        interfaces = least * machine.nic_gb_s * self.values["nic"]
+        rate = links if len(found) == 1 else min(links, interfaces) if least > 1 else interfaces
         return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
 
     def all_reduce(self, model: ModelWork) -> float:

@@ -96,7 +96,9 @@ def serving_windows(
     """Return for each layer the windows of its all-reduces (docs/serving.md).
 
     Two of an MoE layer: A_k of attention and shared expert beside the routed experts, R_k of the routed experts beside
-    attention k+1. One of a rewired dense layer (attention and MLP summed), nothing beside it. Zeros where it blocks.
+    attention k+1. With `mlp: full` A_k is attention's and blocks; shared experts take a third, beside the routed ones,
+    where attention k+1 does not wait for R_k. One of a rewired dense layer (attention and MLP summed), nothing beside
+    it. Zeros where it blocks.
     """
     found: list[tuple[float, ...]] = []
     for k, each in enumerate(seconds):
@@ -108,7 +110,9 @@ def serving_windows(
             follows = k + 1 < len(rewired) and rewired[k + 1] and attention == "partial"
             beside = ("attention a", "attention b")
             following = sum(seconds[k + 1].get(name, 0.0) for name in beside) if follows else 0.0
-            found.append((each.get("experts", 0.0) if mlp == "outdated" else 0.0, following))
+            experts = each.get("experts", 0.0)
+            third = (experts,) if mlp == "full" and follows and each.get("shared expert") else ()
+            found.append((experts if mlp == "outdated" else 0.0, following, *third))
     return found
 
 

@@ -6,7 +6,7 @@ has for the others. Times are those of one MoE layer's exchanges in one step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from fcsd.routing.metrics import (
     routes_moved,
     switch_balance_loss,
 )
-from fcsd.routing.placement import Placement, balanced, contiguous, topology_aware
+from fcsd.routing.placement import Placement, PlacementKind, contiguous, placed
 from fcsd.routing.routes import Counts, Kept, Routes
 
 
@@ -97,17 +97,10 @@ def _placements(steps: Counts, network: Network) -> dict[str, Any]:
         return {}
     half = len(steps) // 2
     decided, timed = (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
-    found = {
-        "contiguous": contiguous(steps.shape[-1], network.num_endpoints),
-        "balanced": balanced(decided.sum(1), network.num_endpoints),
-        "topology_aware": topology_aware(decided, network.links, network.payload),
-    }
+    found = {kind: placed(kind, decided, network.links, network.payload) for kind in get_args(PlacementKind)}
     return {
-        name: {
-            **network.time(timed, placement),
-            "endpoints": np.broadcast_to(placement, steps.shape[1::2]).tolist(),
-        }
-        for name, placement in found.items()
+        kind: {**network.time(timed, placement), "endpoints": placement.tolist()}
+        for kind, placement in found.items()
     }
 
 

@@ -5,7 +5,7 @@ A placement is an int array [E], or [L, E] with one for each MoE layer; every en
 Not covered: copies of busy experts (EPLB's redundant ones); moving experts while a server runs.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Model, Payload, edge_times, endpoint_counts, simulate
 
 Placement = NDArray[np.int64]
+PlacementKind = Literal["contiguous", "balanced", "topology_aware"]
 
 _SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
 
@@ -53,7 +54,7 @@ def topology_aware(
     links: LinkModel,
     payload: Payload,
     start: Placement | None = None,
-    model: Model = "port",
+    model: Model | None = None,
 ) -> Placement:
     """Return [L, E]: for each layer swap pairs of experts while that lowers the simulated time of its exchanges.
 
@@ -73,6 +74,16 @@ def topology_aware(
     return found
 
 
+def placed(kind: PlacementKind, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
+    """Return [L, E], a placement of a kind, for pairs [L, N, E] by source endpoint."""
+    if kind == "topology_aware":
+        return topology_aware(counts, links, payload)
+    num_layers, num_endpoints, num_experts = counts.shape
+    if kind == "balanced":
+        return balanced(counts.sum(1), num_endpoints)
+    return np.tile(contiguous(num_experts, num_endpoints), (num_layers, 1))
+
+
 def check_world(links: LinkModel, num_endpoints: int) -> None:
     """Raise UserError where links are of another number of endpoints."""
     if len(links.endpoints) != num_endpoints:
@@ -83,7 +94,7 @@ def check_world(links: LinkModel, num_endpoints: int) -> None:
 
 
 def _swapped(
-    pairs: NDArray[np.float64], placement: Placement, links: LinkModel, payload: Payload, model: Model
+    pairs: NDArray[np.float64], placement: Placement, links: LinkModel, payload: Payload, model: Model | None
 ) -> Placement:
     """Improve the placement [E] of one layer, pairs [N, E], until no swap does."""
     experts, endpoints = np.arange(len(placement)), np.arange(len(pairs))
@@ -111,7 +122,7 @@ def _swapped(
     return placement
 
 
-def _cost(links: LinkModel, traffic: NDArray[np.float64], payload: Payload, model: Model) -> Any:
+def _cost(links: LinkModel, traffic: NDArray[np.float64], payload: Payload, model: Model | None) -> Any:
     """Return the seconds of an exchange of traffic [..., N, N], and the sum of its edges' eighth powers: a maximum that
     sees the edges near it. With the plain sum placements were 1 % slower on other batches."""
     backward = np.swapaxes(traffic, -1, -2)

@@ -108,6 +108,8 @@ def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
     # Layer 1 alone: the layer after it reads all of the stream, so its combine blocks.
     single = measured_times(times(slowdown=0.0), one, [1])
     assert single["overlapped_s"] == pytest.approx(5 - (0.04 + 0.08))
+    assert single["windows"][1] == {"layer": 1, "dispatch_s": 0.04, "combine_s": 0.0}
+    assert last["windows"][4] == {"layer": 4, "dispatch_s": 0.04, "combine_s": 0.08}
 
 
 def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:

@@ -190,6 +190,88 @@ def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() 
     assert plan_times(lite)["exchange_s"]["all_reduce"] == pytest.approx(all_reduce)
 
 
+def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": "decode",
+        "batch": 4,
+        "length": 1000,
+        "tensor_parallel": 1,
+    }
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    core = 4 * 16 * 2 * 1000 * (128 + 64 + 128)  # FLOPs of 4 tokens, 16 heads
+    peak, bandwidth, layer = 989.4e12, 4800e9 * 0.65, lite.work.layers[5]
+    slow = with_values(lite, fused_core=1e-6, core=1e-6).roofline
+    assert slow.core(layer) == pytest.approx(core / (peak * 1e-6))
+    scores = 4 * 16 * 1000 * 2 * 4 / bandwidth  # bytes, passes
+    assert replace(slow, fused=False).core(layer) == pytest.approx(core / (peak * 1e-6) + scores)
+    cached = (512 + 64) * 2 * 1000 * 4 / bandwidth
+    written_out = replace(lite.roofline, fused=False)
+    assert written_out.core(layer) == pytest.approx(cached + scores)
+
+
+def test_keys_and_values_are_on_as_many_ranks_as_there_are_heads() -> None:
+    settings: dict[str, Any] = {"phase": "prefill", "length": 100}
+    one, two, sixteen = (
+        published("Qwen3-30B-A3B", {}, settings | {"tensor_parallel": tp, "nodes": 2}).cached
+        for tp in (1, 2, 16)
+    )
+    assert one == 48 * 2 * 4 * 128 * 2 * 100 and (one / two, one / sixteen) == (2, 4)
+
+
+def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
+    """Two nodes of 6: of 4 ranks in order the second four are two and two; no group of 3 is parted."""
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "nodes": 2,
+        "gpus_per_node": 6,
+        "length": 64,
+        "network_gb_s": 10.0,
+    }
+    sent, out, far = 64 * 6 * 2048 * 2, 450e9 * 0.85, 10e9 * 0.8
+    apart, near = (
+        plan_times(
+            published("DeepSeek-V2-Lite", {"n_routed_experts": 60}, settings | {"expert_parallel": ep})
+        )
+        for ep in (4, 3)
+    )
+    assert apart["exchange_s"]["combine"] == pytest.approx(40e-6 + sent / 4 * 2 / far)
+    assert near["exchange_s"]["combine"] == pytest.approx(20e-6 + sent / 3 * 2 / out)
+
+
+def test_a_ring_is_as_fast_as_the_links_that_its_ranks_have_to_each_other() -> None:
+    def ring(ranks: int, apart: int = 1, **settings: Any) -> float:
+        one = published("DeepSeek-V3", V3, {"length": 64, "network_gb_s": 10.0} | settings)
+        return one.roofline.ring(1e9, ranks, apart) - 20e-6
+
+    two: dict[str, Any] = {"gpu": "mi325x", "nodes": 2}
+    peer, nic = 64e9 * 0.75 * 0.85, 10e9 * 0.8
+    assert ring(8, **two) == pytest.approx(7 / 8 * 1e9 / (7 * peer))
+    assert ring(4, **two) == pytest.approx(3 / 4 * 1e9 / (3 * peer))  # a mesh: three links of seven
+    assert ring(4, gpu="h200") == pytest.approx(3 / 4 * 1e9 / (450e9 * 0.85))
+    assert ring(16, **two) == pytest.approx(15 / 16 * 1e9 / (8 * nic))
+    assert ring(2, 8, **two) == pytest.approx(
+        1 / 2 * 1e9 / nic
+    )  # a rank on each node has one interface there
+    assert ring(4, 4, **two) == pytest.approx(3 / 4 * 1e9 / min(2 * nic, peer))
+
+
+def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
+    """One group of 8 on each of two nodes: who holds the same experts is on the other node."""
+    settings: dict[str, Any] = {
+        "gpu": "mi325x",
+        "nodes": 2,
+        "expert_parallel": 8,
+        "length": 64,
+        "network_gb_s": 10.0,
+    }
+    one = with_values(published("DeepSeek-V3", V3, settings), optimizer_bytes=0, latency_us=0)
+    experts = 6 * 256 * 3 * 7168 * 2048
+    others = one.work.num_parameters - experts
+    once = one.roofline.optimizer(one.work, 8)
+    assert once == pytest.approx((6 * experts / 8 / 2 + 15 / 16 * 6 * others / 8) / (10e9 * 0.8))
+
+
 def even_links(ranks: int, beta: float) -> LinkModel:
     rows = [[beta] * ranks] * ranks
     zero = [[1e-5] * ranks] * ranks
@@ -250,6 +332,21 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     layer = experts + 3 * 2048 * 2816 + attention + 64 * 2048
     more = memory(whole)["parts"]["gathered weights"] - parts["gathered weights"]
     assert more == pytest.approx(2 * 2 * 7 / 8 * experts + (2 + 4) * (layer - head), rel=0.001)
+
+
+def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> None:
+    """Llama 4's own code runs all 16 on every token; ranks that share them run the one that a token chose."""
+    config = read_json(CONFIGS / "Llama-4-Scout-17B-16E.json")
+    text = config["text_config"] | {"num_hidden_layers": 2}
+    kept = []
+    for length in (512, 1024):
+        settings = {"length": length, "expert_parallel": 8}
+        one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
+        kept.append(memory(one)["parts"]["activations"])
+    # Of a token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
+    # it what attention keeps; 16 routed experts would be 1.1 MB.
+    experts = 2 * 4 * 8192 * 2
+    assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
 
 
 # ---- files

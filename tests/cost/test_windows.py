@@ -61,7 +61,10 @@ def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_atte
 
     assert served([True, True]) == [(1000, 11), (1000, 0)]
     assert served([False, True]) == [(0,), (1000, 0)]  # a dense layer needs one, and nothing is beside it
-    assert served([True, True], mlp="full") == [(0, 11), (0, 0)]
+    # A third, of the shared experts, where the next attention does not wait for what they are summed with.
+    assert served([True, True], mlp="full") == [(0, 11, 1000), (0, 0)]
+    without = [{name: value for name, value in STEPS.items() if name != "shared expert"}] * 2
+    assert serving_windows([True] * 2, [True] * 2, "partial", "full", without) == [(0, 11), (0, 0)]
     assert served([True, True], attention="full") == [(1000, 0)] * 2
     assert serving_windows([True, False], [True, True], "partial", "outdated", [STEPS] * 2) == [
         (1000, 0),

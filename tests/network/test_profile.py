@@ -92,6 +92,68 @@ def test_an_edge_that_was_never_the_slowest_keeps_what_was_measured_alone_and_th
     assert not np.array(links.metadata.refined).any()
 
 
+def test_two_endpoints_have_one_edge_each_way_and_no_port() -> None:
+    testbed = Testbed(ALPHA[:2, :2], BETA[:2, :2])
+    links = profile(testbed, FACTS | {"endpoints": ["a", "b"]}, largest_bytes=LARGEST)
+    assert testbed.calls == num_exchanges(2)
+    np.testing.assert_allclose(links.beta("combine"), BETA[:2, :2], rtol=1e-6)
+    assert not links.port("egress").any() and not links.port("ingress").any()
+
+
+def test_an_edge_that_was_the_slowest_at_two_sizes_only_keeps_what_was_measured_alone() -> None:
+    """0 -> 1 has the latency and 0 -> 2 the bytes: the first is the slowest below 40 % of the largest size."""
+    alpha, beta = np.full((3, 3), 1e-3), np.full((3, 3), 1e-8)
+    alpha[0, 1] += 0.45 * LARGEST * 1e-8
+    beta[0, 2] = 2e-8
+    together = Testbed(alpha, beta)
+    own = together.seconds
+    together.seconds = lambda b: own(b) * (1.08 if (b > 0).sum() > 1 else 1)  # type: ignore[method-assign]
+    links = profile(together, FACTS | {"endpoints": ["a", "b", "c"]}, largest_bytes=LARGEST)
+    assert links.dispatch.refined[0] == [False, False, True]
+    assert links.beta("dispatch")[0].tolist() == pytest.approx([0, 1e-8, 1.08 * 2e-8])
+
+
+def test_one_exchange_that_was_held_up_makes_no_shared_port() -> None:
+    held = Testbed(ALPHA, BETA)
+    own, largest = held.seconds, LARGEST * np.ones(3)
+    # of the patterns of one to many with equal finish, those of the largest size
+    held.seconds = lambda b: own(b) * (2 if (b > 0).sum() == 3 and (b[b > 0] >= largest).all() else 1)  # type: ignore[method-assign]
+    links = profile(held, FACTS, largest_bytes=LARGEST)
+    assert not links.port("egress").any() and not links.port("ingress").any()
+
+
+def test_counts_are_exchanged_as_bytes_there_and_back_behind_their_metadata() -> None:
+    sent: list[Array] = []
+
+    def exchange(num_bytes: Array) -> float:
+        sent.append(num_bytes)
+        return float(num_bytes.sum())
+
+    counts = np.array([[[1.0, 2], [3, 4]]])
+    payload = Payload(hidden_size=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
+    times = exchange_counts(exchange, counts, payload)
+    assert [each.tolist() for each in sent[::3]] == [
+        [[10, 10], [10, 10]],
+        [[5, 10], [15, 20]],
+        [[3, 9], [6, 12]],
+    ]
+    assert (times.metadata, times.dispatch, times.combine) == ([40], [50], [30])
+
+
+def test_a_pattern_is_simulated_with_the_links_of_the_dispatch() -> None:
+    testbed = Testbed(ALPHA, BETA)
+    links = profile(testbed, FACTS, largest_bytes=LARGEST)
+    slower = links.dispatch.model_copy(update={"beta_s_per_byte": (2 * BETA).tolist()})
+    given = patterns(4, LARGEST)[:1]
+    both = [
+        compare(each, testbed, given, "edge")
+        for each in (links, links.model_copy(update={"dispatch": slower}))
+    ]
+    assert both[1].simulated > 1.5 * both[0].simulated
+    other = links.model_copy(update={"metadata": slower, "combine": slower})
+    assert compare(other, testbed, given, "edge").simulated == both[0].simulated
+
+
 def test_times_simulated_from_a_profile_are_those_measured_and_edges_alone_do_not_price_a_shared_port() -> (
     None
 ):

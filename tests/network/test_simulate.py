@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fcsd.network.links import LinkModel
-from fcsd.network.simulate import Payload, endpoint_counts, exchange_time, simulate
+from fcsd.network.simulate import Payload, endpoint_counts, exchange_time, path_times, simulate
 
 ALPHA = [[9.0, 0.1, 0.2], [0.3, 9.0, 0.4], [0.5, 0.6, 9.0]]  # the diagonal is never read
 BETA = [[9.0, 0.01, 0.02], [0.03, 9.0, 0.04], [0.05, 0.06, 9.0]]
@@ -56,6 +56,34 @@ def test_a_shared_port_carries_what_all_its_edges_carry() -> None:
     assert exchange_time(links(egress=[0.1, None, None]), "dispatch", BYTES) == pytest.approx(3.2)
     # endpoint 1 receives 15 bytes at 0.2 s each after a latency of at most 0.6
     assert exchange_time(links(ingress=[None, 0.2, None]), "dispatch", BYTES) == pytest.approx(3.6)
+
+
+def test_a_shared_port_holds_up_the_paths_that_lead_through_it_and_no_other() -> None:
+    alone = [[0, 0.2, 0.6], [1.2, 0, 0.4], [0.5, 0.9, 0]]
+    leaving = path_times(links(egress=[0.1, None, None]), "dispatch", BYTES)
+    np.testing.assert_allclose(leaving, [[0, 3.2, 3.2], *alone[1:]])
+    reaching = path_times(links(ingress=[None, 0.2, None]), "dispatch", BYTES)
+    np.testing.assert_allclose(reaching, [[0, 3.6, 0.6], alone[1], [0.5, 3.6, 0]])
+
+
+def test_each_phase_has_links_of_its_own() -> None:
+    payload = Payload(hidden_size=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
+    counts = np.array([[7.0, 2, 4], [6, 7, 0], [0, 1, 7]])
+    usual = links()
+    slower = {
+        name: [[10 * each for each in row] for row in rows]
+        for name, rows in (("alpha_s", ALPHA), ("beta_s_per_byte", BETA))
+    }
+    for phase in ("metadata", "dispatch", "combine"):
+        changed = usual.model_copy(update={phase: usual.dispatch.model_copy(update=slower)})
+        before, after = (simulate(each, counts, payload, "edge") for each in (usual, changed))
+        factors = [
+            float(getattr(after, each) / getattr(before, each))
+            for each in ("metadata", "dispatch", "combine")
+        ]
+        assert factors == pytest.approx(
+            [10.0 if each == phase else 1.0 for each in ("metadata", "dispatch", "combine")]
+        )
 
 
 def test_a_layer_takes_its_counts_its_dispatch_and_its_combine() -> None:

@@ -18,15 +18,22 @@ DELAYS = np.array(
 )
 
 
-def links_of(alpha: Any, beta: Any, egress: list[float | None] | None = None) -> LinkModel:
+def links_of(
+    alpha: Any, beta: Any, egress: list[float | None] | None = None, combine: tuple[Any, Any] | None = None
+) -> LinkModel:
+    """Links of one latency and rate in all phases, or of others (alpha, beta) on the way back."""
     size = len(alpha)
-    phase = {
-        "alpha_s": np.asarray(alpha).tolist(),
-        "beta_s_per_byte": np.asarray(beta).tolist(),
-        "r2": [[None] * size] * size,
-        "refined": [[False] * size] * size,
-        "repeats": 1,
-    }
+
+    def phase(alpha: Any, beta: Any) -> dict[str, Any]:
+        return {
+            "alpha_s": np.asarray(alpha).tolist(),
+            "beta_s_per_byte": np.asarray(beta).tolist(),
+            "r2": [[None] * size] * size,
+            "refined": [[False] * size] * size,
+            "repeats": 1,
+        }
+
+    out = phase(alpha, beta)
     facts = {
         "endpoints": [f"node{k}" for k in range(size)],
         "collective": "p2p",
@@ -35,7 +42,8 @@ def links_of(alpha: Any, beta: Any, egress: list[float | None] | None = None) ->
         "libraries": {},
         "ports": {"egress_s_per_byte": egress or [None] * size, "ingress_s_per_byte": [None] * size},
     }
-    return LinkModel.model_validate(facts | dict.fromkeys(("metadata", "dispatch", "combine"), phase))
+    back = out if combine is None else phase(*combine)
+    return LinkModel.model_validate(facts | {"metadata": out, "dispatch": out, "combine": back})
 
 
 UNEQUAL = links_of(DELAYS * 1e-3, 8e-6 / RATES)

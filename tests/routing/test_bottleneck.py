@@ -29,21 +29,22 @@ def test_camoes_table_is_the_one_computed_by_hand() -> None:
     """Three endpoints, of which 0 reaches 2 slowly; one expert each, and one without an endpoint."""
     alpha, beta = np.full((3, 3), 1.0), np.full((3, 3), 0.1)
     beta[0, 2] = 0.5
+    back_alpha, back_beta = np.full((3, 3), 2.0), np.full((3, 3), 0.2)
+    back_alpha[1, 0], back_beta[0, 2] = 7.0, 0.6
+    links = links_of(alpha, beta, combine=(back_alpha, back_beta))
     counts = np.array([[[2, 3, 4, 9], [1, 1, 1, 9], [6, 0, 2, 9]]])
     payload = Payload(hidden_size=1, num_experts=4, value_bytes=2, weight_bytes=1)
-    tables = camoe(counts, links_of(alpha, beta), payload, np.array([0, 1, 2, -1]), 0.3)
-    # dispatch 3 bytes, combine 2: 0 -> 1 is 1 + .1*3*3 and back 1 + .1*3*2; 0 -> 2 is 1 + .5*4*3 and back 1 + .1*4*2;
-    # 2 -> 0 is 1 + .1*6*3 and its way back, 0 -> 2, 1 + .5*6*2
-    costs = np.array([[0, 1.9 + 1.6, 7.0 + 1.8], [1.3 + 1.2, 0, 1.3 + 1.2], [2.8 + 7.0, 1.0 + 1.0, 0]])
+    tables = camoe(counts, links, payload, np.array([0, 1, 2, -1]), 0.3)
+    # dispatch 3 bytes, combine 2. 0 -> 1: 1 + .1*3*3, and back, 1 -> 0, 7 + .2*3*2. 0 -> 2: 1 + .5*4*3, and 2 + .2*4*2.
+    # 1 -> 0 and 1 -> 2: 1 + .1*1*3, and 2 + .2*1*2. 2 -> 0: 1 + .1*6*3, back, 0 -> 2, 2 + .6*6*2. 2 -> 1: latencies
+    costs = np.array([[0, 1.9 + 8.2, 7.0 + 3.6], [1.3 + 2.4, 0, 1.3 + 2.4], [2.8 + 9.2, 1.0 + 2.0, 0]])
     expected = -0.3 * (costs - costs.mean(1, keepdims=True)) / costs.std(1, keepdims=True)
     np.testing.assert_allclose(tables[0, :, :3], expected, rtol=1e-6)
     assert (tables[0, :, 3] == 0).all()
-    scaled = camoe(
-        counts, links_of(alpha, beta), payload, np.array([0, 1, 2, -1]), 0.3, logit_std=np.array([2.0])
-    )
+    scaled = camoe(counts, links, payload, np.array([0, 1, 2, -1]), 0.3, logit_std=np.array([2.0]))
     np.testing.assert_allclose(scaled, 2 * tables, rtol=1e-6)
     with pytest.raises(UserError, match=r"strength \(lambda\) -0.1 is negative"):
-        camoe(counts, links_of(alpha, beta), payload, np.array([0, 1, 2, -1]), -0.1)
+        camoe(counts, links, payload, np.array([0, 1, 2, -1]), -0.1)
     with pytest.raises(UserError, match="between 4 endpoints, 3 are asked for"):
         camoe(counts, UNEQUAL, payload, np.array([0, 1, 2, -1]), 0.1)
 
@@ -80,6 +81,16 @@ def test_only_the_slowest_path_is_pushed_and_no_further_than_the_goal() -> None:
         bottleneck(lambda tables: routers.respond(0.0), deployment, 0.8 * before)
 
 
+def test_a_path_is_named_by_its_tokens_source_both_ways() -> None:
+    """Two endpoints of one expert each: 0 sends 5 pairs to 1, and 1 sends 3 to 0; the way back has links of its own."""
+    links = links_of([[0, 1], [2, 0]], [[0, 0.1], [0.2, 0]], combine=([[0, 3], [4, 0]], [[0, 0.3], [0.4, 0]]))
+    payload = Payload(hidden_size=1, num_experts=2, value_bytes=2, weight_bytes=8)
+    paths = Deployment(links, payload, np.array([[0, 1]])).paths(np.array([[[[7, 5], [3, 7]]]]))
+    # out with 10 bytes a pair, back with 2: what 0 has sent comes back from 1 to 0
+    np.testing.assert_allclose(paths[0, 0, 0], [[0, 1 + 0.1 * 50], [2 + 0.2 * 30, 0]])
+    np.testing.assert_allclose(paths[0, 0, 1], [[0, 4 + 0.4 * 10], [3 + 0.3 * 6, 0]])
+
+
 def test_where_a_port_is_shared_all_that_leaves_it_is_pushed() -> None:
     links = links_of(np.zeros((4, 4)), np.full((4, 4), 1e-9), egress=[None, None, None, 4e-9])
     routers = Routers(0, num_layers=1)
@@ -110,6 +121,40 @@ def test_each_layer_is_pushed_into_its_windows_and_a_hidden_one_is_not() -> None
     ):
         with pytest.raises(UserError, match=message):
             fit_windows(routers.respond, deployment, wrong)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_only_the_phase_that_is_late_is_pushed(phase: int) -> None:
+    """Dispatch is slow from 2 to 1; combine from 0 to 3, which brings back what 3 has sent to 0."""
+    beta, back, none = np.full((4, 4), 1e-9), np.full((4, 4), 1e-9), np.zeros((4, 4))
+    beta[2, 1] = back[0, 3] = 8e-9
+    routers = Routers(0, num_layers=1)
+    deployment = deployment_of(links_of(none, beta, combine=(none, back)), routers)
+    before = deployment.paths(routers.respond(0.0)).max((-2, -1)).mean(0)
+    windows = np.where(np.arange(2) == phase, 0.8, 2.0) * before
+    push = fit_windows(routers.respond, deployment, windows)
+    pushed = push.tables[0].reshape(4, 4, 32)[..., 0]
+    assert np.argwhere(pushed < -1e-3).tolist() == [[[2, 1]], [[3, 0]]][phase]
+    assert 0.95 * windows[0, phase] < push.times_s[0, phase] <= windows[0, phase]
+
+
+def test_a_step_is_a_part_of_the_logits_deviation_and_the_last_one_is_halved_to_the_goal() -> None:
+    routers = Routers(0, num_layers=2, num_tokens=64)
+    deployment, counts = deployment_of(UNEQUAL, routers), routers.respond(0.0)
+
+    def respond(tables: np.ndarray) -> np.ndarray:
+        return np.zeros_like(counts) if tables.any() else counts
+
+    goal = 0.9 * deployment.mean_time(counts)
+    usual, scaled = (
+        bottleneck(respond, deployment, goal, logit_std=std) for std in (None, np.array([2.4, 7.2]))
+    )
+    assert usual.steps == scaled.steps == 1
+    assert np.abs(usual.tables).max() == pytest.approx(0.025 * 2.4 / 16)
+    np.testing.assert_allclose(scaled.tables, usual.tables * [[[1]], [[3]]], rtol=1e-6)
+    windows = 0.9 * deployment.paths(counts).max((-2, -1)).mean(0)
+    hidden = fit_windows(respond, deployment, windows, logit_std=np.array([2.4, 7.2]))
+    np.testing.assert_allclose(hidden.tables, 16 * scaled.tables, rtol=1e-6)
 
 
 def test_experts_without_an_endpoint_are_not_pushed_and_cost_nothing() -> None:

@@ -1,6 +1,7 @@
 """The controller on links that change under it: exchanges are simulated on the true ones, with noise."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from fcsd.errors import UserError
 from fcsd.network.simulate import Payload
 from fcsd.routing.bias import BiasTables, router_bias
 from fcsd.routing.bottleneck import Deployment
-from fcsd.routing.controller import Controller, Rung, probe_by
+from fcsd.routing.controller import SEARCHES, Controller, Rung, probe_by
 from fcsd.routing.counts import recording
 from fcsd.routing.placement import contiguous
 from fcsd.routing.tables import Calibration, make_tables
@@ -144,6 +145,63 @@ def exchanged(wires: Testbed, pairs: np.ndarray, payload: Payload) -> float:
     """Counts, rows and returning rows of one layer, [source, endpoint]."""
     sent = np.full((4, 4), payload.metadata_bytes), pairs * (2 * 10_000 + 4), pairs.T * 2 * 10_000
     return sum(wires(each) for each in sent)
+
+
+def test_the_slowest_edge_is_measured_first_and_written_down_where_it_is() -> None:
+    """Believed: dispatch is slowest from 1 to 2, then combine from 0 to 3, which brings back what 3 sent to 0."""
+    cluster = Cluster()
+    beta, back = (np.full((4, 4), 1e-9) for _ in range(2))
+    beta[1, 2], back[0, 3] = 6e-9, 3e-9
+    links = links_of(cluster.alpha, beta, combine=(cluster.alpha, back))
+    believed = Deployment(links, cluster.deployment.payload, cluster.deployment.placement)
+    probes: list[Any] = []
+
+    def probe(*edge: Any) -> tuple[float, float]:
+        probes.append(edge)
+        return 2e-4, 7e-9
+
+    controller = Controller(cluster.rungs[:1], believed, 1.0, probe, patience=3)
+    seconds = 2 * controller.predicted_s()
+    for _ in range(2):
+        controller.observe(seconds)
+    assert probes == []  # all of three have to say the same
+    controller.observe(seconds)
+    assert probes[:2] == [("dispatch", 1, 2), ("combine", 0, 3)]
+    for phase, edge, was in (("dispatch", (1, 2), beta), ("combine", (0, 3), back)):
+        others = {found[1:] for found in probes if found[0] == phase} - {edge}
+        for what, old, new in (("alpha", cluster.alpha, 2e-4), ("beta", was, 7e-9)):
+            expected = np.where(np.eye(4, dtype=bool), 0, old)
+            expected[edge] = new
+            for other in others:
+                expected[other] = new
+            np.testing.assert_allclose(getattr(controller.links, what)(phase), expected)
+
+
+@pytest.mark.parametrize(("share", "weakest"), [(0.95, False), (0.85, True)])
+def test_a_weaker_bias_is_taken_only_with_a_tenth_of_the_goal_to_spare(share: float, weakest: bool) -> None:
+    """Everything takes half as long, so that without a bias exchanges would take this share of the goal."""
+    cluster = Cluster()
+    cluster.beta[1, 2] = 2.5e-9
+    known = Deployment(
+        links_of(cluster.alpha, cluster.beta), cluster.deployment.payload, cluster.deployment.placement
+    )
+    goal = 0.5 * known.mean_time(cluster.rungs[0].counts) / share
+    controller = Controller(cluster.rungs, known, goal, cluster.probe, patience=3)
+    assert controller.tables.strength > 0
+    for _ in range(3 * SEARCHES):
+        controller.observe(0.5 * cluster.seconds(controller.tables))
+    assert controller.predicted_s(0) == pytest.approx(share * goal)
+    assert (controller.tables.strength == 0) == weakest
+
+
+def test_what_links_do_not_explain_is_the_median_of_what_was_seen() -> None:
+    cluster = Cluster()
+    controller = Controller(cluster.rungs[:1], cluster.deployment, 1.0, cluster.probe, patience=3)
+    usual = controller.predicted_s()
+    for _ in range(SEARCHES):
+        for factor in (1.5, 4.0, 1.5):
+            controller.observe(factor * usual)
+    assert controller.predicted_s() == pytest.approx(1.5 * usual)
 
 
 def test_rungs_have_to_rise() -> None:

@@ -8,15 +8,15 @@ import pytest
 from fcsd.errors import UserError
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload, endpoint_counts, simulate
-from fcsd.routing.placement import balanced, contiguous, topology_aware
+from fcsd.routing.placement import balanced, contiguous, placed, topology_aware
 
 PAYLOAD = Payload(hidden_size=64, num_experts=6)
 
 
-def made_links(beta: list[list[float]]) -> LinkModel:
+def made_links(beta: list[list[float]], collective: str = "p2p") -> LinkModel:
     size = len(beta)
     phase = {
-        "alpha_s": [[1e-3] * size] * size,
+        "alpha_s": [[1e-3] * size for _ in range(size)],
         "beta_s_per_byte": beta,
         "r2": [[None] * size] * size,
         "refined": [[False] * size] * size,
@@ -26,7 +26,7 @@ def made_links(beta: list[list[float]]) -> LinkModel:
     return LinkModel.model_validate(
         {
             "endpoints": [f"n{u}" for u in range(size)],
-            "collective": "p2p",
+            "collective": collective,
             "backend": "gloo",
             "world_size": size,
             "libraries": {},
@@ -56,6 +56,36 @@ def test_swaps_bring_each_sources_experts_home() -> None:
     for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):
         counts[0, source, experts] = 100
     links = made_links([[0, 1e-6], [1e-6, 0]])
+    assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
+
+
+def test_what_a_swap_takes_off_other_edges_counts_where_the_slowest_cannot_be_helped() -> None:
+    """Endpoint 2 is used by nobody and is slow to reach: no swap changes the time, and 0 and 1 still come home."""
+    counts = np.zeros((1, 3, 6))
+    for source, experts in enumerate(([1, 4], [0, 2])):
+        counts[0, source, experts] = 100
+    links = made_links([[0, 1e-6, 1e-6], [1e-6, 0, 1e-6], [1e-6, 1e-6, 0]])
+    for phase in (links.metadata, links.dispatch, links.combine):
+        phase.alpha_s[0] = [0, 1e-3, 0.1]
+    found = topology_aware(counts, links, PAYLOAD)[0]
+    assert found[[1, 4]].tolist() == [0, 0] and found[[0, 2]].tolist() == [1, 1]
+
+
+def test_a_placement_of_each_kind_is_made_for_every_layer() -> None:
+    counts = np.random.default_rng(1).integers(0, 9, (2, 3, 6))
+    links = made_links([[0, 8e-6, 8e-6], [8e-6, 0, 1e-6], [8e-6, 1e-6, 0]])
+    assert placed("contiguous", counts, links, PAYLOAD).tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+    by_load, by_links = (placed(kind, counts, links, PAYLOAD) for kind in ("balanced", "topology_aware"))
+    assert by_load.tolist() == balanced(counts.sum(1), 3).tolist()
+    assert by_links.tolist() == topology_aware(counts, links, PAYLOAD).tolist() != by_load.tolist()
+
+
+def test_experts_are_placed_by_links_on_which_both_directions_take_turns() -> None:
+    """As fcsd profiles gloo where nothing else is asked for: only the sum of both directions of a pair counts."""
+    counts = np.zeros((1, 2, 6))
+    for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):
+        counts[0, source, experts] = 100
+    links = made_links([[0, 1e-6], [1e-6, 0]], "all_to_all_single")
     assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
 
 

@@ -15,6 +15,7 @@ from fcsd.network.links import LinkModel, read_links, write_links
 from fcsd.network.simulate import Payload, simulate
 from fcsd.overlap import attach
 from fcsd.routing import study as study_module
+from fcsd.routing.placement import balanced
 from fcsd.routing.routes import read_routes
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.overlap.ranks import spread
@@ -107,7 +108,7 @@ def test_counts_and_traffic_are_those_of_the_batches_at_their_endpoints(result, 
         assert facts["counts"] == counts.tolist()
         assert facts["traffic"] == traffic.tolist()
         assert facts["printed_balance_loss"] == pytest.approx([EXPERTS] * LAYERS)
-        assert all(loss > 1 for loss in facts["switch_balance_loss"])
+        assert all(1 < loss < EXPERTS for loss in facts["switch_balance_loss"])
 
 
 def test_moved_routes_are_counted_token_by_token(result, choices) -> None:
@@ -123,6 +124,50 @@ def test_moved_routes_are_counted_token_by_token(result, choices) -> None:
     assert result["comparison"]["routes_moved"] == pytest.approx(np.mean(moved))
     assert 0.05 < np.mean(moved) < 0.95
     assert result["epsilon"] == 1e-6
+
+
+def kl_by_hand(base: np.ndarray, compared: np.ndarray) -> float:
+    p, q = ((loads + 1e-6) / (loads + 1e-6).sum() for loads in (base, compared))
+    return float((p * np.log(p / q)).sum())
+
+
+def kept_loads(batches: list[list[np.ndarray]], factor: float | None) -> np.ndarray:
+    """Pairs [L, E] that a capacity factor leaves, in the order of the tokens."""
+    loads = np.zeros((LAYERS, EXPERTS), dtype=int)
+    for batch in batches:
+        for layer, experts in enumerate(batch):
+            limit = len(experts) if factor is None else int(np.ceil(factor * TOP_K * len(experts) / EXPERTS))
+            loads[layer] += np.minimum(np.bincount(experts.ravel(), minlength=EXPERTS), limit)
+    return loads
+
+
+def test_loads_are_compared_with_those_of_the_base_before_and_after_drops(result, choices) -> None:
+    found = result["comparison"]
+    for row, factor in ((found, None), (next(r for r in found["capacity"] if r["factor"] == 1.25), 1.25)):
+        base, now = (kept_loads(choices[name], factor) for name in ("original", "converted"))
+        by_layer = [kl_by_hand(one, other) for one, other in zip(base, now, strict=True)]
+        assert row["kl"] == pytest.approx(kl_by_hand(base.sum(0), now.sum(0)))
+        assert row["avg_layer_kl"] == pytest.approx(np.mean(by_layer))
+        if factor is None:
+            assert row["layer_kl"] == pytest.approx(by_layer)
+        facts = result["models"][0]
+        spread = facts if factor is None else next(r for r in facts["capacity"] if r["factor"] == factor)
+        assert spread["cv"] == pytest.approx(now.sum(0).std() / now.sum(0).mean())
+        assert spread["avg_layer_cv"] == pytest.approx((now.std(-1) / now.mean(-1)).mean())
+
+
+def test_placements_are_decided_on_the_first_half_and_timed_on_the_second(folder, result, choices) -> None:
+    found, links_found = result["models"][0]["placements"], read_links(folder / "links.json")
+    first, second = (choices["converted"][k : k + WORLD] for k in (0, WORLD))
+    endpoints = balanced(kept_loads(first, None), WORLD)
+    assert found["balanced"]["endpoints"] == endpoints.tolist()
+    times = []
+    for layer in range(LAYERS):
+        traffic = np.zeros((WORLD, WORLD))
+        for source, batch in enumerate(second):
+            np.add.at(traffic[source], endpoints[layer][batch[layer].ravel()], 1)
+        times.append(1e3 * simulate(links_found, traffic, Payload(hidden_size=32, num_experts=EXPERTS)).total)
+    assert found["balanced"]["mean_ms"] == pytest.approx(np.mean(times))
 
 
 def test_capacity_drops_per_batch_and_times_are_of_what_is_left(folder, result, choices) -> None:
@@ -168,6 +213,9 @@ def test_the_report_says_what_conversion_did_and_a_finished_study_is_found(
     assert f"## What changed against {folder / 'original'}" in text
     assert f"{result['comparison']['routes_moved']:.2%} of the (token, expert) pairs" in text
     assert "by traffic and links" in text
+    before, after = (result["models"][k]["layer_cv"][0] for k in (1, 0))
+    row = next(line for line in text.splitlines() if line.startswith("| 1 "))
+    assert [cell.strip() for cell in row.split("|")][-3:-1] == [f"{before:.3f}", f"{after:.3f}"]
     placements = result["models"][0]["placements"]
     assert np.array(placements["topology_aware"]["endpoints"]).shape == (LAYERS, EXPERTS)
     assert set(placements) == {"contiguous", "balanced", "topology_aware"}

@@ -90,7 +90,8 @@ def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
     tables, facts = make_tables(calibration, deployment, "camoe", 0.3)
     expected = camoe(calibration.counts.mean(0), UNEQUAL, deployment.payload, deployment.placement, 0.3)
     np.testing.assert_array_equal(tables.tables, expected)
-    assert facts["after_s"] < facts["before_s"]
+    assert facts["after_s"] == deployment.mean_time(calibration.respond(tables)) < facts["before_s"]
+    assert facts["before_s"] == deployment.mean_time(calibration.counts)
     ours, our_facts = make_tables(calibration, deployment, "bottleneck", 0.3)
     assert our_facts["after_s"] <= facts["after_s"] and ours.kind == "bottleneck"
     assert np.abs(ours.tables).mean() < np.abs(tables.tables).mean()
@@ -223,8 +224,14 @@ def test_the_command_writes_tables_that_fit_the_model(
     tables = read_tables(folder / "tables")
     assert (tables.kind, tables.strength, tables.selection, tables.num_endpoints) == ("camoe", 0.5, True, 4)
     assert (tables.model_type, tables.layers, tables.num_experts) == ("qwen3_moe", (0, 1, 2, 3), 8)
+    assert not np.array_equal(tables.placement, np.tile(contiguous(8, 4), (4, 1)))
     with router_bias(load_model(folder / "model"), tables):
         pass
+
+
+def test_windows_are_read_by_layer_with_the_dispatch_first(folder: Path) -> None:
+    path = windows(folder, dispatch_s=[1.0, 2.0, 3.0, 4.0], combine_s=[5.0, 6.0, 7.0, 8.0])
+    assert read_windows(path, tiny_model("qwen3_moe")).tolist() == [[1, 5], [2, 6], [3, 7], [4, 8]]
 
 
 def windows(folder: Path, **changes: Any) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,8 +14,11 @@ from fcsd.evaluate.stage import heldout_of
 from fcsd.files import read_json, write_json
 from fcsd.models.load import load_checkpoint
 from fcsd.network.links import read_links, write_links
+from fcsd.network.simulate import Payload
 from fcsd.report.report import write_report
 from fcsd.routing.bias import read_tables, router_bias
+from fcsd.routing.camoe import camoe
+from fcsd.routing.placement import balanced
 from fcsd.stages import steer as steer_module
 from fcsd.stages.checks import check_run
 from fcsd.stages.run import evaluate_models
@@ -62,13 +66,13 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
     model = load_checkpoint(run.original).eval()
     tables = read_tables(run.layout.bias_tables(name or "camoe-0.2"))
     rows, links = heldout_of(run.recipe.data, run.tokenizer), read_links(LINKS)
-    kl, loads, exchanges = [], torch.zeros(2, 4), []
+    kl, loads, exchanges, moved = [], torch.zeros(2, 4), [], []
     for j, row in enumerate(rows):
         ids = {key: torch.tensor(row[key])[None].long() for key in ("input_ids", "position_ids")}
         text = ids["input_ids"][0] != run.tokenizer.pad_token_id
         with torch.no_grad():
             before = model(**ids).logits[0]
-            outputs = model(**ids, output_router_logits=True)
+            outputs = plain = model(**ids, output_router_logits=True)
             if name is not None:
                 with router_bias(model, tables) as steering:
                     steering.endpoint = j % 4
@@ -82,6 +86,8 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
             chosen = logits[text].topk(2).indices.flatten().bincount(minlength=4)
             exchanges[-1][layer, j % 4] += chosen
             loads[layer] += chosen
+            pairs = [each[text].topk(2).indices.tolist() for each in (plain.router_logits[layer], logits)]
+            moved += [len(set(one) - set(other)) / 2 for one, other in zip(*pairs, strict=True)]
     assert len(rows) % (4 * BATCH)  # what is left over makes no exchange
     times, width = [], model.config.hidden_size
     for exchange in exchanges[:-1]:
@@ -100,7 +106,13 @@ def by_hand(run: Any, name: str | None) -> dict[str, Any]:
                     if u != v
                 )
             times.append(total)
-    return {"kl": sum(kl) / len(kl), "mean_s": sum(times) / len(times), "loads": loads, "num": len(times)}
+    tokens = [
+        float(each.sum()) / (2 * 2 * 4) for each in exchanges[:-1]
+    ]  # layers, experts of a token, endpoints
+    return {
+        "kl": sum(kl) / len(kl), "loads": loads, "moved": sum(moved) / len(moved), "tokens": sum(tokens) / len(tokens),
+        "num": len(times), "mean_s": sum(times) / len(times), "p95_s": float(np.percentile(times, 95)),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["camoe-0.2", "bottleneck-0.2"])
@@ -109,12 +121,24 @@ def test_kl_time_and_routing_are_those_of_logits_looked_at_row_by_row(finished: 
     base = read_json(finished.layout.router_bias / "manifest.json")["results"]["original"]
     found, before = by_hand(finished, name), by_hand(finished, None)
     assert result["kl_to_original"]["kl"] == pytest.approx(found["kl"], rel=1e-4) and found["kl"] > 1e-5
-    assert result["exchange"]["mean_s"] == pytest.approx(found["mean_s"])
+    assert {key: result["exchange"][key] for key in ("mean_s", "p95_s", "tokens")} == pytest.approx(
+        {key: found[key] for key in ("mean_s", "p95_s", "tokens")}
+    )
     assert base["exchange"]["mean_s"] == pytest.approx(before["mean_s"])
     assert base["exchange"]["num_exchanges"] == result["exchange"]["num_exchanges"] == before["num"]
     p, q = (each["loads"].sum(0).double() / each["loads"].sum() for each in (before, found))
     assert result["routing"]["kl"] == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-6)
-    assert 0 < result["routing"]["routes_moved"] < 1
+    layers = [(each["loads"].double() / each["loads"].sum(-1, keepdim=True)) for each in (before, found)]
+    by_layer = (layers[0] * (layers[0] / layers[1]).log()).sum(-1).mean()
+    assert result["routing"]["avg_layer_kl"] == pytest.approx(float(by_layer), abs=1e-6)
+    assert result["routing"]["routes_moved"] == pytest.approx(found["moved"]) and 0 < found["moved"] < 1
+    for kind, each in ((result, found), (base, before)):
+        loads = each["loads"].double()
+        spread = loads.std(-1, correction=0) / loads.mean(-1)
+        assert kind["routing"]["avg_layer_cv"] == pytest.approx(float(spread.mean()))
+        assert kind["routing"]["cv"] == pytest.approx(
+            float(loads.sum(0).std(correction=0) / loads.sum(0).mean())
+        )
     assert result["settings"]["router_bias"]["kind"] == name.partition("-")[0]
 
 
@@ -140,6 +164,42 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
     changed = run_of(finished.recipe.model_copy(update={"evaluation": evaluation}))
     with pytest.raises(UserError, match=r"was made with other settings \(links: "):
         steer(changed)
+
+
+def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
+    bench: Bench, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placement, scale and selection reach the tables; rows of one example come with a mask of their padding."""
+    seen: dict[str, Any] = {}
+
+    class Noted(steer_module.Calibration):  # type: ignore[name-defined,misc]
+        def __init__(self, model: Any, batches: Any, *args: Any, **kwargs: Any):
+            super().__init__(model, batches, *args, **kwargs)
+            seen.update(batches=batches, counts=self.counts, logit_std=self.logit_std)
+
+    class Done(Exception):
+        pass
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise Done
+
+    monkeypatch.setattr(steer_module, "Calibration", Noted)
+    monkeypatch.setattr(steer_module, "evaluate_stage", stop)
+    path = recipe_of(bench, placement="balanced", scale="logit_std", selection=True)
+    run = run_of(load_recipe(path, ["data.packing=false"]))
+    with pytest.raises(Done):
+        steer(run)
+    tables = read_tables(run.layout.bias_tables("camoe-0.2"))
+    batches, counts = seen["batches"], seen["counts"]
+    pad = run.tokenizer.pad_token_id
+    assert any((batch["input_ids"] == pad).any() for batch in batches)
+    assert all(torch.equal(batch["attention_mask"], (batch["input_ids"] != pad).long()) for batch in batches)
+    assert tables.selection
+    mean = counts.mean(0)
+    np.testing.assert_array_equal(tables.placement, balanced(mean.sum(1), 4))
+    payload = Payload(load_checkpoint(run.original).config.hidden_size, 4)
+    expected = camoe(mean, read_links(LINKS), payload, tables.placement, 0.2, logit_std=seen["logit_std"])
+    np.testing.assert_array_equal(tables.tables, expected)
 
 
 def test_tables_that_were_left_by_a_killed_run_are_kept_and_the_others_come_out_the_same(
