@@ -27,8 +27,8 @@ from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
 from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import SourceConfig, source_option
-from fcsd.config.model import ModelConfig
-from fcsd.config.strict import Strict, validate
+from fcsd.config.model import ModelConfig, model_options
+from fcsd.config.strict import Strict, options_of, validate
 from fcsd.config.suite import SuiteConfig, named_tasks
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
@@ -121,14 +121,8 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         if wrong := [word for word in words if not word.strip().isdigit()]:
             raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
         counts = [int(word) for word in words]
-    model = _of_their_names(ModelConfig, options) | {"path": options["model"]}
-    own = {"model": model, "tasks": options["task"], "sides": sides, "counts": counts, **texts}
-    return validate(Study, _of_their_names(Study, options) | own, "the study")
-
-
-def _of_their_names(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are called like a field of `kind`."""
-    return {name: options[name] for name in kind.model_fields if name in options}
+    own = {"model": model_options(options), "tasks": options["task"], "sides": sides, "counts": counts}
+    return validate(Study, options_of(Study, options) | own | texts, "the study")
 
 
 @dataclass(frozen=True)
