@@ -22,7 +22,8 @@ from fcsd.errors import UserError
 def _layers(arguments: argparse.Namespace) -> None:
     from fcsd.distributed.launch import join_launch
     from fcsd.layers.proposal import study_table
-    from fcsd.layers.study import read_study, study_from_options, study_layers
+    from fcsd.layers.settings import study_from_options
+    from fcsd.layers.study import read_study, study_layers
     from fcsd.models.load import find_model
     from fcsd.report.study_plots import plot_layers
 

@@ -40,7 +40,6 @@ def score_file(
     thinking: bool = False,
     timeout_s: float | None = None,
     allow_weak_sandbox: bool = False,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Grade a file of samples: the result, in the form of `fcsd evaluate`, which is also written to `output`.
 
@@ -74,7 +73,7 @@ def score_file(
     layers: dict[str, Any] | None = None
     for row, lines in rows:
         if row.kind == "code":
-            options: dict[str, Any] = {"partial": partial, "thinking": thinking, "progress": progress}
+            options: dict[str, Any] = {"partial": partial, "thinking": thinking}
             found = _code(samples, row, lines, data_root, scorer, evalplus_data, allow_weak_sandbox, options)
             kept[row.task], totals[row.task], layers = *found[:2], found[2] or layers
         else:
@@ -194,9 +193,9 @@ def _code(
         outcomes = evalplus_outcomes(row, graded, programs, evalplus_data, allow_weak_sandbox)
     else:
         with CodeScorer(allow_weak_sandbox=allow_weak_sandbox) as pool:
-            pool.self_check(graded, timeout_s=row.timeout_s, progress=options["progress"])
+            pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
             outcomes = pool.score_samples(
-                graded, programs, timeout_s=row.timeout_s, whole_programs=True, progress=options["progress"]
+                graded, programs, timeout_s=row.timeout_s, whole_programs=True, progress=True
             )
             layers = pool.layers
     kept = [

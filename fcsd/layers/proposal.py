@@ -25,7 +25,8 @@ from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json
 from fcsd.inspect.table import ranges
-from fcsd.layers.study import KL, Study, difference, layers_stage, measuring, read_study
+from fcsd.layers.settings import KL, Study
+from fcsd.layers.study import difference, layers_stage, measuring, read_study
 from fcsd.models.load import find_model
 from fcsd.text import markdown
 

@@ -37,7 +37,8 @@ from fcsd.layers.proposal import (
     plan_text,
     selection_text,
 )
-from fcsd.layers.study import Measured, Study, difference, read_study, selections
+from fcsd.layers.settings import Study, selections
+from fcsd.layers.study import Measured, difference, read_study
 from fcsd.losses.kl import mean_kl, read_original
 from fcsd.models.load import load_tokenizer
 from fcsd.report.study_plots import plot_layers
