@@ -46,9 +46,9 @@ def kl(base: Loads, compared: Loads, epsilon: float = EPSILON) -> float:
     return float(layer_kl(base.sum(0), compared.sum(0), epsilon))
 
 
-def avg_layer_kl(base: Loads, compared: Loads) -> float:
+def avg_layer_kl(base: Loads, compared: Loads, epsilon: float = EPSILON) -> float:
     """Return the mean over layers of the KL of each (equation 20)."""
-    return float(layer_kl(base, compared).mean())
+    return float(layer_kl(base, compared, epsilon).mean())
 
 
 def _distribution(loads: Loads, epsilon: float) -> Array:
