@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from fcsd.network.compare import Comparison, compare, exchange_counts, patterns
+from fcsd.network.compare import Comparison, compare, patterns
 from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import PHASES, Array, Collective, LinkModel
 from fcsd.network.profile import profile
 from fcsd.network.simulate import Payload, exchange_time, simulate
 from tests.network.namespaces import Wires, appendix_a3, in_namespaces
-from tests.network.testbed import routed_counts
+from tests.network.testbed import exchange_counts, routed_counts
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,7 +57,7 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
     falls: tuple[list[float], list[float]] = ([], [])
     for strength in STRENGTHS:
         counts = routed_counts(strength, links.alpha("dispatch"), links.beta("dispatch"))
-        falls[0].append(float(exchange_counts(exchange, counts, payload).total.mean()))
+        falls[0].append(float(exchange_counts(exchange, counts, payload).mean()))
         falls[1].append(float(simulate(links, counts, payload).total.mean()))
     return Found(links, edges, whole, *falls)
 

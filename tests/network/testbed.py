@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fcsd.network.links import Array
+from fcsd.network.simulate import Payload
 
 
 class Testbed:
@@ -108,3 +109,16 @@ def routed_counts(strength: float, alpha: Array, beta: Array, num_layers: int = 
     cost = alpha + beta * counts(logits) * 1024 + alpha.T + beta.T * counts(logits) * 1024
     score = (cost - cost.mean(-1, keepdims=True)) / cost.std(-1, keepdims=True)
     return counts(logits - strength * score[:, :, None, home])
+
+
+def exchange_counts(exchange: Callable[[Array], float], counts: Array, payload: Payload) -> Array:
+    """Exchange what the counts [..., N, N] stand for: seconds of counts, rows out and rows back, least of three."""
+    size = counts.shape[-1]
+
+    def seconds(num_bytes: Array) -> Array:
+        flat = [min(exchange(each) for _ in range(3)) for each in num_bytes.reshape(-1, size, size)]
+        return np.array(flat).reshape(counts.shape[:-2])
+
+    metadata = seconds(np.full(counts.shape, float(payload.metadata_bytes)))
+    back = np.swapaxes(counts, -1, -2) * payload.combine_bytes
+    return np.asarray(metadata + seconds(counts * payload.dispatch_bytes) + seconds(back))
