@@ -88,9 +88,9 @@ def _unconvert(arguments: argparse.Namespace) -> None:
 
 
 def _families(arguments: argparse.Namespace) -> None:
-    from fcsd.report.table import families_table
+    from fcsd.report.table import families_facts, families_table
 
-    print(families_table(as_json=arguments.json))
+    print_result(arguments, families_facts(), families_table)
 
 
 def add_commands(command: Command) -> None:

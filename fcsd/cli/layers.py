@@ -47,7 +47,7 @@ def _plan_layers(arguments: argparse.Namespace) -> None:
                 " and --model belong to --budget"
             )
         found = layers_within(arguments.study, arguments.max_loss, metric=arguments.metric)
-        print(within_text(found, as_json=arguments.json))
+        print_result(arguments, found, within_text)
         return
     quiet_transformers()
     launch = join_launch() if arguments.verify else None
@@ -60,7 +60,7 @@ def _plan_layers(arguments: argparse.Namespace) -> None:
         verify=launch,
     )
     if os.environ.get("RANK", "0") == "0":
-        print(plan_text(plan, as_json=arguments.json))
+        print_result(arguments, plan, plan_text)
 
 
 def _add_layers(command: Command) -> None:

@@ -191,10 +191,8 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
     }
 
 
-def within_text(found: dict[str, Any], *, as_json: bool = False) -> str:
-    """Return the answer of `layers_within` for people, or as JSON."""
-    if as_json:
-        return json.dumps(found, indent=2)
+def within_text(found: dict[str, Any]) -> str:
+    """Return the answer of `layers_within` for people."""
     total, name = found["num_hidden_layers"], found["metric"]["name"]
     lost = "KL" if name == KL else f"{name} lost"
     rows = [
@@ -291,10 +289,8 @@ def _verify(
     return asdict(difference(measured[0], measured[1], metric))
 
 
-def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:
-    """Return the proposal for people (table, comparison, `--layers` text, YAML of a recipe), or as JSON."""
-    if as_json:
-        return json.dumps(plan, indent=2)
+def plan_text(plan: dict[str, Any]) -> str:
+    """Return the proposal for people: table, comparison, `--layers` text, YAML of a recipe."""
     metric = plan["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from fcsd.families import FAMILIES, Family
 from fcsd.overlap.support import support
-from fcsd.report.table import families_table
+from fcsd.report.table import families_facts, families_table
 from fcsd.text import markdown
 
 SNAPSHOT = Path("tests/files/upstream.json")
@@ -117,7 +117,7 @@ def with_families(page: str) -> str:
     """Put what `fcsd families` prints between the markers of docs/families.md."""
     before, rest = page.split(f"{FAMILIES_BEGIN}\n")
     _, after = rest.split(f"{FAMILIES_END}\n")
-    return f"{before}{FAMILIES_BEGIN}\n{families_table()}\n{FAMILIES_END}\n{after}"
+    return f"{before}{FAMILIES_BEGIN}\n{families_table(families_facts())}\n{FAMILIES_END}\n{after}"
 
 
 def overlap_table() -> str:
