@@ -18,6 +18,7 @@ from fcsd.errors import UserError
 
 if TYPE_CHECKING:
     from fcsd.config.recipe import Recipe
+    from fcsd.stages.context import Run
 
 
 def _load_recipe(arguments: argparse.Namespace) -> "Recipe":
@@ -53,15 +54,20 @@ def _recipe(arguments: argparse.Namespace) -> None:
     print(to_yaml(_load_recipe(arguments).dump()), end="")
 
 
-def _stage(arguments: argparse.Namespace) -> None:
-    """Run the stage that has the command's name."""
+def _run(arguments: argparse.Namespace) -> "Run":
+    """Return the recipe that a command names in its launch."""
     if arguments.rehearse is not None:
         quiet_transformers()  # which is loaded only when the recipe is a good one
     recipe = _load_recipe(arguments)
     quiet_transformers()
     from fcsd.stages.context import Run
 
-    run = Run(recipe, launch_of(arguments))
+    return Run(recipe, launch_of(arguments))
+
+
+def _stage(arguments: argparse.Namespace) -> None:
+    """Run the stage that has the command's name."""
+    run = _run(arguments)
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
@@ -79,14 +85,10 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    if arguments.rehearse is not None:
-        quiet_transformers()
-    recipe = _load_recipe(arguments)
-    quiet_transformers()
-    from fcsd.stages.context import Run
+    run = _run(arguments)
     from fcsd.stages.trace import trace
 
-    for name, measured in trace(Run(recipe, launch_of(arguments)), arguments.output).items():
+    for name, measured in trace(run, arguments.output).items():
         parts = [f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms" for key, one in measured.items()]
         print(f"{name}: hidden {', '.join(parts)}")
 
