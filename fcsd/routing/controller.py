@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fcsd.errors import UserError
+from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import LinkModel, Phase
-from fcsd.network.profile import Exchange, measure_edge
+from fcsd.network.profile import measure_edge
 from fcsd.routing.bias import BiasTables
 from fcsd.routing.bottleneck import Deployment
 
@@ -30,11 +31,16 @@ PROBES, SEARCHES = 8, 3
 """Edges measured at once, and how often, before what they do not explain is put down to something else than links."""
 
 
-def probe_by(exchange: Exchange, size: int, largest_bytes: int) -> Probe:
-    """Return a probe that measures an edge alone, by exchanges between `size` endpoints; all of them call it.
+def probe_by(exchange: GroupExchange, links: LinkModel, largest_bytes: int) -> Probe:
+    """Return a probe that measures an edge alone, between the endpoints of the links; all of them call it.
 
-    exchange: such as `fcsd.network.exchange.GroupExchange`. fcsd sends all phases by one collective.
+    fcsd sends all phases by one collective.
+
+    Raises:
+        UserError: exchanges of another collective, or between others, than the links were measured with.
     """
+    size = len(links.endpoints)
+    links.require(exchange.size, exchange.collective)
 
     def probe(phase: Phase, source: int, destination: int) -> tuple[float, float]:
         line = measure_edge(exchange, size, (source, destination), largest_bytes=largest_bytes)

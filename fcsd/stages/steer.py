@@ -135,8 +135,9 @@ class _Steering:
             selection=self.bias.selection,
             ranks=self.launch.ranks,
         )
-        placement = placed(self.bias.placement, calibration.counts.mean(0), self.links, self.payload)
-        deployment = Deployment(self.links, self.payload, placement)
+        exchange = self.links, self.payload
+        placement = placed(self.bias.placement, calibration.counts.mean(0), *exchange)
+        deployment = Deployment(*exchange, placement)
         for name in names:
             kind, strength = self.bias.names[name]
             scaled = self.bias.scale is not None

@@ -118,8 +118,10 @@ def test_a_running_model_is_steered_off_an_edge_that_gets_slow() -> None:
     tables = [make_tables(calibration, deployments[1], "camoe", strength)[0] for strength in (0.0, 0.4, 0.8)]
     rungs = [Rung(each, calibration.respond(each)) for each in tables]
     goal = 1.3 * deployments[0].mean_time(rungs[0].counts)
-    wires = Testbed(alpha, beta)
-    controller = Controller(rungs, deployments[0], goal, probe_by(wires, 4, 1 << 22), patience=3)
+    wires: Any = Testbed(alpha, beta)
+    controller = Controller(
+        rungs, deployments[0], goal, probe_by(wires, deployments[0].links, 1 << 22), patience=3
+    )
     seconds, strengths = [], []
     with router_bias(calibration.model, controller.tables) as steering, recording(calibration.model) as found:
         for number in range(60):
@@ -139,6 +141,16 @@ def test_a_running_model_is_steered_off_an_edge_that_gets_slow() -> None:
         goal, 0.5 * np.mean(seconds[12:15])
     )  # 12 to 14 at least are seen without a bias
     assert controller.links.beta("dispatch")[0, 3] == pytest.approx(5e-9, rel=0.01)
+
+
+def test_a_probe_by_another_collective_or_between_others_is_refused() -> None:
+    links, wires = links_of(np.ones((4, 4)), np.ones((4, 4))), Testbed(np.ones((4, 4)), np.ones((4, 4)))
+    wires.collective = "all_to_all_single"
+    with pytest.raises(UserError, match="measured with p2p, the exchanges are all_to_all_single"):
+        probe_by(wires, links, 1024)  # type: ignore[arg-type]
+    wires.size, wires.collective = 3, "p2p"
+    with pytest.raises(UserError, match="between 4 endpoints, 3 are asked for"):
+        probe_by(wires, links, 1024)  # type: ignore[arg-type]
 
 
 def exchanged(wires: Testbed, pairs: np.ndarray, payload: Payload) -> float:
