@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, field_validator
 
 from fcsd.bench.rows import RowName
-from fcsd.config.strict import Strict, parse_yaml, validate
+from fcsd.config.strict import Strict, parse_yaml, validate_options
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, base_model_type
 from fcsd.inspect.checkpoint import find_source
@@ -84,7 +84,7 @@ def benchmark_from_options(options: Mapping[str, Any]) -> Benchmark:
     chosen |= {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
     if options["rows"] is not None:
         chosen["rows"] = [word.strip() for word in options["rows"].split(",")]
-    return validate(Benchmark, chosen, "the benchmark")
+    return validate_options(Benchmark, chosen)
 
 
 def check_models(benchmark: Benchmark) -> dict[str, Any]:

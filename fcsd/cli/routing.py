@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _routing(arguments: argparse.Namespace) -> None:
     from fcsd.config.data import source_option
-    from fcsd.config.strict import validate
+    from fcsd.config.strict import validate_options
     from fcsd.data.local import data_fingerprint
     from fcsd.distributed.launch import join_launch
     from fcsd.report.study_plots import plot_routing
@@ -40,7 +40,7 @@ def _routing(arguments: argparse.Namespace) -> None:
         "text": source_option(arguments.text, "--text"),
         "tasks": arguments.task,
     }
-    study = validate(RoutingStudy, given, "the study")
+    study = validate_options(RoutingStudy, given)
     launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
     inputs, prompts = {}, None
     if study.text is not None:
@@ -63,7 +63,7 @@ def _routing(arguments: argparse.Namespace) -> None:
 
 def _bias(arguments: argparse.Namespace) -> None:
     from fcsd.config.data import source_option
-    from fcsd.config.strict import validate
+    from fcsd.config.strict import validate_options
     from fcsd.distributed.launch import join_launch
     from fcsd.routing.tables import BiasSettings, write_bias
 
@@ -75,7 +75,7 @@ def _bias(arguments: argparse.Namespace) -> None:
         "text": source_option(arguments.text, "--text"),
         "tasks": arguments.task,
     }
-    settings = validate(BiasSettings, given, "the bias")
+    settings = validate_options(BiasSettings, given)
     prompts = _prompts(settings)[1] if settings.tasks else None
     launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
     facts = write_bias(settings, arguments.out, launch, prompts)

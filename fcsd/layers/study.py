@@ -28,7 +28,7 @@ from fcsd.calibration.checkpoint import take_rows
 from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import SourceConfig, source_option
 from fcsd.config.model import ModelConfig
-from fcsd.config.strict import Strict, validate
+from fcsd.config.strict import Strict, validate_options
 from fcsd.config.suite import SuiteConfig, named_tasks
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
@@ -123,7 +123,7 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         counts = [int(word) for word in words]
     model = _of_their_names(ModelConfig, options) | {"path": options["model"]}
     own = {"model": model, "tasks": options["task"], "sides": sides, "counts": counts, **texts}
-    return validate(Study, _of_their_names(Study, options) | own, "the study")
+    return validate_options(Study, _of_their_names(Study, options) | own)
 
 
 def _of_their_names(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:

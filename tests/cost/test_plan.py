@@ -370,6 +370,8 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "value": ([model, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
         "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
         "windows": ([model, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
+        "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),
+        "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
         "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, the model has 4"),
     }  # fmt: skip
 
