@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fcsd.config.strict import Strict, read_json_object, validate
 from fcsd.distributed.launch import Launch
@@ -96,10 +97,11 @@ class Calibration:
         idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
 
         def run() -> list[tuple[NDArray[np.int64], Array]]:
+            shown = tqdm(own, desc="routing", unit="batch", disable=not self._ranks.first, leave=False)
             with steered as steering:
 
                 def told() -> Iterator[Mapping[str, Tensor]]:
-                    for number, batch in chain(own, idle):
+                    for number, batch in chain(shown, idle):
                         if steering is not None:
                             steering.endpoint = number % self.num_endpoints
                         yield batch

@@ -327,6 +327,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     )  # fmt: skip
     write_times(tmp_path / "times.json", times)
     (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
+    (tmp_path / "gpu.yaml").write_text("gpu: h1000\n")
     (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
@@ -336,7 +337,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
-        "links": ([model, "--links", str(tmp_path / "links.json")], "measured between 4 ranks, but --ep is 8"),
+        "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
         "links in serving": (
             [model, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
             "measured for all-to-all; decode is planned with all-reduces",
@@ -350,6 +351,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
         "batch": ([model, "--batch", "0"], "--batch 0: must be 1 or more"),
         "network": ([model, "--network-gb-s", "0"], "--network-gb-s 0: must be above 0"),
+        "no network": ([model, "--network-gb-s", "inf"], "--network-gb-s inf: must be above 0, and finite"),
+        "no ranks": ([model, "--ep", "0"], "--ep 0: does not divide the 8 GPUs"),
+        "no servers": ([model, "--phase", "prefill", "--tp", "0"], "--tp 0: there are 8 GPUs"),
+        "no rows": ([model, "--global-batch", "0"], "--global-batch 0: not a multiple of 8 rows"),
+        "gpu of a file": ([model, "--cluster", str(tmp_path / "gpu.yaml")], f"{tmp_path}/gpu.yaml: gpu h1000: unknown"),
         "two machines": (
             [model, "--gpu", "h100", "--cluster", str(tmp_path / "cluster.yaml")],
             "--cluster and --gpu are both given",
