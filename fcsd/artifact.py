@@ -68,7 +68,7 @@ class Stage:
         if self.folder.is_dir() and any(self.folder.iterdir()):
             raise UserError(
                 f"{self.folder}: is not empty and was not made by stage '{self.name}';"
-                " choose another output_dir or remove it"
+                " choose another output folder or remove it"
             )
         return "absent"
 
@@ -102,7 +102,7 @@ class Stage:
     def _refuse_difference(self, found: dict[str, Any]) -> None:
         if found.get("stage") != self.name:
             raise UserError(
-                f"{self.folder}: holds stage '{found.get('stage')}', not '{self.name}'; choose another output_dir"
+                f"{self.folder}: holds stage '{found.get('stage')}', not '{self.name}'; choose another output folder"
             )
         # What JSON does to tuples and integer keys must not count as a change.
         mine = json.loads(json.dumps(self._record()))
@@ -116,13 +116,13 @@ class Stage:
             raise UserError(
                 f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION})"
                 f" with other settings, or with these written differently ({'; '.join(changes[:3])}{more}); choose"
-                " another output_dir, remove this folder to run the stage again, or go on with the fcsd that made it"
+                " another output folder, remove this folder to run the stage again, or go on with the fcsd that made it"
             )
         changes += differences(found["inputs"], mine["inputs"])
         if changes:
             raise UserError(
                 f"{self.folder}: was made with other settings ({'; '.join(changes)});"
-                " choose another output_dir, or remove this folder to run the stage again"
+                " choose another output folder, or remove this folder to run the stage again"
             )
 
 

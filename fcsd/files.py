@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also what is no text
         raise UserError(
             f"{path}: not valid JSON ({error}); remove the folder to run its stage again"
         ) from None
@@ -43,6 +43,29 @@ def write_text(path: Path, text: str) -> None:
     with writing(path), beside(path) as temporary:
         (temporary / "file").write_text(text, encoding="utf-8")
         os.replace(temporary / "file", path)
+
+
+def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> None:
+    """Refuse a place that cannot become a file, before the work whose result it is to hold.
+
+    read: reads what the file will hold; a file that it refuses is not overwritten.
+
+    Raises:
+        UserError: a folder is there, or another kind of file; there is no such folder, or nobody may write in it.
+    """
+    parent = path.absolute().parent
+    if path.is_dir() or not parent.is_dir():
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise UserError(f"{path}: {what}; name the file that is to be written")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{path}: the folder may not be written; name another place")
+    if read is not None and path.exists():
+        try:
+            read(path)
+        except UserError:
+            raise UserError(
+                f"{path}: is there and is something else; name another file, or remove it"
+            ) from None
 
 
 @contextlib.contextmanager
@@ -100,7 +123,7 @@ def hold_folder(folder: Path) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
-            f"{folder}: another process is working in this folder; wait for it or end it, or choose another output_dir"
+            f"{folder}: another process is working in this folder; wait for it or end it, or choose another"
         ) from None
     except OSError:
         os.close(descriptor)

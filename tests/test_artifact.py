@@ -45,7 +45,7 @@ def test_a_changed_stage_is_refused_with_the_difference(tmp_path: Path, finished
         one.finish({})
     with pytest.raises(
         UserError,
-        match=r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another output_dir",
+        match=r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another output folder",
     ):
         stage(tmp_path / "s", learning_rate=2e-3).state()
     with pytest.raises(UserError, match=r'original: "abc" -> "def"'):
@@ -179,7 +179,7 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
     assert manifest["settings"]["early_stopping"]["dataset"] == "fcsd/tiny-code"
     message = (
         r"was made by another fcsd \(schema_version 1, this one writes 2\) with other settings, or with these written"
-        r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output_dir,"
+        r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+ more\); choose another output folder,"
         r" remove this folder to run the stage again, or go on with the fcsd that made it"
     )
     with pytest.raises(UserError, match=message):

@@ -29,8 +29,9 @@ def _profile_network(arguments: argparse.Namespace) -> None:
 
 
 def _from_nccl_tests(arguments: argparse.Namespace) -> None:
-    from fcsd.network.links import write_links
-    from fcsd.network.measure import check_place, describe
+    from fcsd.files import check_file_place
+    from fcsd.network.links import read_links, write_links
+    from fcsd.network.measure import describe
     from fcsd.network.nccl_tests import read_nccl_tests
 
     for option in ("max_bytes", "check"):
@@ -38,7 +39,7 @@ def _from_nccl_tests(arguments: argparse.Namespace) -> None:
             raise UserError(
                 f"--{option.replace('_', '-')} has no meaning with --nccl-tests: nothing is measured"
             )
-    check_place(arguments.links)
+    check_file_place(arguments.links, read_links)
     links = read_nccl_tests(arguments.nccl_tests)
     write_links(arguments.links, links)
     print(describe(links))

@@ -20,6 +20,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from fcsd.cost.plan import write_windows
     from fcsd.cost.plan_table import plan_table
     from fcsd.cost.planned import PlanSettings
+    from fcsd.files import check_file_place
     from fcsd.stages.plan import plan_from_files
 
     settings = PlanSettings(
@@ -40,6 +41,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train"
         )
+    for path in (arguments.windows, arguments.figure):
+        if path is not None:
+            check_file_place(path)
     facts = plan_from_files(
         settings,
         **{name: getattr(arguments, name) for name in ("links", "measured", "study", "metric", "figure")},

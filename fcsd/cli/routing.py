@@ -37,7 +37,7 @@ def _routing(arguments: argparse.Namespace) -> None:
     against = None
     if arguments.against is not None:
         against = model_options(vars(arguments)) | {"path": arguments.against, "revision": None}
-    study = _settings(RoutingStudy, arguments, "the study", {"against": against})
+    study = _settings(RoutingStudy, arguments, {"against": against})
     launch = launch_of(arguments)
     inputs, prompts = {}, None
     if study.text is not None:
@@ -62,7 +62,7 @@ def _bias(arguments: argparse.Namespace) -> None:
     from fcsd.routing.tables import BiasSettings, write_bias
 
     quiet_transformers()
-    settings = _settings(BiasSettings, arguments, "the bias", {})
+    settings = _settings(BiasSettings, arguments, {})
     prompts = _prompts(settings)[1] if settings.tasks else None
     launch = launch_of(arguments)
     facts = write_bias(settings, arguments.out, launch, prompts)
@@ -75,17 +75,15 @@ def _bias(arguments: argparse.Namespace) -> None:
         print(arguments.out)
 
 
-def _settings(
-    kind: "type[Settings]", arguments: argparse.Namespace, where: str, own: dict[str, Any]
-) -> "Settings":
+def _settings(kind: "type[Settings]", arguments: argparse.Namespace, own: dict[str, Any]) -> "Settings":
     """Return what the options say of a study; own: fields that they do not give as they are."""
     from fcsd.config.data import source_option
     from fcsd.config.model import model_options
-    from fcsd.config.strict import options_of, validate
+    from fcsd.config.strict import options_of, validate_options
 
     options = vars(arguments)
     own = own | {"model": model_options(options), "text": source_option(arguments.text, "--text")}
-    return validate(kind, options_of(kind, options) | own | {"tasks": arguments.task}, where)
+    return validate_options(kind, options_of(kind, options) | own | {"tasks": arguments.task})
 
 
 def _prompts(study: "RoutingStudy") -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:

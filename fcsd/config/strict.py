@@ -4,9 +4,10 @@ Recipes and suites are both read through here, so that they fail in the same wor
 """
 
 import difflib
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.config.unions import Place, choice_of, place_of
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 
 _NO_NUMBER = PydanticCustomError("no_number", "a number is needed")
 
@@ -100,14 +101,38 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def read_yaml(path: Path) -> Any:
     """Parse the YAML file at `path`."""
+    return parse_yaml(_read_text(path, "a YAML file"), str(path))
+
+
+def read_json_object(path: Path, hint: str, keys: Collection[str]) -> dict[str, Any]:
+    """Parse the JSON object in a file that the user has named.
+
+    hint: what writes such files, for one that is none: "`fcsd trace` writes one". keys: a file without any of them is
+    none.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or holds something else.
+    """
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        found = json.loads(_read_text(path, "a JSON file", f"; {hint}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
+    if not isinstance(found, dict) or not any(key in found for key in keys):
+        raise UserError(f"{path}: holds something else (no {' or '.join(keys)}); {hint}")
+    return found
+
+
+def _read_text(path: Path, what: str, more: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{path}: no such file{more}") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: is a folder, a YAML file is needed") from None
+        raise UserError(f"{path}: is a folder, {what} is needed{more}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text file") from None
+        raise UserError(f"{path}: not a text file{more}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def validate(kind: type[Document], value: Any, where: str) -> Document:
@@ -118,14 +143,27 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: a mapping of keys to values is needed, got {type(value).__name__}")
+    return _build(kind, value, f"{where}: ")
+
+
+def validate_options(kind: type[Document], value: dict[str, Any]) -> Document:
+    """Build a `kind` from the options of a command that are called like its fields.
+
+    Raises:
+        UserError: one line that names the option: `--text-examples: …`.
+    """
+    return _build(kind, value, "", options=True)
+
+
+def _build(kind: type[Document], value: dict[str, Any], before: str, *, options: bool = False) -> Document:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         # What is missing comes last: often it is there under a wrong name.
         problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
-        lines = [_line(kind, problem) for problem in problems]
+        lines = [_line(kind, problem, options) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
-        raise UserError(f"{where}: {lines[0]}{more}") from None
+        raise UserError(f"{before}{lines[0]}{more}") from None
 
 
 def options_of(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,9 +171,11 @@ def options_of(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]
     return {name: options[name] for name in kind.model_fields if name in options}
 
 
-def _line(kind: Any, problem: Any) -> str:
+def _line(kind: Any, problem: Any, options: bool) -> str:
     place = place_of(kind, problem["loc"])
     dotted = ".".join(map(str, place.keys))
+    if options and (names := [key for key in place.keys if isinstance(key, str)]):
+        dotted = f"--{names[-1].replace('_', '-')}"
     if problem["type"] == "extra_forbidden":
         return f"{dotted}: {_unknown(place)}"
     if problem["type"] == "missing":

@@ -204,9 +204,7 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
     rows = {row.task: row for row in suite.tasks}
     for task in tasks:
         if task not in rows:
-            raise UserError(
-                f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}; it has {', '.join(rows)}"
-            )
+            raise UserError(f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}")
     # A single task that is no headline of its suite is one here.
     chosen = [rows[task].model_copy(update={"headline": True}) for task in tasks]
     return suite.model_copy(update={"tasks": chosen})

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from fcsd.config.strict import Strict, read_yaml, validate
+from fcsd.cost.hardware import find_gpu
 
 
 class Cluster(Strict):
@@ -24,4 +25,6 @@ def read_cluster(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, an unknown key, a value that no cluster has.
     """
-    return validate(Cluster, read_yaml(path), str(path)).model_dump()
+    cluster = validate(Cluster, read_yaml(path), str(path))
+    find_gpu(cluster.gpu, f"{path}: gpu")
+    return cluster.model_dump()

@@ -33,7 +33,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     batch = f"{settings['batch']} x {settings['length']} tokens"
     if settings["phase"] == "train":
         ranks = f"expert parallel {settings['expert_parallel']}"
-        batch += f" a rank, {settings['micro_batches']} micro-batches a step"
+        batch += f" a rank, micro-batches of a step: {settings['micro_batches']}"
     else:
         ranks = (
             f"tensor parallel {settings['tensor_parallel']}, expert parallel {settings['expert_parallel']}"
@@ -138,7 +138,13 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in ordered
     ]
     table = markdown(["assumption", "value", "range", "times as fast"], cells)
-    return f"{table}\nno effect on it: {without}" if without else table
+    return "\n".join(
+        [
+            table,
+            *([f"no effect on it: {without}"] if without else []),
+            "what each assumption is, and its source: --json, or fcsd/cost/assumptions.py",
+        ]
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -137,16 +137,17 @@ def _machine(settings: PlanSettings) -> Machine:
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be 1 or more")
     rate = gpu.nic_gb_s if settings.network_gb_s is None else settings.network_gb_s
-    if not rate > 0:
-        raise UserError(f"--network-gb-s {rate:g}: must be above 0")
+    if not 0 < rate < math.inf:
+        raise UserError(f"--network-gb-s {rate:g}: must be above 0, and finite")
     return Machine(gpu, settings.nodes, settings.gpus_per_node, rate)
 
 
 def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:
     """Return expert-parallel and tensor-parallel ranks."""
     world, train = machine.num_gpus, settings.phase == "train"
-    tp = settings.tensor_parallel or (1 if train else world)
-    ep = settings.expert_parallel or (world if train else tp)
+    tp, ep = settings.tensor_parallel, settings.expert_parallel
+    tp = (1 if train else world) if tp is None else tp
+    ep = (world if train else tp) if ep is None else ep
     if train and tp > 1:
         raise UserError(
             f"--tp {tp}: training is planned without tensor parallelism, as fcsd trains; leave --tp out"
@@ -167,14 +168,17 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
                 f"--links: measured for all-to-all; {settings.phase} is planned with all-reduces, leave it out"
             )
         if links.world_size != ep:
-            raise UserError(f"--links: measured between {links.world_size} ranks, but --ep is {ep}")
+            raise UserError(
+                f"--links: measured between {links.world_size} ranks, but {ep} share the experts (--ep; by default all"
+                f" GPUs); give --ep {links.world_size}, or links of {ep} ranks"
+            )
     return ep, tp
 
 
 def _micro_batches(settings: PlanSettings, machine: Machine) -> int:
     each = settings.batch * machine.num_gpus
-    rows = settings.global_batch or each
-    if settings.phase == "train" and rows % each:
+    rows = each if settings.global_batch is None else settings.global_batch
+    if settings.phase == "train" and (rows < 1 or rows % each):
         raise UserError(
             f"--global-batch {rows}: not a multiple of {each} rows, {settings.batch} on each of {machine.num_gpus} GPUs"
         )

@@ -212,9 +212,7 @@ def study_metric(study: dict[str, Any], metric: str | None) -> str:
     """Return the metric that is asked for, or the first of the study; raises UserError for one that it lacks."""
     names = [row["name"] for row in study["metrics"]]
     if metric is not None and metric not in names:
-        raise UserError(
-            f"metric {metric!r}: not in this study{did_you_mean(metric, names)}; it has {', '.join(names)}"
-        )
+        raise UserError(f"metric {metric!r}: not in this study{did_you_mean(metric, names)}")
     return metric or str(names[0])
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import SourceConfig, source_option
 from fcsd.config.model import ModelConfig, model_options
-from fcsd.config.strict import Strict, options_of, validate
+from fcsd.config.strict import Strict, options_of, validate_options
 from fcsd.config.suite import SuiteConfig, named_tasks
 from fcsd.errors import UserError
 
@@ -86,7 +86,7 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
             raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
         counts = [int(word) for word in words]
     own = {"model": model_options(options), "tasks": options["task"], "sides": sides, "counts": counts}
-    return validate(Study, options_of(Study, options) | own | texts, "the study")
+    return validate_options(Study, options_of(Study, options) | own | texts)
 
 
 def suite_of(study: Study) -> SuiteConfig | None:

@@ -12,15 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fcsd.config.strict import Strict, validate
+from fcsd.config.strict import Strict, read_json_object, validate
 from fcsd.errors import UserError
-from fcsd.files import read_json, write_json
+from fcsd.files import write_json
 
 Array = NDArray[np.float64]
 Phase = Literal["metadata", "dispatch", "combine"]
 Collective = Literal["p2p", "all_to_all_single"]
 """p2p: every irecv posted, then every isend, so that both directions of a pair run at once. all_to_all_single: the
 backend's own; gloo's serves the two directions of a pair one after another."""
+
+_LONGEST_S = 1e6  # of a latency or a byte; beyond, sums of times are infinite sooner or later
 
 PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
 
@@ -87,6 +89,8 @@ class LinkModel(Strict):
                     for v, value in enumerate(row):
                         if value < 0:
                             raise ValueError(f"{phase}.{name}: edge {u} -> {v} is negative ({value:g})")
+                        if value > _LONGEST_S:
+                            raise ValueError(f"{phase}.{name}: edge {u} -> {v} is no time ({value:g} s)")
         for name in ("egress_s_per_byte", "ingress_s_per_byte"):
             rates = getattr(self.ports, name)
             if len(rates) != size:
@@ -137,10 +141,7 @@ def read_links(path: str | Path) -> LinkModel:
     Raises:
         UserError: it is no such file, or a value is missing, negative or not a number; the message names the edge.
     """
-    path = Path(path)
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: not a links file; `fcsd profile-network` writes one")
+    value = read_json_object(Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"])
     return validate(LinkModel, value, str(path))
 
 

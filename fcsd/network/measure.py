@@ -10,9 +10,10 @@ from tqdm import tqdm
 from fcsd.artifact import versions
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
+from fcsd.files import check_file_place
 from fcsd.network.compare import REPEATS, Comparison, compare, patterns
 from fcsd.network.exchange import GroupExchange
-from fcsd.network.links import Array, Collective, LinkModel, write_links
+from fcsd.network.links import Array, Collective, LinkModel, read_links, write_links
 from fcsd.network.profile import num_exchanges, profile
 
 LARGEST_BYTES = {"cpu": 1 << 20}
@@ -43,7 +44,7 @@ def profile_launch(
     largest = LARGEST_BYTES.get(device.type, 1 << 24) if largest_bytes is None else largest_bytes
     if largest < 1024:
         raise UserError(f"--max-bytes {largest}: at least 1024; below, only the latency is seen")
-    ranks.from_first(lambda: check_place(path))
+    ranks.from_first(lambda: check_file_place(path, read_links))
     facts = {
         "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
         "collective": collective,
@@ -66,17 +67,15 @@ def profile_launch(
     return links, comparison
 
 
-def check_place(path: Path) -> None:
-    """Refuse a place that cannot become a file, before anything is measured."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise UserError(f"{path}: {what}; name the file that the links are to be written to")
-
-
 def _communication_library(device: torch.device) -> dict[str, str]:
     if device.type != "cuda":
         return {}
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def _rate(seconds_per_byte: float) -> str:
+    """Return a rate in Gb/s; none where no time went with the bytes, as in noise."""
+    return f"{8e-9 / seconds_per_byte:.3g} Gb/s" if seconds_per_byte > 1e-13 else "more than was seen"
 
 
 def describe(links: LinkModel) -> str:
@@ -85,28 +84,27 @@ def describe(links: LinkModel) -> str:
     edges = [(u, v) for u in range(size) for v in range(size) if u != v]
     alpha, beta = links.alpha("dispatch"), links.beta("dispatch")
     ms = sorted(alpha[edge] * 1e3 for edge in edges)
-    rates = sorted(8e-9 / max(beta[edge], 1e-15) for edge in edges)
+    rates = sorted((beta[edge] for edge in edges), reverse=True)
     fits = [r2 for u, v in edges if (r2 := links.dispatch.r2[u][v]) is not None]
     lines = [
         f"{size} endpoints, {links.collective} of {links.backend}: latency {ms[0]:.3g} to {ms[-1]:.3g} ms, rate"
-        f" {rates[0]:.3g} to {rates[-1]:.3g} Gb/s, R² at least {min(fits):.4f}"
+        f" {_rate(rates[0])} to {_rate(rates[-1])}, R² at least {min(fits):.4f}"
     ]
     refined = sum(map(sum, links.dispatch.refined))
     lines.append(f"{refined} of {len(edges)} edges were measured under contention, too; the others alone")
     for direction in ("egress", "ingress"):
         for name, rate in zip(links.endpoints, getattr(links.ports, f"{direction}_s_per_byte"), strict=True):
             if rate is not None:
-                lines.append(
-                    f"{name}: edges share its {direction}, {8e-9 / max(rate, 1e-15):.3g} Gb/s together"
-                )
+                lines.append(f"{name}: edges share its {direction}, {_rate(rate)} together")
     poor = [
         f"{links.endpoints[u]} -> {links.endpoints[v]}"
         for u, v in edges
         if (links.dispatch.r2[u][v] or 0) < 0.9
     ]
     if poor:
+        named = ", ".join([*poor[:3], *["…"] * (len(poor) > 3)])
         lines.append(
-            f"R² below 0.9 on {len(poor)} edges ({', '.join(poor[:3])}, …): the machine or the network was busy;"
+            f"R² below 0.9 on {len(poor)} edges ({named}): the machine or the network was busy;"
             " measure again, or with larger --max-bytes"
         )
     return "\n".join(lines)

@@ -275,9 +275,11 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 for place in sorted({len(points) // 2, len(points) - 1}):
                     at: Any = {"xytext": (5, 0), "textcoords": "offset points", "fontsize": "small"}
                     axis.annotate(str(points[place]["num_layers"]), (speed[place], loss[place]), **at)
+    unit = ""
     if rows[0]["metric"] == "KL":
         axis.set_yscale("log")
-    axis.set(xlabel="planned speed-up", ylabel=f"{rows[0]['metric']} before any distillation")
+        unit = ", nats per token"
+    axis.set(xlabel="planned speed-up", ylabel=f"{rows[0]['metric']} before any distillation{unit}")
     axis.grid(alpha=0.3)
     set_title(axis, "Which conversion is worth it; numbers are rewired layers")
     axis.legend()

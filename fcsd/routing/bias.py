@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -121,7 +121,8 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
     facts = {name: value for name, value in asdict(tables).items() if name not in ("tables", "placement")}
     arrays: dict[str, Any] = {"tables": tables.tables, "placement": tables.placement.astype(np.int64)}
     with writing(path), beside(path) as temporary:
-        save_file(arrays, temporary / "tables", {"fcsd_bias": json.dumps({"version": 1} | facts)})
+        # Not save_file: what safetensors 0.8 writes is for its owner alone, whatever the umask.
+        (temporary / "tables").write_bytes(save(arrays, {"fcsd_bias": json.dumps({"version": 1} | facts)}))
         (temporary / "tables").replace(path)
 
 
@@ -137,7 +138,12 @@ def read_tables(path: str | Path) -> BiasTables:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in ("tables", "placement")}
         facts = validate(_Facts, json.loads(metadata["fcsd_bias"]), str(path))
-        return BiasTables(**facts.model_dump(exclude={"version"}), **arrays)
+        if (arrays["tables"].dtype, arrays["placement"].dtype) != (np.float32, np.int64):
+            raise ValueError("of other types")
+        try:
+            return BiasTables(**facts.model_dump(exclude={"version"}), **arrays)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; `fcsd bias` writes one") from None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):

@@ -11,20 +11,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fcsd.config.router_bias import PlacedBy
+from fcsd.config.strict import Strict, read_json_object, validate
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 from fcsd.families import base_model_type
 from fcsd.families.structure import unwrapped
-from fcsd.files import read_json
+from fcsd.files import check_file_place
 from fcsd.models.load import find_model
 from fcsd.models.place import load_for_evaluation
 from fcsd.network.links import Array
-from fcsd.routing.bias import BiasTables, Kind, router_bias, tables_for, write_tables
+from fcsd.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
 from fcsd.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import Routed, routed_batches
@@ -96,11 +98,12 @@ class Calibration:
         idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
 
         def run() -> list[tuple[NDArray[np.int64], Array]]:
+            shown = tqdm(own, desc="routing", unit="batch", disable=not self._ranks.first, leave=False)
             with router_bias(self.model, tables) as steering:
                 steering.heard = []
 
                 def told() -> Iterator[Mapping[str, Tensor]]:
-                    for number, batch in chain(own, idle):
+                    for number, batch in chain(shown, idle):
                         steering.endpoint = number % self.num_endpoints
                         yield batch
 
@@ -179,27 +182,40 @@ def make_tables(
     return tables, facts | {"after_s": deployment.mean_time(calibration.respond(tables))}
 
 
+class _Windows(Strict):
+    """What `fcsd.cost.plan.write_windows` writes, in seconds by MoE layer."""
+
+    version: Literal[1] = 1
+    model_type: str
+    num_layers: int | None = None
+    expert_parallel: int | None = None
+    layers: list[int]
+    dispatch_s: list[NonNegativeFloat]
+    combine_s: list[NonNegativeFloat]
+
+    @model_validator(mode="after")
+    def _has_both_of_each_layer(self) -> "_Windows":
+        if not len(self.layers) == len(self.dispatch_s) == len(self.combine_s):
+            raise ValueError("dispatch_s and combine_s need a number for each of `layers`")
+        return self
+
+
 def read_windows(path: str | Path, model: nn.Module) -> Array:
     """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote.
 
     Raises:
-        UserError: no such file; windows of another model.
+        UserError: no such file, or one of something else; windows of another model.
     """
-    found = read_json(Path(path))
+    value = read_json_object(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
+    found = validate(_Windows, value, str(path))
     layers = [router.layer for router in find_routers(model)]
-    keys = ("model_type", "layers", "dispatch_s", "combine_s")
-    if not isinstance(found, dict) or any(key not in found for key in keys):
-        raise UserError(f"{path}: no windows; `fcsd plan --windows` writes them (needs {', '.join(keys)})")
     model_type = base_model_type(unwrapped(model).config.model_type)
-    if (base_model_type(found["model_type"]), found["layers"]) != (model_type, layers):
+    if (base_model_type(found.model_type), found.layers) != (model_type, layers):
         raise UserError(
-            f"{path}: windows of {found['model_type']} with MoE layers {found['layers']}, but the model is {model_type}"
+            f"{path}: windows of {found.model_type} with MoE layers {found.layers}, but the model is {model_type}"
             f" with {layers}"
         )
-    try:
-        return np.array([found["dispatch_s"], found["combine_s"]], dtype=np.float64).T
-    except (TypeError, ValueError):
-        raise UserError(f"{path}: dispatch_s and combine_s need a number for each layer") from None
+    return np.array([found.dispatch_s, found.combine_s], dtype=np.float64).T
 
 
 def write_bias(
@@ -213,6 +229,7 @@ def write_bias(
         UserError: links of another number of endpoints, endpoints that do not divide the experts, a model without
             routers, too little text; what `make_tables` refuses.
     """
+    launch.ranks.from_first(lambda: check_file_place(out, read_tables))
     found = find_model(settings.model)
     network = network_of(settings, [found])
     batches = batches_of(settings, [found], prompts, network.num_endpoints)

@@ -424,6 +424,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     )  # fmt: skip
     write_times(tmp_path / "times.json", times)
     (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
+    (tmp_path / "gpu.yaml").write_text("gpu: h1000\n")
     (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
@@ -433,7 +434,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
-        "links": ([model, "--links", str(tmp_path / "links.json")], "measured between 4 ranks, but --ep is 8"),
+        "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
         "links in serving": (
             [model, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
             "measured for all-to-all; decode is planned with all-reduces",
@@ -447,6 +448,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
         "batch": ([model, "--batch", "0"], "--batch 0: must be 1 or more"),
         "network": ([model, "--network-gb-s", "0"], "--network-gb-s 0: must be above 0"),
+        "no network": ([model, "--network-gb-s", "inf"], "--network-gb-s inf: must be above 0, and finite"),
+        "no ranks": ([model, "--ep", "0"], "--ep 0: does not divide the 8 GPUs"),
+        "no servers": ([model, "--phase", "prefill", "--tp", "0"], "--tp 0: there are 8 GPUs"),
+        "no rows": ([model, "--global-batch", "0"], "--global-batch 0: not a multiple of 8 rows"),
+        "gpu of a file": ([model, "--cluster", str(tmp_path / "gpu.yaml")], f"{tmp_path}/gpu.yaml: gpu h1000: unknown"),
         "two machines": (
             [model, "--gpu", "h100", "--cluster", str(tmp_path / "cluster.yaml")],
             "--cluster and --gpu are both given",
@@ -467,6 +473,8 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "value": ([model, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
         "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
         "windows": ([model, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
+        "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),
+        "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
         "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, the model has 4"),
     }  # fmt: skip
 

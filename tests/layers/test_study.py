@@ -311,7 +311,7 @@ def test_a_changed_study_is_refused_with_the_difference(
         (["--sides", "first,middle"], r"sides.*'first', 'last' or 'single'.*'middle'"),
         (["--mlp", "full", "--sides", "single"], r"'single' with mlp: full would measure nothing"),
         (["--mlp", "full", "--attention", "full"], r"is the regular model"),
-        (["--max-length", "1"], r"max_length"),
+        (["--max-length", "1"], r"--max-length: "),
         (["--calibrated", "{path: x, colums: {}}"], r"--calibrated: colums: unknown key"),
         (["--text", "{path: x, colums: {}}"], r"--text: colums: unknown key; did you mean 'columns'"),
         (["--text", "/absent/x.jsonl"], r"/absent/x\.jsonl: no such file"),

@@ -115,6 +115,7 @@ def test_links_are_written_and_read_as_they_were(tmp_path: Path) -> None:
         (lambda v: v["dispatch"]["alpha_s"][0].__setitem__(1, None), r"dispatch\.alpha_s.*number.*got None"),
         (lambda v: v.update(collective="ring"), r"collective: .* 'p2p' or 'all_to_all_single', got 'ring'"),
         (lambda v: v.pop("combine"), r"combine: is required"),
+        (lambda v: v["dispatch"]["beta_s_per_byte"][1].__setitem__(2, 1e308), r"edge 1 -> 2 is no time \(1e\+308 s\)"),
         (lambda v: v["ports"].update(egress_s_per_byte=[None]), r"ports\.egress_s_per_byte: needs 3 values"),
     ],
 )  # fmt: skip
@@ -126,6 +127,30 @@ def test_links_that_cannot_be_are_refused(
     (tmp_path / "links.json").write_text(json.dumps(value))
     with pytest.raises(UserError, match=message):
         read_links(tmp_path / "links.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is a folder, a JSON file is needed"),
+        (b"", "not valid JSON"),
+        (b"<!DOCTYPE html>", "not valid JSON"),
+        (bytes(range(128, 256)), "not a text file"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1, 2]", "holds something else (no endpoints or ports)"),
+        (b'{"step_s": 1}', "holds something else (no endpoints or ports)"),
+    ],
+    ids=["folder", "empty", "html", "binary", "nested", "list", "times"],
+)
+def test_a_file_that_holds_no_links_is_told_from_one_with_a_mistake(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "links.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        read_links(path)
+    assert str(refused.value).startswith(f"{path}: {message}")
+    assert str(refused.value).endswith("; `fcsd profile-network` writes one")
 
 
 def test_links_of_another_world_or_collective_are_refused() -> None:

@@ -15,9 +15,11 @@ from fcsd.cli.main import main
 from fcsd.network.compare import exchange_counts
 from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import Collective, read_links
+from fcsd.network.measure import describe
 from fcsd.network.simulate import Payload
 from fcsd.overlap.transport import AllToAll, SendReceive
 from fcsd.routing.controller import probe_by
+from tests.network.test_simulate import links
 from tests.reference.ranks import run_ranks
 from tests.routing.simulated import links_of
 from tests.support import in_forked_ranks
@@ -112,3 +114,17 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    assert main(["profile-network", str(tmp_path / "rows.jsonl"), "--nccl-tests", "nowhere.txt"]) == 2
+    assert "rows.jsonl: is there and is something else; name another file" in capsys.readouterr().err
+
+
+def test_a_rate_that_noise_hides_is_said_to_be_unknown() -> None:
+    """The fit gives 0 s a byte where time did not rise with the size."""
+    flat = links().dispatch.model_copy(update={"beta_s_per_byte": [[0.0] * 3] * 3, "r2": [[0.5] * 3] * 3})
+    words = describe(links().model_copy(update={"dispatch": flat}))
+    assert "rate more than was seen to more than was seen" in words
+    assert "Gb/s" not in words

@@ -192,13 +192,26 @@ def test_selection_is_refused_where_a_router_makes_no_choice_of_its_own() -> Non
 def test_tables_survive_a_file(tmp_path: Path) -> None:
     tables = random_tables(tiny_model("qwen3_moe"))
     write_tables(tmp_path / "tables", tables)
+    (tmp_path / "other").write_text("{}")
+    assert (tmp_path / "tables").stat().st_mode == (tmp_path / "other").stat().st_mode  # the umask's
     read = read_tables(tmp_path / "tables")
     np.testing.assert_array_equal(read.tables, tables.tables)
     np.testing.assert_array_equal(read.placement, tables.placement)
     for name in ("kind", "strength", "selection", "layers", "model_type", "num_hidden_layers"):
         assert getattr(read, name) == getattr(tables, name)
-    (tmp_path / "other").write_text("{}")
-    for name, message in (("other", "no bias tables"), ("none", "no such file")):
+    whole = (tmp_path / "tables").read_bytes()
+    (tmp_path / "half").write_bytes(whole[: len(whole) // 2])
+    negative = dataclasses.replace(tables)
+    object.__setattr__(negative, "strength", -0.5)
+    write_tables(tmp_path / "negative", negative)
+    write_tables(tmp_path / "floats", dataclasses.replace(tables, tables=tables.tables.astype(np.float64)))
+    for name, message in (
+        ("other", "no bias tables"),
+        ("half", "no bias tables"),
+        ("floats", "no bias tables"),
+        ("negative", r"bias tables: strength \(lambda\) -0.5 is negative"),
+        ("none", "no such file"),
+    ):
         with pytest.raises(UserError, match=f"{name}: {message}"):
             read_tables(tmp_path / name)
 

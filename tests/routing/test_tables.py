@@ -204,7 +204,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bias(folder: Path, *options: str, model: str = "model") -> int:
+def bias(folder: Path, *options: str, model: str = "model", out: Path | None = None) -> int:
     fixed = [
         "--links",
         str(folder / "links.json"),
@@ -213,7 +213,7 @@ def bias(folder: Path, *options: str, model: str = "model") -> int:
         "--batch-size",
         "2",
     ]
-    return main(["bias", str(folder / model), str(folder / "tables"), *fixed, *options])
+    return main(["bias", str(folder / model), str(out or folder / "tables"), *fixed, *options])
 
 
 def test_the_command_writes_tables_that_fit_the_model(
@@ -251,10 +251,11 @@ def test_hidden_exchanges_get_no_bias(folder: Path) -> None:
 
 
 def test_bad_input_of_the_command_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = windows(folder, layers=[0, 1])
+    wrong = windows(folder, layers=[0, 1], dispatch_s=[1.0] * 2, combine_s=[1.0] * 2)
     for options, message in (
         ([], "--strength: camoe needs one"),
-        (["--strength", "-0.1"], "strength"),
+        (["--strength", "-0.1"], "--strength: Input should be greater than or equal to 0, got -0.1"),
+        (["--strength", "0.1", "--text-examples", "0"], "--text-examples: Input should be greater than 0"),
         (["--kind", "windows"], "--windows FILE and --kind windows go together"),
         (
             ["--kind", "windows", "--windows", wrong],
@@ -266,8 +267,35 @@ def test_bad_input_of_the_command_is_one_line(folder: Path, capsys: pytest.Captu
         assert bias(folder, *options) == 2
         error = capsys.readouterr().err.rpartition("fcsd bias: error: ")[2].strip()
         assert message in error and "\n" not in error, error
-    with pytest.raises(UserError, match="windows of mixtral"):
-        read_windows(windows(folder, model_type="mixtral"), tiny_model("qwen3_moe"))
+        assert "the bias" not in error and not error.startswith("strength"), error
+    model = tiny_model("qwen3_moe")
+    for changes, message in (
+        ({"model_type": "mixtral"}, "windows of mixtral"),
+        ({"dispatch_s": [1.0] * 3}, "dispatch_s and combine_s need a number for each of `layers`"),
+        ({"combine_s": [1.0, 1.0, 1.0, -1.0]}, r"combine_s\.3: .* got -1"),
+        ({"combine_s": [1.0, 1.0, 1.0, float("nan")]}, r"combine_s\.3: .* got nan"),
+        ({"version": 2}, "version: .* got 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_windows(windows(folder, **changes), model)
+    with pytest.raises(UserError, match=r"holds something else \(no dispatch_s or combine_s\); `fcsd plan"):
+        read_windows(folder / "links.json", model)
+
+
+def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_looked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (folder / "rows.jsonl").read_bytes()
+    for out, message in (
+        (folder, "is a folder; name the file"),
+        (folder / "none" / "tables", "is in a folder that does not exist; name the file"),
+        (folder / "rows.jsonl", "is there and is something else; name another file, or remove it"),
+    ):
+        assert bias(folder, "--strength", "0.1", model="nowhere", out=out) == 2
+        assert capsys.readouterr().err == f"fcsd bias: error: {out}: {message}" + (
+            " that is to be written\n" if "name the file" in message else "\n"
+        )
+    assert (folder / "rows.jsonl").read_bytes() == before
 
 
 def test_endpoints_that_do_not_divide_the_experts_are_refused(

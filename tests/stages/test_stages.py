@@ -285,7 +285,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(
     assert main(["run", str(recipe), "--set", override]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert re.search(difference, error), error
-    assert "choose another output_dir, or remove this folder" in error
+    assert "choose another output folder, or remove this folder" in error
 
 
 @pytest.mark.slow
