@@ -28,8 +28,9 @@ class ScorerError(RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's error as one line of a message; its kind where it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return a library's error as one line of a message, its first 500 characters; its kind where it has no text."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 500 else f"{text[:499]}…"
 
 
 _NO_MEMORY = (

@@ -14,6 +14,7 @@ import pytest
 
 from fcsd.cli import main as cli
 from fcsd.cli.main import main
+from fcsd.errors import one_line
 from fcsd.tiny.models import tiny_tokenizer
 from tests.support import ROOT, Bench, start
 
@@ -385,3 +386,9 @@ def test_a_command_that_is_misspelt_is_guessed(
         main([word, "recipe.yaml"])
     assert ended.value.code == 2
     assert f"no command '{word}'; did you mean '{said}'?" in capsys.readouterr().err
+
+
+def test_a_librarys_long_error_is_cut() -> None:
+    assert one_line(ValueError("one\ntwo")) == "one two"
+    long = one_line(ValueError("column\n" * 1000))
+    assert len(long) == 500 and long.startswith("column column") and long.endswith("…")
