@@ -401,14 +401,14 @@ def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
 
 
 def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
-    """Links on which the dispatch takes ten times the combine."""
-    links = even_links(8, 1e-9)
-    slow = links.dispatch.model_copy(update={"beta_s_per_byte": [[1e-8] * 8] * 8})
+    """Links on which no dispatch is hidden, and every combine but the last."""
+    links = even_links(8, 1e-11)
+    slow = links.dispatch.model_copy(update={"beta_s_per_byte": [[1e-9] * 8] * 8})
     times = plan_times(v3, links.model_copy(update={"dispatch": slow}))
     dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
-    assert dispatch > 9 * combine
-    left = sum(max(0, dispatch - row["dispatch_s"]) for row in times["windows"])
-    left += sum(max(0, combine - row["combine_s"]) for row in times["windows"][:-1]) + combine
+    own = [row["dispatch_s"] for row in times["windows"]]
+    assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])
+    left = 6 * dispatch - sum(own) + combine
     assert times["overlap"]["forward"] == pytest.approx(1 - left / (6 * (dispatch + combine)))
 
 
