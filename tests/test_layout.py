@@ -21,7 +21,8 @@ ORDER = [
     ["routing"],
     ["losses"],
     ["distill", "evaluate", "calibration"],  # side by side: none knows of another
-    ["layers", "cost", "chat", "bench"],
+    ["layers", "cost", "chat"],
+    ["bench"],
     ["report"],
     ["publish"],
     ["stages"],

@@ -110,7 +110,7 @@ def in_steps(model: Any, transport: Any, mode: str) -> None:
     for k, layer in enumerate(model.model.layers):
         block = layer.mlp
         shared = "shared_experts" if hasattr(block, "shared_experts") else None
-        names = BlockNames(type(block).forward, "experts", shared, None, False)
+        names = BlockNames(type(block).forward, shared, None, False)
         block.experts.farskip_ep.open(k, (mode != "regular",) * 2, transport)
 
         def forward(x: Any, block: Any = block, names: Any = names) -> Any:

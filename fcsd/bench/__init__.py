@@ -7,6 +7,7 @@
     guard       nothing of a server outlives the command
     times       what a server's ranks say of their communication
     trace       the same from a trace of vLLM's profiler
+    gains       times for `fcsd plan`, and the gain planned from them beside the measured one
     summary     medians, spreads and speed-ups; the table
 
 Not covered: SGLang; whether a server computes the right thing (`serving/tests`, `fcsd evaluate`); a model whose

@@ -4,6 +4,7 @@
     OUT/logs/ROUND-ROW.log        what that server printed
     OUT/traces/ROW.json           with `trace`: what it overlapped by the trace of vLLM's profiler, which lies beside
     OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
+    OUT/times-PHASE-LENGTH.json   for `fcsd plan --measured`, where the communication is known
     OUT/stage.json, manifest.json
 
 A round has all rows once, each round beginning with another one, so that a machine that slows down slows down all. The
@@ -22,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fcsd.artifact import Stage
+from fcsd.bench.gains import served_gains, write_gains
 from fcsd.bench.plan import Benchmark, check_models
 from fcsd.bench.rows import Row, make_rows
 from fcsd.bench.server import NotServed, Server, Vllm, find_vllm, measure, running_server, tail_of
@@ -69,18 +71,19 @@ def bench_serve(
         for row in rows
         if row.name not in missing
     }
-    facts = {
-        "settings": benchmark.model_dump(mode="json"),
-        "versions": bench.versions,
-        "warning": vllm.warning,
-    }
+    settings = benchmark.model_dump(mode="json")
+    facts = {"settings": settings, "versions": bench.versions, "warning": vllm.warning}
     traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
-    result = summarise(facts, rows, measured, missing, traces)
+    gains = served_gains(settings, config, measured, traces)
+    result = summarise(facts, rows, measured, missing, traces) | {"gains": gains}
+    write_gains(gains, folder)
     write_json(folder / "serving.json", result)
     write_text(folder / "serving.md", table(result) + "\n")
     draw(result, folder)
     stage.finish({})
     release_folder(folder)
+    if gains:
+        print(f"fcsd bench: times for `fcsd plan --measured`: {folder}/times-*.json", file=sys.stderr)
     return result
 
 

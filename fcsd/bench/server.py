@@ -308,10 +308,10 @@ def reason_of(text: str) -> str:
     return next((line[:500] for line in reversed(lines) if line), "it printed nothing")
 
 
-def tail_of(text: str, lines: int = 5) -> str:
-    """Return the last lines of a log as one."""
+def tail_of(text: str) -> str:
+    """Return the last five lines of a log as one."""
     found = [_PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(found[-lines:])[-1000:]
+    return " / ".join(found[-5:])[-1000:]
 
 
 def _matches(line: str, signs: Sequence[str]) -> bool:

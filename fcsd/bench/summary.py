@@ -52,10 +52,10 @@ def summarise(
         missing: why a row cannot be had.
         traces: what `fcsd.bench.trace.read_trace` says of a row.
     """
-    emulated = _emulated(facts["settings"]["comm"])
 
     def base(row: Row) -> Sequence[Mapping[str, Any]]:
-        return runs.get("farskip_blocking" if row.farskip and emulated else "stock", ())
+        limited = row.farskip and emulated(facts["settings"]["comm"])
+        return runs.get("farskip_blocking" if limited else "stock", ())
 
     return {
         "schema_version": SCHEMA_VERSION,
@@ -121,17 +121,19 @@ def table(result: Mapping[str, Any]) -> str:
         *([f"**{result['warning']}.**"] if result.get("warning") else []),
         _measured(result),
     ]
-    if _emulated(settings["comm"]):
+    if emulated(settings["comm"]):
         parts.append(
             "The FarSkip rows run over an emulated network, stock does not: compare them with each other only. Their x"
             " is the speed-up over FarSkip, blocking."
         )
-    parts += [text for text in (_against_best(result), _traced(result), _missing(result)) if text]
+    more = (_against_best(result), _traced(result), _planned(result), _missing(result))
+    parts += [text for text in more if text]
     quotes = "\n".join(f'- "{each["text"]}" ({each["about"]}; {each["source"]})' for each in REPORTED)
     return "\n\n".join([*parts, f"Reported by others, on other machines and not measured here:\n\n{quotes}"])
 
 
-def _emulated(comm: Mapping[str, Any]) -> bool:
+def emulated(comm: Mapping[str, Any]) -> bool:
+    """Tell whether the FarSkip rows communicate over an emulated network."""
     return bool(comm.get("latency_ms") or comm.get("bandwidth_gb_per_s"))
 
 
@@ -162,7 +164,11 @@ def _times(value: Mapping[str, Any] | None) -> str:
 
 
 def _percent(value: Mapping[str, Any] | None) -> str:
-    return "" if value is None else f"{100 * value['median']:.1f} %"
+    return "" if value is None else _share(value["median"])
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
 
 
 def _against_best(result: Mapping[str, Any]) -> str:
@@ -171,7 +177,7 @@ def _against_best(result: Mapping[str, Any]) -> str:
         (row for row in result["rows"] if row["name"] == "farskip_overlapped" and row["points"]), None
     )
     rivals = [row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]]
-    if ours is None or not rivals or _emulated(result["settings"]["comm"]):
+    if ours is None or not rivals or emulated(result["settings"]["comm"]):
         return ""
     lines = []
     for place, point in enumerate(ours["points"]):
@@ -195,6 +201,33 @@ def _traced(result: Mapping[str, Any]) -> str:
         "\n".join([f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines])
         if lines
         else ""
+    )
+
+
+def _planned(result: Mapping[str, Any]) -> str:
+    """Set what `fcsd plan` says of the regular server's times beside what was measured."""
+    gains = result.get("gains")
+    if not gains:
+        return ""
+    titles = {row["name"]: row["title"] for row in result["rows"]}
+    columns = "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
+    lines = []
+    for each in gains:
+        times, planned = each["times"], each["planned"]
+        step_s, overlap = times["step_s"], times["overlap"]
+        cells = [each["phase"], f"{each['prompt_tokens']}", titles[each["regular"]], _number(1000 * step_s)]
+        cells += [_share(times["communication_s"] / step_s), "" if overlap is None else _share(overlap)]
+        cells += ["" if planned is None else f"{planned:.2f}", _times(each["measured"]), each["file"]]
+        lines.append(cells)
+    return "\n\n".join(
+        [
+            "What `fcsd plan` says of the regular server's times, beside what was measured: that server over FarSkip,"
+            " overlapped. It only communicates in a share of its time, of which FarSkip hides a share; without warm-up,"
+            " and decoding without the prompts.",
+            markdown(columns.split(", "), lines),
+            f"    fcsd plan {result['settings']['model']} --phase {times['phase']} --tp {times['ranks']}"
+            f" --batch {times['batch']} --length {times['length']} --measured {each['file']}",
+        ]
     )
 
 

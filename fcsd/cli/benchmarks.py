@@ -1,10 +1,9 @@
 """Commands that measure how fast a model is: bench."""
 
 import argparse
-import json
 from pathlib import Path
 
-from fcsd.cli.options import Command
+from fcsd.cli.options import Command, json_argument, print_result
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -15,7 +14,7 @@ def _bench(arguments: argparse.Namespace) -> None:
 
     benchmark = benchmark_from_options(vars(arguments))
     result = bench_serve(benchmark, arguments.vllm, arguments.output, plot_serving)
-    print(json.dumps(result, indent=2) if arguments.json else table(result))
+    print_result(arguments, result, table)
 
 
 def add_commands(command: Command) -> None:
@@ -93,4 +92,4 @@ def add_commands(command: Command) -> None:
         help="start stock and FarSkip once more under vLLM's profiler: overlap from its trace, and a figure of one"
         " layer (GPUs)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_argument(parser)

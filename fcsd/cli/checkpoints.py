@@ -1,33 +1,26 @@
 """Commands on a checkpoint: inspect, convert, unconvert, families."""
 
 import argparse
-import json
 from pathlib import Path
 
 from fcsd.cli.options import (
     DATA_ROOT_HELP,
-    LAYERS_HELP,
     Command,
+    connectivity_arguments,
+    connectivity_of,
     field_option,
+    json_argument,
     model_argument,
-    sides_arguments,
+    print_result,
+    quiet_transformers,
 )
-from fcsd.connectivity.spec import Connectivity
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from fcsd.inspect import inspect_model, report_table
 
     facts = inspect_model(arguments.model, arguments.revision)
-    print(json.dumps(facts, indent=2) if arguments.json else report_table(facts))
-
-
-def _connectivity(arguments: argparse.Namespace) -> Connectivity | None:
-    """None where nothing is chosen: AMD's Instella checkpoints then keep what their config says."""
-    if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
-        return None
-    layers = "all" if arguments.layers is None else arguments.layers
-    return Connectivity(layers, arguments.attention, arguments.mlp)
+    print_result(arguments, facts, report_table)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -38,7 +31,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     layers = convert_checkpoint(
         arguments.model,
         arguments.out,
-        _connectivity(arguments),
+        connectivity_of(arguments),
         revision=arguments.revision,
     )
     record = {  # what `fcsd push` cannot see from the checkpoint: where it comes from
@@ -53,22 +46,19 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    from fcsd.cli.options import quiet_transformers
-    from fcsd.config.data import SourceConfig
+    from fcsd.config.data import source_option
+    from fcsd.config.model import model_options
     from fcsd.config.recipe import Recipe
-    from fcsd.config.strict import parse_yaml, validate
+    from fcsd.config.strict import validate
 
-    text = arguments.text
-    found = parse_yaml(text, "--text") if text.lstrip().startswith("{") else {"path": text}
-    source = validate(SourceConfig, found, "--text").model_dump(mode="json")
+    source = source_option(arguments.text, "--text")
     against = {"decontaminate": {"suite": arguments.decontaminate}} if arguments.decontaminate else {}
-    model = {name: getattr(arguments, name) for name in ("revision", "trust_remote_code")}
     recipe = validate(
         Recipe,
         {
             "name": "calibrate",
             "output_dir": f"{arguments.out}.partial",
-            "model": model | {"path": arguments.model},
+            "model": model_options(vars(arguments)),
             "connectivity": {
                 "layers": arguments.layers,
                 "attention": arguments.attention,
@@ -98,9 +88,9 @@ def _unconvert(arguments: argparse.Namespace) -> None:
 
 
 def _families(arguments: argparse.Namespace) -> None:
-    from fcsd.report.table import families_table
+    from fcsd.report.table import families_facts, families_table
 
-    print(families_table(as_json=arguments.json))
+    print_result(arguments, families_facts(), families_table)
 
 
 def add_commands(command: Command) -> None:
@@ -111,9 +101,8 @@ def add_commands(command: Command) -> None:
         "What a checkpoint is, what would be rewired, and what that needs; weights are not loaded.",
         "Of a hub id only config.json is fetched.",
     )
-    parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
-    field_option(parser, "model.revision", "revision of a hub id")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    model_argument(parser, config_only=True)
+    json_argument(parser)
 
     parser = command(
         "convert",
@@ -125,8 +114,7 @@ def add_commands(command: Command) -> None:
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="new folder; written under another name, then renamed"
     )
-    parser.add_argument("--layers", help=LAYERS_HELP)
-    sides_arguments(parser)
+    connectivity_arguments(parser)
 
     parser = command(
         "calibrate",
@@ -140,8 +128,7 @@ def add_commands(command: Command) -> None:
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="new folder; OUT.partial holds what is not finished"
     )
-    parser.add_argument("--layers", default="all", help=LAYERS_HELP.removesuffix(" (default: all)"))
-    sides_arguments(parser)
+    connectivity_arguments(parser, "all")
     parser.add_argument(
         "--text",
         required=True,
@@ -169,4 +156,4 @@ def add_commands(command: Command) -> None:
     parser = command(
         "families", _families, "List the model families that can be converted, and those that are refused."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_argument(parser)

@@ -7,7 +7,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from fcsd import __version__
-from fcsd.cli import benchmarks, checkpoints, evaluation, network, planning, publishing, recipes, routing
+from fcsd.cli import (
+    benchmarks,
+    checkpoints,
+    evaluation,
+    layers,
+    network,
+    planning,
+    publishing,
+    recipes,
+    routing,
+)
 from fcsd.cli.options import CommandParser, Help
 from fcsd.distributed import failure as rank_failure
 from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
@@ -113,16 +123,8 @@ def build_parser(asked_for: str | None = None) -> MainParser:
         sub.asked_for = asked_for in (None, name)
         return sub
 
-    for group in (
-        checkpoints,
-        recipes,
-        planning,
-        evaluation,
-        routing,
-        network,
-        benchmarks,
-        publishing,
-    ):
+    groups = (checkpoints, recipes, planning, layers, evaluation, routing, network, benchmarks, publishing)
+    for group in groups:
         group.add_commands(command)
     parser.commands = commands.choices
     return parser

@@ -1,10 +1,15 @@
 """Options that several commands share, and the help formatter."""
 
 import argparse
+import json
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin
+
+if TYPE_CHECKING:
+    from fcsd.connectivity.spec import Connectivity
+    from fcsd.distributed.launch import Launch
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -34,9 +39,6 @@ SEVERAL_EVALUATE = (
 
 
 DATA_ROOT_HELP = "folder in hub layout (owner/name/…); without it the Hub is used"
-
-
-LAYERS_HELP = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11 (default: all)"
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -104,12 +106,14 @@ def _number_or(words: list[str]) -> Callable[[str], int | str]:
     return read
 
 
-def model_argument(parser: CommandParser, *, optional: bool = False) -> None:
+def model_argument(parser: CommandParser, *, optional: bool = False, config_only: bool = False) -> None:
+    """Add MODEL and what finds it; config_only: its config is read, and no code of its own runs."""
     parser.add_argument(
         "model", metavar="MODEL", help="hub id or local folder", nargs="?" if optional else None
     )
     field_option(parser, "model.revision", "revision of a hub id")
-    field_option(parser, "model.trust_remote_code", "allow code that comes with the checkpoint to run")
+    if not config_only:
+        field_option(parser, "model.trust_remote_code", "allow code that comes with the checkpoint to run")
 
 
 def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +133,14 @@ def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def launch_of(arguments: argparse.Namespace) -> "Launch":
+    """Join the launch; with `expert_parallel_argument` as it says."""
+    from fcsd.distributed.launch import join_launch
+
+    given = {name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")}
+    return join_launch(**given)
+
+
 def device_map_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-map",
@@ -140,6 +152,43 @@ def device_map_argument(parser: argparse.ArgumentParser) -> None:
 def sides_arguments(parser: CommandParser) -> None:
     field_option(parser, "connectivity.attention", "what attention reads")
     field_option(parser, "connectivity.mlp", "what MoE and MLP blocks read")
+
+
+def connectivity_arguments(parser: CommandParser, layers: str | None = None) -> None:
+    """Add --layers, --attention and --mlp; layers: the default of the first, None where that says more than `all`."""
+    help = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
+    parser.add_argument("--layers", default=layers, help=f"{help} (default: all)" if layers is None else help)
+    sides_arguments(parser)
+
+
+def connectivity_of(arguments: argparse.Namespace) -> "Connectivity | None":
+    """None where nothing is chosen: a checkpoint that says how it is wired (FarSkip, Instella) then keeps that."""
+    from fcsd.connectivity.spec import Connectivity
+
+    if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
+        return None
+    layers = "all" if arguments.layers is None else arguments.layers
+    return Connectivity(layers, arguments.attention, arguments.mlp)
+
+
+def text_arguments(parser: CommandParser, text: str, rows: str) -> None:
+    """Add --text with its examples and --max-length; text, rows: what the first and the last are for."""
+    parser.add_argument(
+        "--text",
+        help=f"{text}: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
+        " '{path: X, columns: {text: body}, split: test}'",
+    )
+    field_option(parser, "data.heldout_examples", "examples of the text", name="text_examples")
+    field_option(parser, "data.max_length", rows)
+
+
+def task_arguments(parser: CommandParser, task: str) -> None:
+    """Add --task, the suite that it is of, and where its data lie; task: what is done with it."""
+    parser.add_argument(
+        "--task", action="append", default=[], help=f"{task} of the suite; may be given several times"
+    )
+    field_option(parser, "evaluation.suite", "name in eval/suites, or a path to a suite file")
+    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP)
 
 
 def sandbox_argument(parser: CommandParser) -> None:
@@ -181,3 +230,12 @@ def quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def print_result(arguments: argparse.Namespace, result: Any, text: Callable[[Any], str]) -> None:
+    """Print what a command found: as JSON where --json is given, else as text."""
+    print(json.dumps(result, indent=2) if arguments.json else text(result))

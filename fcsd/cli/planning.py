@@ -1,11 +1,18 @@
 """Commands that tell what a conversion will bring: plan."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from fcsd.cli.options import LAYERS_HELP, Command, CommandParser, field_option, sides_arguments
+from fcsd.cli.options import (
+    Command,
+    CommandParser,
+    connectivity_arguments,
+    connectivity_of,
+    json_argument,
+    model_argument,
+    print_result,
+)
 from fcsd.errors import UserError
 
 
@@ -27,7 +34,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         length=arguments.length,
         fp8=arguments.fp8,
         fused_attention=not arguments.unfused_attention,
-        connectivity=_connectivity(arguments),
+        connectivity=connectivity_of(arguments),
     )
     if arguments.windows is not None and arguments.phase != "train":
         raise UserError(
@@ -39,7 +46,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
-    print(json.dumps(facts, indent=2) if arguments.json else plan_table(facts))
+    print_result(arguments, facts, plan_table)
 
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,15 +61,6 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     from fcsd.cost.cluster import read_cluster
 
     return read_cluster(arguments.cluster)
-
-
-def _connectivity(arguments: argparse.Namespace) -> Any:
-    """None where nothing is chosen: a converted checkpoint then keeps its own."""
-    from fcsd.connectivity.spec import Connectivity
-
-    if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
-        return None
-    return Connectivity(arguments.layers or "all", arguments.attention, arguments.mlp)
 
 
 def _machine_arguments(parser: CommandParser) -> None:
@@ -91,8 +89,7 @@ def add_commands(command: Command) -> None:
         "What FarSkip connectivity will bring on a cluster: time of a step or to a token, regular and overlapped.",
         "No weights are loaded and nothing is trained; of a hub id only config.json is fetched (docs/plan.md).",
     )
-    parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
-    field_option(parser, "model.revision", "revision of a hub id")
+    model_argument(parser, config_only=True)
     _machine_arguments(parser)
     parser.add_argument(
         "--phase", choices=["train", "prefill", "decode"], default="train", help="what is timed"
@@ -132,14 +129,13 @@ def add_commands(command: Command) -> None:
         action="store_true",
         help="attention with its scores in memory, not in one kernel",
     )
-    parser.add_argument("--layers", help=LAYERS_HELP)
-    sides_arguments(parser)
+    connectivity_arguments(parser)
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured links between the --ep ranks")
     parser.add_argument(
         "--measured",
         type=Path,
         metavar="FILE",
-        help="measured times (times.json of `fcsd trace`), not the roofline",
+        help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
     )
     parser.add_argument(
         "--study",
@@ -157,4 +153,4 @@ def add_commands(command: Command) -> None:
         metavar="FILE",
         help="write the windows of dispatch and combine, seconds by layer",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_argument(parser)

@@ -1,7 +1,6 @@
 """Commands that take a recipe: recipe, estimate, tiny-data, and the stages."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +8,9 @@ from fcsd.cli.options import (
     SEVERAL,
     Command,
     expert_parallel_argument,
+    json_argument,
+    launch_of,
+    print_result,
     quiet_transformers,
     recipe_arguments,
 )
@@ -16,6 +18,7 @@ from fcsd.errors import UserError
 
 if TYPE_CHECKING:
     from fcsd.config.recipe import Recipe
+    from fcsd.stages.context import Run
 
 
 def _load_recipe(arguments: argparse.Namespace) -> "Recipe":
@@ -42,7 +45,7 @@ def _estimate(arguments: argparse.Namespace) -> None:
     )
     recipe = _load_recipe(arguments)
     facts = estimate(recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain)
-    print(json.dumps(facts, indent=2) if arguments.json else estimate_table(facts))
+    print_result(arguments, facts, estimate_table)
 
 
 def _recipe(arguments: argparse.Namespace) -> None:
@@ -51,19 +54,20 @@ def _recipe(arguments: argparse.Namespace) -> None:
     print(to_yaml(_load_recipe(arguments).dump()), end="")
 
 
-def _stage(arguments: argparse.Namespace) -> None:
-    """Run the stage that has the command's name."""
+def _run(arguments: argparse.Namespace) -> "Run":
+    """Return the recipe that a command names in its launch."""
     if arguments.rehearse is not None:
         quiet_transformers()  # which is loaded only when the recipe is a good one
     recipe = _load_recipe(arguments)
     quiet_transformers()
-    from fcsd.distributed.launch import join_launch
     from fcsd.stages.context import Run
 
-    given = {
-        name: getattr(arguments, name) for name in ("expert_parallel", "overlap") if hasattr(arguments, name)
-    }
-    run = Run(recipe, join_launch(**given))
+    return Run(recipe, launch_of(arguments))
+
+
+def _stage(arguments: argparse.Namespace) -> None:
+    """Run the stage that has the command's name."""
+    run = _run(arguments)
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
@@ -81,16 +85,10 @@ def _stage(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    if arguments.rehearse is not None:
-        quiet_transformers()
-    recipe = _load_recipe(arguments)
-    quiet_transformers()
-    from fcsd.distributed.launch import join_launch
-    from fcsd.stages.context import Run
+    run = _run(arguments)
     from fcsd.stages.trace import trace
 
-    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
-    for name, measured in trace(Run(recipe, launch), arguments.output).items():
+    for name, measured in trace(run, arguments.output).items():
         parts = [f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms" for key, one in measured.items()]
         print(f"{name}: hidden {', '.join(parts)}")
 
@@ -127,7 +125,7 @@ def _add_estimate(command: Command) -> None:
         "--mfu", default="0.1-0.25", help="share of the published peak that is reached, a range or a number"
     )
     parser.add_argument("--network-gb-s", type=float, default=50.0, help="between nodes, GB/s for each GPU")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_argument(parser)
 
 
 def _add_stages(command: Command) -> None:

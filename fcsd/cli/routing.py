@@ -1,47 +1,44 @@
 """Commands about where tokens go: routing."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.cli.options import (
-    DATA_ROOT_HELP,
     Command,
     CommandParser,
     device_map_argument,
     expert_parallel_argument,
     field_option,
+    json_argument,
+    launch_of,
     model_argument,
+    print_result,
     quiet_transformers,
+    task_arguments,
+    text_arguments,
 )
 
 if TYPE_CHECKING:
     from fcsd.routing.study import RoutingStudy
 
+    Settings = TypeVar("Settings", bound=RoutingStudy)
+
 
 def _routing(arguments: argparse.Namespace) -> None:
-    from fcsd.config.data import source_option
-    from fcsd.config.strict import validate
+    from fcsd.config.model import model_options
     from fcsd.data.local import data_fingerprint
-    from fcsd.distributed.launch import join_launch
     from fcsd.report.study_plots import plot_routing
     from fcsd.routing.report import report
     from fcsd.routing.study import RoutingStudy, study_routing
 
     quiet_transformers()
-    options = vars(arguments)
-    model = {name: options[name] for name in ("revision", "trust_remote_code", "dtype")}
-    against = {name: value for name, value in model.items() if name != "revision"}
-    given = {name: options[name] for name in RoutingStudy.model_fields if name in options} | {
-        "model": model | {"path": arguments.model},
-        "against": None if arguments.against is None else against | {"path": arguments.against},
-        "text": source_option(arguments.text, "--text"),
-        "tasks": arguments.task,
-    }
-    study = validate(RoutingStudy, given, "the study")
-    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
+    against = None
+    if arguments.against is not None:
+        against = model_options(vars(arguments)) | {"path": arguments.against, "revision": None}
+    study = _settings(RoutingStudy, arguments, "the study", {"against": against})
+    launch = launch_of(arguments)
     inputs, prompts = {}, None
     if study.text is not None:
         inputs["text"] = data_fingerprint(study.text.path, study.text.revision)
@@ -58,26 +55,16 @@ def _routing(arguments: argparse.Namespace) -> None:
         device_map=arguments.device_map,
     )
     if launch.first:
-        print(json.dumps(result, indent=2) if arguments.json else report(result))
+        print_result(arguments, result, report)
 
 
 def _bias(arguments: argparse.Namespace) -> None:
-    from fcsd.config.data import source_option
-    from fcsd.config.strict import validate
-    from fcsd.distributed.launch import join_launch
     from fcsd.routing.tables import BiasSettings, write_bias
 
     quiet_transformers()
-    options = vars(arguments)
-    given = {name: options[name] for name in BiasSettings.model_fields if name in options} | {
-        "model": {name: options[name] for name in ("revision", "trust_remote_code", "dtype")}
-        | {"path": arguments.model},
-        "text": source_option(arguments.text, "--text"),
-        "tasks": arguments.task,
-    }
-    settings = validate(BiasSettings, given, "the bias")
+    settings = _settings(BiasSettings, arguments, "the bias", {})
     prompts = _prompts(settings)[1] if settings.tasks else None
-    launch = join_launch(expert_parallel=arguments.expert_parallel, overlap=arguments.overlap)
+    launch = launch_of(arguments)
     facts = write_bias(settings, arguments.out, launch, prompts)
     if launch.first:
         before, after = 1e3 * facts["before_s"], 1e3 * facts["after_s"]
@@ -86,6 +73,19 @@ def _bias(arguments: argparse.Namespace) -> None:
         if facts.get("left"):
             print(f"layers that no bias brings into their windows, and that have none: {facts['left']}")
         print(arguments.out)
+
+
+def _settings(
+    kind: "type[Settings]", arguments: argparse.Namespace, where: str, own: dict[str, Any]
+) -> "Settings":
+    """Return what the options say of a study; own: fields that they do not give as they are."""
+    from fcsd.config.data import source_option
+    from fcsd.config.model import model_options
+    from fcsd.config.strict import options_of, validate
+
+    options = vars(arguments)
+    own = own | {"model": model_options(options), "text": source_option(arguments.text, "--text")}
+    return validate(kind, options_of(kind, options) | own | {"tasks": arguments.task}, where)
 
 
 def _prompts(study: "RoutingStudy") -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
@@ -129,7 +129,7 @@ def add_commands(command: Command) -> None:
     field_option(parser, "model.dtype", "of the models")
     expert_parallel_argument(parser)
     device_map_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_argument(parser)
 
     parser = command(
         "bias",
@@ -168,21 +168,8 @@ def add_commands(command: Command) -> None:
 
 
 def _text_arguments(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--text",
-        help="text to route: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
-        " '{path: X, columns: {text: body}, split: test}'",
-    )
-    field_option(parser, "data.heldout_examples", "examples of the text", name="text_examples")
-    field_option(parser, "data.max_length", "tokens of one row; what is longer is cut")
-    parser.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        help="route the prompts of this task of the suite; may be given several times",
-    )
-    field_option(parser, "evaluation.suite", "name in eval/suites, or a path to a suite file")
-    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP)
+    text_arguments(parser, "text to route", "tokens of one row; what is longer is cut")
+    task_arguments(parser, "route the prompts of this task")
     field_option(parser, "evaluation.limit", "items per task")
     parser.add_argument(
         "--batch-size", type=int, default=8, help="rows of one batch; each batch is at one endpoint"

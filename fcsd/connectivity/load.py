@@ -16,7 +16,7 @@ from fcsd.connectivity.modeling import (
     with_farskip,
     without_farskip,
 )
-from fcsd.connectivity.spec import Connectivity
+from fcsd.connectivity.spec import Connectivity, field_text
 from fcsd.errors import UserError, one_line
 from fcsd.families import Family, family_of, moe_mask
 
@@ -125,8 +125,8 @@ def config_and_class(
         return without_farskip(config, family), base_model_class(family)
     if connectivity is not None and (wanted := connectivity.field(mask)) != own:
         raise UserError(
-            f"{checkpoint.folder}: this checkpoint is already converted with {_shown(own)}, but"
-            f" {_shown(wanted)} is asked for; leave the connectivity out to load it as it is, or convert the"
+            f"{checkpoint.folder}: this checkpoint is already converted with {field_text(own)}, but"
+            f" {field_text(wanted)} is asked for; leave the connectivity out to load it as it is, or convert the"
             " original checkpoint"
         )
     return config, farskip_model_class(family)
@@ -264,7 +264,3 @@ def _loading_problem(info: dict[str, Any]) -> str | None:
             first = " ".join(values[0].split())[:200]
             return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
     return None
-
-
-def _shown(field: dict[str, Any]) -> str:
-    return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"

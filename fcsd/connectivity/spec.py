@@ -216,3 +216,8 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
         )
     assert isinstance(selection, list)
     return selection
+
+
+def field_text(field: Mapping[str, Any]) -> str:
+    """Format the `farskip` field of a config for an error."""
+    return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"

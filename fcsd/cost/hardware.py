@@ -68,10 +68,10 @@ GPUS = {
 }  # fmt: skip
 
 
-def find_gpu(name: str, where: str = "--gpu") -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """Return the figures of a GPU; raises UserError for a name that is not in the table."""
     if name not in GPUS:
         allowed = f"; allowed: {', '.join(sorted(GPUS))}"
         near = did_you_mean(name, list(GPUS)).removeprefix(allowed)
-        raise UserError(f"{where} {name}: unknown GPU{allowed}{near}")
+        raise UserError(f"--gpu {name}: unknown GPU{allowed}{near}")
     return GPUS[name]

@@ -7,7 +7,7 @@ between its end and where its rows were needed. The overlapped step hides of eac
 
 whatever the kernels do. Of a server: its time, and the share of it in which it only communicates.
 
-`fcsd trace` writes the file (docs/plan.md), and `python -m benchmarks.overlap --times`.
+`fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and of a server `fcsd bench serve`.
 """
 
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ from fcsd.connectivity.rewire import decoder_layers, is_one_of
 from fcsd.cost.trace import give_fake_storage, grouped_matmuls_fall_back
 from fcsd.cost.tracker import Tracker
 from fcsd.errors import UserError
-from fcsd.families import Family, expert_counts, text_config
+from fcsd.families import Family, expert_counts, row_width, text_config
 from fcsd.families.structure import output_head
 
 WHOLE = ", whole"
@@ -64,17 +64,23 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on."""
+    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
+
+    row_width: elements of a row that travels to an expert. runs_all: the family's own code runs every expert on every
+    token; ranks that share the experts run those that a token chose.
+    """
 
     layers: tuple[LayerWork, ...]
     head: Work
     num_rows: int
     num_tokens: int
     hidden_size: int
+    row_width: int
     num_experts: int
     experts_per_token: int
     num_parameters: int
     num_expert_parameters: int
+    runs_all: bool
 
     @property
     def tokens(self) -> int:
@@ -112,7 +118,8 @@ def trace_layers(
     nn.Module.to(model, torch.bfloat16).eval().requires_grad_(False)
     model.config.use_cache = False
     stack = decoder_layers(model, family)
-    num_experts, top_k = expert_counts(text_config(model.config, family), family)
+    config = text_config(model.config, family)
+    num_experts, top_k = expert_counts(config, family)
     if not any(_is_moe(layer, family) for layer in stack) or not num_experts or not top_k:
         raise UserError(f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped")
     tracker, kinds = Tracker(), _kinds(stack, model.config)
@@ -139,17 +146,22 @@ def trace_layers(
         ) from error
     flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
     tokens = num_rows * num_tokens
-    found = {k: _read(stack[k], family, k, flops, seen[k], top_k * tokens / num_experts) for k in seen}
+    rows = top_k * tokens / num_experts
+    found = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
     return ModelWork(
         layers=tuple(found[kinds[k]] for k in range(len(stack))),
         head=Work(flops.get("head", 0.0), head.weight.numel()),
         num_rows=num_rows,
         num_tokens=num_tokens,
         hidden_size=head.in_features,
+        row_width=row_width(config),
         num_experts=num_experts,
         experts_per_token=top_k,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
+        runs_all=any(
+            flops.get(f"{k} experts", 0) > 1.01 * layer.work("experts").flops for k, layer in found.items()
+        ),
     )
 
 

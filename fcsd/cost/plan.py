@@ -20,8 +20,9 @@ from fcsd.cost.assumptions import ASSUMPTIONS
 from fcsd.cost.memory import CONTEXT_BYTES, Layout, memory_parts
 from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned
-from fcsd.cost.training import micro_batch_setting, tracer
+from fcsd.cost.training import Training, micro_batch_setting, tracer
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES
 from fcsd.files import write_json
 from fcsd.network.links import LinkModel
 from fcsd.text import size
@@ -102,9 +103,22 @@ def _training_memory(planned: Planned) -> dict[str, int]:
     layout = Layout("fsdp2", planned.machine.num_gpus, step_tokens=step_tokens)
     setting = micro_batch_setting(planned.training, layout, planned.micro_batches)
     trace = tracer(planned.training)(setting)
+    if planned.work.runs_all:
+        trace = replace(trace, transient=tracer(_with_chosen(planned))(setting).transient)
     experts = max(layer.work("experts").weights for layer in planned.work.layers)
     gathered = trace.largest_layer - experts + experts // planned.expert_parallel
     return memory_parts(replace(trace, largest_layer=gathered), setting, layout)
+
+
+def _with_chosen(planned: Planned) -> Training:
+    """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
+    name = FAMILIES[planned.model_type].num_experts
+
+    def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+        return found | ({name: planned.work.experts_per_token} if name in config else {})
+
+    return replace(planned.training, config=fewer(planned.training.config))
 
 
 def _serving_memory(planned: Planned) -> dict[str, int]:

@@ -110,7 +110,8 @@ class Roofline:
         if not layer.moe:
             return found | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
         uneven = self.values["imbalance"]
-        rows = self.passes(self.values["row_passes"] / 4, stream * model.experts_per_token / ranks) * uneven
+        pairs = model.tokens * model.experts_per_token / ranks
+        rows = self.passes(self.values["row_passes"] / 4, pairs * model.row_width) * uneven
         chosen = model.experts_per_token / model.num_experts
         active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
         experts = self.matmul(layer.work("experts"), "grouped", ranks, active / expert_parallel)
@@ -151,9 +152,9 @@ class Roofline:
         pairs = model.tokens * model.experts_per_token * self.values["imbalance"]
         if links is not None:
             counts = np.full((ranks, ranks), pairs / ranks)
-            times = simulate(links, counts, Payload(model.hidden_size, model.num_experts, self.value_bytes))
+            times = simulate(links, counts, Payload(model.row_width, model.num_experts, self.value_bytes))
             return float(times.metadata + times.dispatch), float(times.combine)
-        seconds = self._all_to_all(pairs * model.hidden_size * self.value_bytes, ranks)
+        seconds = self._all_to_all(pairs * model.row_width * self.value_bytes, ranks)
         return seconds, seconds
 
     def _all_to_all(self, num_bytes: float, ranks: int) -> float:

@@ -88,11 +88,6 @@ class Trace:
     num_pairs: int
     hidden_size: int
 
-    @property
-    def peak_bytes(self) -> int:
-        """All kinds together."""
-        return sum(self.peak.values())
-
 
 def trace_step(
     build: Callable[[], nn.Module],

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from fcsd.connectivity import convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_config
+from fcsd.connectivity.spec import field_text
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.teachers.load import load_model_teacher
 from fcsd.distributed.engine import distributed_config
@@ -45,8 +46,8 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
         wanted = connectivity.field(moe_mask(model.config, family_of(model.config)))
         if wanted != own:
             raise UserError(
-                f"{type(model).__name__}: this model is already converted with {_shown(own)}, but {_shown(wanted)} is"
-                " asked for; leave layers out to train it as it is, or convert it first"
+                f"{type(model).__name__}: this model is already converted with {field_text(own)}, but"
+                f" {field_text(wanted)} is asked for; leave layers out to train it as it is, or convert it first"
             )
     return model
 
@@ -88,7 +89,3 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
     if not isinstance(teacher, str | Path):
         return teacher
     return load_model_teacher(find_model(args.model_config(str(teacher), teacher=True)), launch)
-
-
-def _shown(field: dict[str, Any]) -> str:
-    return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"

@@ -7,7 +7,6 @@ exact continuation needs.
 
 import shutil
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fcsd.distill.checkpoints import GUARD_FILE, STOPPER_FILE, checkpoints, guar
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedTrainer
+from fcsd.distill.meters import Meters
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distributed.failure import in_step
@@ -40,11 +40,9 @@ from fcsd.distributed.state import (
     schedule_state,
     write_state,
 )
-from fcsd.errors import UserError
 from fcsd.files import read_json, write_json, writing
 from fcsd.losses.head import refuse_packing
 from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
-from fcsd.losses.quantiles import bin_counts, quantile
 from fcsd.models.autocast import autocast_experts
 from fcsd.temporary import replace_folder
 
@@ -117,10 +115,7 @@ class DistillTrainer(GuardedTrainer):
             self.average = WeightAverage(model, settings.ema_decay, skipped=lambda: self._verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which `train` adds
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
-        self._sums: dict[str, Tensor] = {}  # since the last log: this rank's part of each mean
-        self._counts: Tensor | None = None  # since the last log: this rank's tokens by their divergence
-        self._clock = time.perf_counter()
-        self._tokens = 0
+        self._meters = Meters(self.accelerator, self._divergence, objective.clip)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # whose parts are where they belong
@@ -157,7 +152,7 @@ class DistillTrainer(GuardedTrainer):
         counts = torch.tensor([int(count), tokens], device=device)
         if self.args.world_size > 1:
             counts = self.accelerator.reduce(counts, "sum")
-        self._tokens += int(counts[1])
+        self._meters.num_tokens += int(counts[1])
         return counts[0]
 
     def compute_loss(
@@ -197,12 +192,12 @@ class DistillTrainer(GuardedTrainer):
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
         loss = outputs["loss"] * scale
         if self.teacher is None:
-            self._add("ce", loss)
+            self._meters.add("ce", loss)
         else:
-            self._add_statistics(outputs, scale)
+            self._meters.add_statistics(outputs, scale)
         if terms is not None:
             for name, value in terms.values(captured, teacher_captured, keep, list(coefficients)).items():
-                self._add(name, value * scale)
+                self._meters.add(name, value * scale)
                 loss = loss + coefficients[name] * value * scale
         loss = self.watched(loss)
         return (loss, outputs) if return_outputs else loss
@@ -212,30 +207,22 @@ class DistillTrainer(GuardedTrainer):
         """The name under which the divergence is logged: kl, reverse_kl or jsd."""
         return self.objective.name.removesuffix("+l2")
 
-    def _add_statistics(self, outputs: Any, scale: Tensor) -> None:
-        found = outputs["divergence"]
-        self._add(self._divergence, found.sum() * scale)
-        self._add("teacher_entropy", outputs["teacher_entropy"].sum() * scale)
-        self._add("top1_agreement", outputs["top1_agreement"].sum() * scale)
-        if self.objective.clip is not None:
-            self._add("clipped_share", (found > self.objective.clip).sum() * scale)
-        counts = bin_counts(found)
-        self._counts = counts if self._counts is None else self._counts + counts
-
-    def _add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
-
-    def meters(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return sums and counts since the last log; both are replaced, never changed."""
-        return dict(self._sums), self._counts
+    def meters(self) -> Any:
+        """Return what has been gathered since the last log."""
+        return self._meters.kept()
 
     def set_meters(self, meters: Any) -> None:
-        """Go back to these sums and counts."""
-        self._sums, self._counts = meters
+        """Go back to what `meters` gave."""
+        self._meters.go_back(meters)
+
+    def reset_meters(self) -> None:
+        """Gather for the next log from here on."""
+        self._meters.reset()
+        self._logged_step, self._skipped_since_log = self.state.global_step, 0
 
     def leave_out_time(self, seconds: float) -> None:
         """Do not count this time, in which nothing was trained, in `tokens_per_second`."""
-        self._clock += seconds
+        self._meters.leave_out_time(seconds)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop:
@@ -245,45 +232,12 @@ class DistillTrainer(GuardedTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss, the throughput and what was guarded against to what the Trainer logs."""
         if "loss" in logs:
-            steps = self.leave_out_skipped(logs)
-            if steps and self._sums:
-                names = sorted(self._sums)
-                means = torch.stack([self._sums[name] for name in names]) / steps
-                if self.args.world_size > 1:
-                    means = self.accelerator.reduce(means, "mean")
-                logs.update(zip(names, means.tolist(), strict=True))
-                logs.update(self._quantiles())
-                self._refuse_all_clipped(logs)
-            elapsed = time.perf_counter() - self._clock
-            logs["tokens_per_second"] = round(self._tokens / elapsed, 1)
+            logs.update(self._meters.means(self.leave_out_skipped(logs)))
+            self._meters.refuse_all_clipped(logs, self.state.global_step)
+            logs["tokens_per_second"] = self._meters.tokens_per_second()
             logs.update(self.guard.report())
             self.reset_meters()
         super().log(logs, start_time)
-
-    def _refuse_all_clipped(self, logs: dict[str, float]) -> None:
-        if logs.get("clipped_share", 0.0) > 1 - 1e-6:
-            median = logs[f"{self._divergence}_p50"]
-            raise UserError(
-                f"training stopped at step {self.state.global_step}: every token's {self._divergence} is above"
-                f" objective.clip ({self.objective.clip}; its median is {median:.3g} nats), so that nothing is"
-                " learnt; raise objective.clip or leave it out"
-            )
-
-    def _quantiles(self) -> dict[str, float]:
-        if self._counts is None:
-            return {}
-        counts = self._counts
-        if self.args.world_size > 1:
-            counts = self.accelerator.reduce(counts, "sum")
-        counts = counts.cpu()
-        found = {f"{self._divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def reset_meters(self) -> None:
-        """Gather for the next log from here on."""
-        self._sums, self._tokens, self._counts = {}, 0, None
-        self._clock = time.perf_counter()
-        self._logged_step, self._skipped_since_log = self.state.global_step, 0
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if not self.control.should_training_stop:  # the score that began this run may have ended it

@@ -328,14 +328,3 @@ def moe_leaves(model: PreTrainedModel) -> None:
     family = family_of(model.config)
     blocks = [getattr(layer, family.moe) for layer in decoder_layers(model, family)]
     set_z3_leaf_modules(model, list({type(block) for block in blocks if is_one_of(block, family.moe_block)}))
-
-
-def parts(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes on this rank) of all parameters: what of a model a rank holds between steps."""
-    for name, parameter in model.named_parameters():
-        local: Any = parameter
-        if hasattr(local, "ds_tensor"):
-            local = local.ds_tensor
-        elif hasattr(local, "to_local"):
-            local = local.to_local()
-        yield name, local.numel() * local.element_size()

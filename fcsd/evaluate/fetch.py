@@ -25,7 +25,7 @@ MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies th
 _IGNORED = ["*.py", ".gitattributes", "*.zip"]
 
 
-def fetch_suite(suite: SuiteConfig, root: Path, *, progress: bool = True) -> list[str]:
+def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     """Fetch every data set of `suite` that `root` does not hold yet; which were fetched.
 
     Raises:
@@ -44,8 +44,7 @@ def fetch_suite(suite: SuiteConfig, root: Path, *, progress: bool = True) -> lis
             )
     missing = [row for row in rows.values() if not _is_there(row, root)]
     for number, row in enumerate(missing, start=1):
-        if progress:
-            print(f"[{number}/{len(missing)}] {row.dataset}", file=sys.stderr, flush=True)
+        print(f"[{number}/{len(missing)}] {row.dataset}", file=sys.stderr, flush=True)
         _fetch(row, root)
     return [row.dataset for row in missing]
 

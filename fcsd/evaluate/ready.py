@@ -40,7 +40,6 @@ def score_file(
     thinking: bool = False,
     timeout_s: float | None = None,
     allow_weak_sandbox: bool = False,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Grade a file of samples: the result, in the form of `fcsd evaluate`, which is also written to `output`.
 
@@ -74,8 +73,9 @@ def score_file(
     layers: dict[str, Any] | None = None
     for row, lines in rows:
         if row.kind == "code":
-            options: dict[str, Any] = {"partial": partial, "thinking": thinking, "progress": progress}
-            found = _code(samples, row, lines, data_root, scorer, evalplus_data, allow_weak_sandbox, options)
+            found = _code(
+                samples, row, lines, data_root, scorer, evalplus_data, allow_weak_sandbox, partial, thinking
+            )
             kept[row.task], totals[row.task], layers = *found[:2], found[2] or layers
         else:
             kept[row.task], totals[row.task] = _answers(
@@ -173,15 +173,16 @@ def _code(
     scorer: str,
     evalplus_data: Path | None,
     allow_weak_sandbox: bool,
-    options: Mapping[str, Any],
+    partial: bool,
+    thinking: bool,
 ) -> tuple[list[dict[str, Any]], int, dict[str, Any] | None]:
     """Grade programs: the samples, how many problems there are, and the layers of the sandbox."""
     problems = load_problems(row, data_root)
-    programs = programs_of(lines, problems, thinking=options["thinking"] or bool(row.thinking))
+    programs = programs_of(lines, problems, thinking=thinking or bool(row.thinking))
     if not programs:
         raise UserError(f"{file}: holds no sample of task {row.task}")
     missing = [problem.task_id for problem in problems if problem.task_id not in programs]
-    if missing and not options["partial"]:
+    if missing and not partial:
         raise UserError(
             f"{file}: {len(missing)} of {len(problems)} problems have no sample (the first is {missing[0]});"
             f" add them, or grade the others of task {row.task} alone with --partial"
@@ -194,9 +195,9 @@ def _code(
         outcomes = evalplus_outcomes(row, graded, programs, evalplus_data, allow_weak_sandbox)
     else:
         with CodeScorer(allow_weak_sandbox=allow_weak_sandbox) as pool:
-            pool.self_check(graded, timeout_s=row.timeout_s, progress=options["progress"])
+            pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
             outcomes = pool.score_samples(
-                graded, programs, timeout_s=row.timeout_s, whole_programs=True, progress=options["progress"]
+                graded, programs, timeout_s=row.timeout_s, whole_programs=True, progress=True
             )
             layers = pool.layers
     kept = [

@@ -54,7 +54,6 @@ def evaluate(
     allow_weak_sandbox: bool = False,
     progress: bool = True,
     name: str = "model",
-    store: TaskStore | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[dict[str, Any], Samples]:
     """Evaluate `model` on every task of `suite`; return (result, samples), both JSON-able.
@@ -68,7 +67,6 @@ def evaluate(
         limit: only the first items of every task (of every member, for a group of tasks); recorded in the
             result.
         allow_weak_sandbox: run generated code even where it cannot be kept off the network and from writing files.
-        store: where finished tasks are kept and found; the first rank's.
         ranks: those that share the work (`fcsd.distributed.ranks`); by default this process does all of it.
 
     Raises:
@@ -84,7 +82,6 @@ def evaluate(
         limit=limit,
         allow_weak_sandbox=allow_weak_sandbox,
         progress=progress,
-        store=store,
         ranks=ranks,
     )
     with preserved(model, tokenizer), prepared as evaluation:
@@ -108,6 +105,7 @@ def prepare_evaluation(
 ) -> Iterator["PreparedEvaluation"]:
     """Prepare data and sandbox once, to evaluate one model after another; gives a function of model and name.
 
+    store: where finished tasks are kept and found; the first rank's.
     any_direction: take metrics of which less is better, too; for scores that are not compared between models.
 
     Raises: as `evaluate`.

@@ -47,10 +47,8 @@ class ServedBackend:
         server: Server,
         model: ModelFolder,
         tokenizer: "PreTrainedTokenizerBase",
-        *,
-        progress: bool = True,
     ):
-        self.server, self.model, self.tokenizer, self.progress = server, model, tokenizer, progress
+        self.server, self.model, self.tokenizer = server, model, tokenizer
         self.config, self.generation = _configuration(model)
         self.ends = end_tokens(self.generation, tokenizer)
         self.checked: dict[str, Any] | None = None
@@ -92,7 +90,7 @@ class ServedBackend:
                     f"returns no prompt_logprobs, and task {row.task} is scored by likelihood; vLLM has them"
                 )
             try:
-                self.language_model(progress=self.progress).look(row, items, limit)
+                self.language_model(progress=True).look(row, items, limit)
             except UserError as error:
                 raise UserError(f"task {row.task}: {error}") from error
             return
@@ -192,7 +190,7 @@ class ServedBackend:
             total=len(bodies),
             initial=len(bodies) - len(missing),
             desc=f"{what} by {self.server.facts['engine']}",
-            disable=quietly or not self.progress,
+            disable=quietly,
         ) as bar:
 
             def note(place: int, answer: Any) -> None:

@@ -140,7 +140,7 @@ def _ask(
     known, loaded = None, None
     if rows is not None:
         # First, and then it goes: a device may not hold two models.
-        known = read_original(load_for_evaluation(original, launch), rows, progress=True, ranks=launch.ranks)
+        known = read_original(load_for_evaluation(original, launch), rows, ranks=launch.ranks)
         free_memory()
     if backend is None:
         loaded = load_for_evaluation(model, launch)
@@ -149,7 +149,7 @@ def _ask(
         result, samples = evaluate.ask(backend, name)
     if rows is not None and known is not None:
         loaded = load_for_evaluation(model, launch) if loaded is None else loaded
-        result["kl_to_original"] = mean_kl(known, loaded, rows, progress=True, ranks=launch.ranks)
+        result["kl_to_original"] = mean_kl(known, loaded, rows, ranks=launch.ranks)
     return result, samples
 
 

@@ -57,9 +57,7 @@ class Sweep:
     @functools.cached_property
     def _unbiased(self) -> tuple[Original, Routes]:
         with self._routes() as (routes, around):
-            return read_original(
-                self.loaded, self.rows, progress=True, ranks=self.launch.ranks, around_row=around
-            ), routes
+            return read_original(self.loaded, self.rows, ranks=self.launch.ranks, around_row=around), routes
 
     def ask(
         self, tables: BiasTables, evaluate: PreparedEvaluation, name: str
@@ -71,7 +69,7 @@ class Sweep:
             result, samples = evaluate(self.loaded, name, batches)
             with self._routes(batches.begin) as (routes, around):
                 result["kl_to_original"] = mean_kl(
-                    known, self.loaded, self.rows, progress=True, ranks=self.launch.ranks, around_row=around
+                    known, self.loaded, self.rows, ranks=self.launch.ranks, around_row=around
                 )
         return result | self._measured(routes), samples
 

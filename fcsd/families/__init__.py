@@ -53,6 +53,7 @@ _EXPERTS = tuple(dict.fromkeys((*(row.num_experts for row in _ROWS), "num_routed
 _PER_TOKEN = tuple(
     dict.fromkeys((*(row.experts_per_token for row in _ROWS), "moe_top_k", "experts_per_token"))
 )
+_ROW_WIDTH = ("moe_hidden_size", "moe_latent_size", "hidden_size")
 _SECTIONS = ("ffn_config", "text_config")
 
 
@@ -81,6 +82,11 @@ def expert_counts(config: Any, family: Family | None) -> tuple[int | None, int |
         return next((value for name in names if isinstance(value := read_field(config, name), int)), None)
 
     return first(experts), first(per_token)
+
+
+def row_width(config: Any) -> int:
+    """Return the elements of a row that travels to an expert: of the latent space of experts that have one."""
+    return int(next(value for name in _ROW_WIDTH if (value := getattr(config, name, None))))
 
 
 def check_not_refused(model_type: str) -> None:

@@ -25,7 +25,8 @@ from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json
 from fcsd.inspect.table import ranges
-from fcsd.layers.study import KL, Study, difference, layers_stage, measuring, read_study
+from fcsd.layers.settings import KL, Study
+from fcsd.layers.study import difference, layers_stage, measuring, read_study
 from fcsd.models.load import find_model
 from fcsd.text import markdown
 
@@ -190,10 +191,8 @@ def layers_within(folder: Path, max_loss: float, *, metric: str | None = None) -
     }
 
 
-def within_text(found: dict[str, Any], *, as_json: bool = False) -> str:
-    """Return the answer of `layers_within` for people, or as JSON."""
-    if as_json:
-        return json.dumps(found, indent=2)
+def within_text(found: dict[str, Any]) -> str:
+    """Return the answer of `layers_within` for people."""
     total, name = found["num_hidden_layers"], found["metric"]["name"]
     lost = "KL" if name == KL else f"{name} lost"
     rows = [
@@ -290,10 +289,8 @@ def _verify(
     return asdict(difference(measured[0], measured[1], metric))
 
 
-def plan_text(plan: dict[str, Any], *, as_json: bool = False) -> str:
-    """Return the proposal for people (table, comparison, `--layers` text, YAML of a recipe), or as JSON."""
-    if as_json:
-        return json.dumps(plan, indent=2)
+def plan_text(plan: dict[str, Any]) -> str:
+    """Return the proposal for people: table, comparison, `--layers` text, YAML of a recipe."""
     metric = plan["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [

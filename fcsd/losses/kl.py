@@ -128,7 +128,6 @@ def read_original(
     original: PreTrainedModel,
     rows: Sequence[Any],
     *,
-    progress: bool = False,
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
 ) -> Original:
@@ -143,7 +142,6 @@ def read_original(
     def prepare(batch: Batch) -> None:
         batch["teacher_hidden"] = batch_hidden(original, batch)
 
-    bar = "the original's hidden states" if progress else None
     with _evaluating(original):
         batches = read_rows(
             rows,
@@ -151,7 +149,7 @@ def read_original(
             model=original,
             device=input_device(original),
             ranks=ranks,
-            bar=bar,
+            bar="the original's hidden states",
             around_row=around_row,
         )
         return Original(batches, whole_head(original, input_device(original)).cpu(), original.config)
@@ -203,7 +201,6 @@ def mean_kl(
     model: PreTrainedModel,
     rows: Sequence[Any],
     *,
-    progress: bool = False,
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
 ) -> dict[str, float | None]:
@@ -217,7 +214,7 @@ def mean_kl(
         `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
         `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
     """
-    return ratio(*kl_by_row(original, model, rows, progress=progress, ranks=ranks, around_row=around_row))
+    return ratio(*kl_by_row(original, model, rows, progress=True, ranks=ranks, around_row=around_row))
 
 
 @contextlib.contextmanager

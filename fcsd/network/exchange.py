@@ -17,7 +17,7 @@ class GroupExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, collective: Collective, device: torch.device):
-        self.group, self.device = group, device
+        self.group, self.collective, self.device = group, collective, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.transport: Transport = (SendReceive if collective == "p2p" else AllToAll)(group)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fcsd.network.fit import fit_line
+from fcsd.network.fit import Line, fit_line
 from fcsd.network.links import Array, LinkModel
 
 Exchange = Callable[[Array], float]
@@ -46,8 +46,7 @@ class _Edges:
     def copy(self) -> "_Edges":
         return _Edges(self.alpha.copy(), self.beta.copy(), self.r2.copy(), self.refined.copy())
 
-    def put(self, edge: tuple[int, int], num_bytes: Array, seconds: Array) -> None:
-        line = fit_line(num_bytes, seconds)
+    def put(self, edge: tuple[int, int], line: Line) -> None:
         self.alpha[edge], self.beta[edge], self.r2[edge] = line.alpha_s, line.beta_s_per_byte, line.r2
 
     def record(self, repeats: int) -> dict[str, Any]:
@@ -75,12 +74,7 @@ def profile(
     the five sizes that an edge is measured with, evenly spaced. The minimum of `repeats` counts.
     """
     size = len(facts["endpoints"])
-    sizes = np.ceil(largest_bytes * np.arange(1, NUM_SIZES + 1) / NUM_SIZES)
-
-    def seconds(given: Sequence[Array]) -> Array:
-        # one pass over all sizes after the other: what disturbs the machine for a moment disturbs one repeat of each
-        return np.min([[exchange(pattern) for pattern in given] for _ in range(repeats)], axis=0)
-
+    sizes, seconds = _sizes(largest_bytes), _repeated(exchange, repeats)
     alone = _measure_alone(exchange, seconds, sizes, size)
     phases, ports = {"metadata": alone}, {}
     for phase, name, outward in (("dispatch", "egress", True), ("combine", "ingress", False)):
@@ -99,6 +93,30 @@ def profile(
             "ports": ports,
         }
     )
+
+
+def measure_edge(
+    exchange: Exchange, size: int, edge: tuple[int, int], *, largest_bytes: int, repeats: int = REPEATS
+) -> Line:
+    """Measure one edge of `size` endpoints alone, as the profile does; every rank calls this."""
+    return _alone(exchange, _repeated(exchange, repeats), _sizes(largest_bytes), size, edge)
+
+
+def _sizes(largest_bytes: int) -> Array:
+    return np.asarray(np.ceil(largest_bytes * np.arange(1, NUM_SIZES + 1) / NUM_SIZES))
+
+
+def _repeated(exchange: Exchange, repeats: int) -> _Seconds:
+    def seconds(given: Sequence[Array]) -> Array:
+        # one pass over all sizes after the other: what disturbs the machine for a moment disturbs one repeat of each
+        return np.min([[exchange(pattern) for pattern in given] for _ in range(repeats)], axis=0)
+
+    return seconds
+
+
+def _alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: int, edge: tuple[int, int]) -> Line:
+    exchange(_pattern(size, {edge: sizes[-1]}))  # the first use of a pair opens connections
+    return fit_line(sizes, seconds([_pattern(size, {edge: each}) for each in sizes]))
 
 
 def _edge(endpoint: int, other: int, outward: bool) -> tuple[int, int]:
@@ -121,8 +139,7 @@ def _measure_alone(exchange: Exchange, seconds: _Seconds, sizes: Array, size: in
     edges = _Edges(zero.copy(), zero.copy(), np.full((size, size), None), np.zeros((size, size), bool))
     for endpoint in range(size):
         for edge in _edges_of(endpoint, size, True):
-            exchange(_pattern(size, {edge: sizes[-1]}))  # the first use of a pair opens connections
-            edges.put(edge, sizes, seconds([_pattern(size, {edge: each}) for each in sizes]))
+            edges.put(edge, _alone(exchange, seconds, sizes, size, edge))
     return edges
 
 
@@ -143,7 +160,7 @@ def _refine(edges: _Edges, samples: dict[tuple[int, int], list[tuple[float, floa
     for edge, measured in samples.items():
         num_bytes, seconds = np.array(measured).T
         if len(set(num_bytes)) >= _MIN_SIZES:
-            edges.put(edge, num_bytes, seconds)
+            edges.put(edge, fit_line(num_bytes, seconds))
             edges.refined[edge] = True
 
 

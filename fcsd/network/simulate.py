@@ -20,8 +20,8 @@ gloo's all_to_all_single needs `pair`, everything else one of the others; withou
 class Payload:
     """The bytes of one token on the wire.
 
-    hidden_size x value_bytes travel either way, weight_bytes more on the way out; num_experts counts of count_bytes
-    each precede them.
+    hidden_size: elements of a row that an expert reads (`fcsd.families.row_width`). hidden_size x value_bytes travel
+    either way, weight_bytes more on the way out; num_experts counts of count_bytes each precede them.
     """
 
     hidden_size: int

@@ -132,7 +132,6 @@ def _runtime(family: Family, layer: Any, index: int, split: Split | None) -> Lay
     shared = family.block_shared if getattr(block, family.block_shared or "", None) is not None else None
     names = BlockNames(
         _own_forward(block),
-        "experts",
         shared,
         family.block_gate,
         family.shared_in_place,

@@ -136,7 +136,6 @@ class BlockNames:
     """The MoE block of a family as the runtime enters it. forward: the family's own, without the rewiring's."""
 
     forward: Callable[..., Any]
-    experts: str
     shared: str | None
     gate: str | None
     in_place: bool
@@ -184,7 +183,7 @@ class BlockRun:
 
     def router(self) -> None:
         """Enter the block up to its experts; `chosen` is what they were called with."""
-        overrides: dict[str, Any] = {self.names.experts: stop}
+        overrides: dict[str, Any] = {"experts": stop}
         if self.names.shared:
             overrides[self.names.shared] = lambda x: x  # computed later
         if self.names.gate:
@@ -218,9 +217,7 @@ class BlockRun:
 
     def experts(self) -> None:
         """Compute them."""
-        self.rows = self.ep.run_experts(
-            getattr(self.block, self.names.experts), self.rows, self.dispatch.sizes
-        )
+        self.rows = self.ep.run_experts(self.block.experts, self.rows, self.dispatch.sizes)
 
     def start_combine(self) -> None:
         """Send the outputs back; a recomputation knows what has arrived, or that nobody reads it."""
@@ -284,7 +281,7 @@ def behind_experts(
 
         return give
 
-    overrides = replay(tape) | {names.experts: lambda *_, **__: routed}
+    overrides = replay(tape) | {"experts": lambda *_, **__: routed}
     if names.shared and shared is not None:
         overrides[names.shared] = given(shared)
     if names.gate and gate is not None:

@@ -10,10 +10,8 @@ from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.modeling_utils import AttentionInterface
 
 from fcsd.errors import UserError
-from fcsd.families import FAMILIES
 from fcsd.families.family import Family
 from fcsd.overlap.experts import IMPLEMENTATIONS
-from fcsd.text import markdown
 
 _JITTER = ("router_jitter_noise", "input_jitter_noise")
 
@@ -74,13 +72,6 @@ def support(family: Family) -> str:
         return f"refused: {reason}"
     inside = kept_inside(family)
     return "between layers" if inside is None else f"inside the layer: {inside}"
-
-
-def overlap_table() -> str:
-    """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
-    return markdown(
-        ["family", "overlap"], [[name, support(row)] for name, row in sorted(FAMILIES.items())], left=2
-    )
 
 
 def check_transformers() -> None:

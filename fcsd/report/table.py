@@ -1,6 +1,5 @@
-"""Tables for people and, with `as_json`, for programs."""
+"""Tables for people."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,10 +143,10 @@ def score_table(result: Mapping[str, Any]) -> str:
     return "\n\n".join([table, *notes])
 
 
-def families_table(*, as_json: bool = False) -> str:
-    """Format what `fcsd families` prints: what can be converted, how it was verified, and what is refused why.
+def families_facts() -> dict[str, Any]:
+    """Return what can be converted, how it was verified, and what is refused why.
 
-    Text is Markdown, and that of docs/families.md; JSON is {"families": [...], "refused": {model type: reason}}.
+    {"families": [...], "refused": {model type: reason}}
     """
     from fcsd.families import FAMILIES
     from fcsd.families.family import MOE_LAYERS
@@ -165,9 +164,11 @@ def families_table(*, as_json: bool = False) -> str:
         }
         for name, family in sorted(FAMILIES.items())
     ]
-    refused = dict(sorted(REFUSED.items()))
-    if as_json:
-        return json.dumps({"families": facts, "refused": refused}, indent=2)
+    return {"families": facts, "refused": dict(sorted(REFUSED.items()))}
+
+
+def families_table(found: Mapping[str, Any]) -> str:
+    """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
     rows = [
         [
             fact["model_type"],
@@ -176,10 +177,11 @@ def families_table(*, as_json: bool = False) -> str:
             ", ".join(fact["dense_layers"]) or "none",
             "written by hand" if fact["reference"] == "written" else "generic",
         ]
-        for fact in facts
+        for fact in found["families"]
     ]
     table = markdown(["family", "class", "shared experts", "dense layers by", "reference"], rows, left=5)
-    if not refused:
+    if not found["refused"]:
         return table
-    why = markdown(["refused", "reason"], [[name, reason] for name, reason in refused.items()], left=2)
+    reasons = [[name, reason] for name, reason in found["refused"].items()]
+    why = markdown(["refused", "reason"], reasons, left=2)
     return f"{table}\n\n{why}"

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from fcsd.config.router_bias import PlacedBy
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload, endpoint_counts, simulate
 from fcsd.routing.capacity import FACTORS
@@ -24,7 +25,7 @@ from fcsd.routing.metrics import (
     routes_moved,
     switch_balance_loss,
 )
-from fcsd.routing.placement import Placement, PlacementKind, contiguous, placed
+from fcsd.routing.placement import Placement, contiguous, placed
 from fcsd.routing.routes import Counts, Kept, Routes
 
 
@@ -97,10 +98,10 @@ def _placements(steps: Counts, network: Network) -> dict[str, Any]:
         return {}
     half = len(steps) // 2
     decided, timed = (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
-    found = {kind: placed(kind, decided, network.links, network.payload) for kind in get_args(PlacementKind)}
+    found = {by: placed(by, decided, network.links, network.payload) for by in get_args(PlacedBy)}
     return {
-        kind: {**network.time(timed, placement), "endpoints": placement.tolist()}
-        for kind, placement in found.items()
+        by: {**network.time(timed, placement), "endpoints": placement.tolist()}
+        for by, placement in found.items()
     }
 
 

@@ -145,13 +145,17 @@ def read_tables(path: str | Path) -> BiasTables:
 
 
 class Steering:
-    """The bias on a model's routers. Set `endpoint`, where the tokens of the next forward pass come from."""
+    """The bias on a model's routers. Set `endpoint`, where the tokens of the next forward pass come from.
+
+    heard: where it is a list, every router's logits (tokens, E) as they are before the bias, in the order of the calls.
+    """
 
     def __init__(self, tables: BiasTables, rows: list[Tensor]) -> None:
         self._tables, self._rows = tables, rows
         self._endpoint: int | None = None
         # What compiled layers ask: a graph that asked for the endpoint would be for one endpoint only.
         self.told = False
+        self.heard: list[Tensor] | None = None
 
     @property
     def endpoint(self) -> int | None:
@@ -289,7 +293,7 @@ class _Pass(TorchFunctionMode):
     def __init__(self, biased: _Biased, row: Tensor | None, given: list[Tensor] | None = None):
         super().__init__()
         self.num_experts, self.top_k, self.row = biased.num_experts, biased.top_k, row
-        self.given, self.linears = given, 0
+        self.given, self.linears, self.heard = given, 0, biased.steering.heard
         self.choices: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,6 +301,8 @@ class _Pass(TorchFunctionMode):
         if func is F.linear and output.shape[-1] >= self.num_experts:
             self.linears += 1
             if self.row is not None:
+                if self.heard is not None:
+                    self.heard.append(output[..., : self.num_experts].reshape(-1, self.num_experts))
                 return self._add(output, self.row.to(output.device))
         elif func in (torch.topk, Tensor.topk) and self._chooses(args[0], output.indices):
             self.choices.append(output.indices)

@@ -5,7 +5,7 @@ links as it knows them. Times that stay off its prediction mean that the links h
 measured again, one by one until they explain the times, predicts anew, and takes the weakest tables whose exchanges
 keep within the goal. What no edge explains (a busy host) slows all tables alike.
 
-Not covered: how a path is measured (`fcsd.network.profile`); traffic that drifts, which needs new tables.
+Not covered: traffic that drifts, which needs new tables.
 """
 
 from collections import deque
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fcsd.errors import UserError
+from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import LinkModel, Phase
+from fcsd.network.profile import measure_edge
 from fcsd.routing.bias import BiasTables
 from fcsd.routing.bottleneck import Deployment
 
@@ -27,6 +29,24 @@ Probe = Callable[[Phase, int, int], tuple[float, float]]
 
 PROBES, SEARCHES = 8, 3
 """Edges measured at once, and how often, before what they do not explain is put down to something else than links."""
+
+
+def probe_by(exchange: GroupExchange, links: LinkModel, largest_bytes: int) -> Probe:
+    """Return a probe that measures an edge alone, between the endpoints of the links; all of them call it.
+
+    fcsd sends all phases by one collective.
+
+    Raises:
+        UserError: exchanges of another collective, or between others, than the links were measured with.
+    """
+    size = len(links.endpoints)
+    links.require(exchange.size, exchange.collective)
+
+    def probe(phase: Phase, source: int, destination: int) -> tuple[float, float]:
+        line = measure_edge(exchange, size, (source, destination), largest_bytes=largest_bytes)
+        return line.alpha_s, line.beta_s_per_byte
+
+    return probe
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,8 @@ class Controller:
             self._unexplained = 1.0 if self._explains(observed) else observed / self.predicted_s()
             self._searches = 0
             self._probed.clear()
-            self._current = self._choice(self._current)
+        # At once with what was found: with it, the next times may be near enough to the prediction to say nothing new.
+        self._current = self._choice(self._current)
         return self.tables
 
     def _explains(self, observed: float) -> bool:

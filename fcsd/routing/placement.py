@@ -5,19 +5,33 @@ A placement is an int array [E], or [L, E] with one for each MoE layer; every en
 Not covered: copies of busy experts (EPLB's redundant ones); moving experts while a server runs.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fcsd.config.router_bias import PlacedBy
 from fcsd.errors import UserError
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Model, Payload, edge_times, endpoint_counts, simulate
 
 Placement = NDArray[np.int64]
-PlacementKind = Literal["contiguous", "balanced", "topology_aware"]
 
 _SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
+
+
+def placed(by: PlacedBy, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
+    """Return [L, E] by one of the functions below; counts: [L, N, E] pairs by source endpoint.
+
+    Raises:
+        UserError: the endpoints do not divide the experts.
+    """
+    num_layers, num_endpoints, num_experts = counts.shape
+    if by == "balanced":
+        return balanced(counts.sum(1), num_endpoints)
+    if by == "topology_aware":
+        return topology_aware(counts, links, payload)
+    return np.tile(contiguous(num_experts, num_endpoints), (num_layers, 1))
 
 
 def contiguous(num_experts: int, num_endpoints: int) -> Placement:
@@ -72,16 +86,6 @@ def topology_aware(
         times = [_cost(links, endpoint_counts(pairs, each), payload, model)[0] for each in begins]
         found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload, model)
     return found
-
-
-def placed(kind: PlacementKind, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
-    """Return [L, E], a placement of a kind, for pairs [L, N, E] by source endpoint."""
-    if kind == "topology_aware":
-        return topology_aware(counts, links, payload)
-    num_layers, num_endpoints, num_experts = counts.shape
-    if kind == "balanced":
-        return balanced(counts.sum(1), num_endpoints)
-    return np.tile(contiguous(num_experts, num_endpoints), (num_layers, 1))
 
 
 def check_world(links: LinkModel, num_endpoints: int) -> None:

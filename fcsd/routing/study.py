@@ -27,7 +27,7 @@ from fcsd.data.batches import NO_LOSS
 from fcsd.data.dataset import heldout_rows
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.families import expert_counts, text_config
+from fcsd.families import expert_counts, row_width, text_config
 from fcsd.files import read_json, write_json, write_text
 from fcsd.models.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.models.place import check_device_map, load_for_evaluation
@@ -131,7 +131,7 @@ def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
         config, num_experts = _config_and_experts(each)
         if num_experts is not None:  # a model without experts is refused with its routers
             contiguous(num_experts, num_endpoints)
-            payloads.append(Payload(config.hidden_size, num_experts))
+            payloads.append(Payload(row_width(config), num_experts))
     return Network(num_endpoints, links, next(iter(payloads), None))
 
 

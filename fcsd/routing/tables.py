@@ -3,7 +3,6 @@
 Not covered: a recipe's sweep over strengths (`evaluation.router_bias`).
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from fcsd.config.router_bias import PlacedBy
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
@@ -29,7 +29,7 @@ from fcsd.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import Routed, routed_batches
 from fcsd.routing.exchanges import exchange_counts
-from fcsd.routing.placement import PlacementKind, placed
+from fcsd.routing.placement import contiguous, placed
 from fcsd.routing.routers import find_routers
 from fcsd.routing.study import RoutingStudy, Rows, batches_of, network_of
 
@@ -41,7 +41,7 @@ class BiasSettings(RoutingStudy):
     kind: Kind = "camoe"
     strength: float | None = Field(None, ge=0)
     windows: str | None = None  # file of `fcsd plan`
-    placement: PlacementKind = "contiguous"
+    placement: PlacedBy = "contiguous"
     selection: bool = False
     scale: Literal["logit_std"] | None = None
 
@@ -78,7 +78,7 @@ class Calibration:
         found = self._run(None)
         self.counts = self._exchanges(found)
         """Pairs [X, L, N, E] without a bias."""
-        self.logit_std: Array = np.mean([spread for _, spread in found], 0)
+        self.logit_std: Array = np.nanmean([spread for _, spread in found], 0)
         """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
 
     def respond(self, tables: BiasTables) -> NDArray[np.int64]:
@@ -90,33 +90,47 @@ class Calibration:
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         """Return pairs [L, E] and spread of logits [L] of every batch."""
-        steered = contextlib.nullcontext() if tables is None else router_bias(self.model, tables)
+        if tables is None:
+            tables = self._no_bias()
         own = self._ranks.deal(self._batches)
         idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
 
         def run() -> list[tuple[NDArray[np.int64], Array]]:
-            with steered as steering:
+            with router_bias(self.model, tables) as steering:
+                steering.heard = []
 
                 def told() -> Iterator[Mapping[str, Tensor]]:
                     for number, batch in chain(own, idle):
-                        if steering is not None:
-                            steering.endpoint = number % self.num_endpoints
+                        steering.endpoint = number % self.num_endpoints
                         yield batch
 
-                return [_summed(routed) for routed in routed_batches(self.model, told())][: len(own)]
+                found = []
+                for (_, batch), routed in zip(
+                    chain(own, idle), routed_batches(self.model, told()), strict=True
+                ):
+                    found.append(_summed(routed, steering.heard, batch.get("attention_mask")))
+                    steering.heard = []
+                return found[: len(own)]
 
         by_rank = self._ranks.share(run)
         return [by_rank[j % self._ranks.size][j // self._ranks.size] for j, _ in self._batches]
 
+    def _no_bias(self) -> BiasTables:
+        routers = find_routers(self.model)
+        shape = len(routers), self.num_endpoints, routers[0].num_experts
+        placement = np.tile(contiguous(shape[2], self.num_endpoints), (shape[0], 1))
+        return tables_for(self.model, "camoe", 0.0, np.zeros(shape), placement)
 
-def _summed(routed: Sequence[Routed]) -> tuple[NDArray[np.int64], Array]:
+
+def _summed(
+    routed: Sequence[Routed], logits: Sequence[Tensor], mask: Tensor | None
+) -> tuple[NDArray[np.int64], Array]:
+    """Return pairs [L, E], and the spread [L] of the logits where the bias is added: some families scale them later."""
     counts = [torch.bincount(each.experts.flatten(), minlength=each.logits.shape[-1]) for each in routed]
     spreads = []
-    for each in routed:
-        logits = each.logits.double()
-        if (logits >= 0).all() and torch.allclose(logits.sum(-1), logits.new_ones(len(logits)), atol=1e-3):
-            logits = logits.clamp(min=1e-30).log()  # Gemma 4's router gives probabilities
-        spreads.append(float(logits.std(-1).mean()))
+    for each in logits:
+        kept = each if mask is None else each[mask.reshape(-1).bool().to(each.device)]
+        spreads.append(float(kept.double().std(-1).mean()) if len(kept) else np.nan)
     return torch.stack([each.cpu() for each in counts]).numpy(), np.array(spreads)
 
 
@@ -208,8 +222,9 @@ def write_bias(
         model, batches, network.num_endpoints, selection=settings.selection, ranks=launch.ranks
     )
     assert network.links is not None and network.payload is not None
-    placement = placed(settings.placement, calibration.counts.mean(0), network.links, network.payload)
-    deployment = Deployment(network.links, network.payload, placement)
+    exchange = network.links, network.payload
+    placement = placed(settings.placement, calibration.counts.mean(0), *exchange)
+    deployment = Deployment(*exchange, placement)
     tables, facts = make_tables(
         calibration,
         deployment,

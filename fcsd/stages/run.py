@@ -6,7 +6,8 @@ from fcsd.artifact import Stage
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.stage import evaluate_stage
-from fcsd.layers.study import Study, study_layers
+from fcsd.layers.settings import Study
+from fcsd.layers.study import study_layers
 from fcsd.models.load import ModelFolder
 from fcsd.report.study_plots import plot_layers
 from fcsd.stages.calibrate import calibrate

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.config.suite import SuiteConfig
-from fcsd.data.dataset import heldout_rows
 from fcsd.distill.arguments import Scorer
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.heldout import HeldoutKL
 from fcsd.evaluate.runner import prepare_evaluation
-from fcsd.evaluate.stage import test_set_fingerprints
+from fcsd.evaluate.stage import heldout_of, test_set_fingerprints
 from fcsd.models.load import load_checkpoint
 from fcsd.stages.context import Run
 
@@ -45,17 +44,8 @@ def early_stopping(
         every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
     )
     if isinstance(plan, HeldoutKLStoppingConfig):
-        data = recipe.data
-        assert data.heldout is not None  # the recipe has checked it
         with stopper.time.scoring():
-            rows = heldout_rows(
-                data.heldout,
-                tokenizer,
-                num_examples=data.heldout_examples,
-                max_length=data.max_length,
-                packing=data.packing,
-                loss_on=data.loss_on,
-            )
+            rows = heldout_of(recipe.data, tokenizer)  # the recipe has checked that it has some
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row = plan.task

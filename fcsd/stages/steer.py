@@ -17,6 +17,7 @@ from fcsd.data.batches import Collator, real_tokens
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import Steered, evaluate_stage, heldout_of, test_set_fingerprints
 from fcsd.evaluate.steered import Sweep
+from fcsd.families import row_width
 from fcsd.families.structure import packing_of
 from fcsd.files import file_sha256
 from fcsd.models.place import load_for_evaluation
@@ -63,8 +64,8 @@ class _Steering:
 
     @functools.cached_property
     def payload(self) -> Payload:
-        hidden_size = self.loaded.config.get_text_config().hidden_size
-        return Payload(hidden_size, find_routers(self.loaded)[0].num_experts)
+        width = row_width(self.loaded.config.get_text_config())
+        return Payload(width, find_routers(self.loaded)[0].num_experts)
 
     @functools.cached_property
     def sweep(self) -> Sweep:
@@ -134,8 +135,9 @@ class _Steering:
             selection=self.bias.selection,
             ranks=self.launch.ranks,
         )
-        placement = placed(self.bias.placement, calibration.counts.mean(0), self.links, self.payload)
-        deployment = Deployment(self.links, self.payload, placement)
+        exchange = self.links, self.payload
+        placement = placed(self.bias.placement, calibration.counts.mean(0), *exchange)
+        deployment = Deployment(*exchange, placement)
         for name in names:
             kind, strength = self.bias.names[name]
             scaled = self.bias.scale is not None

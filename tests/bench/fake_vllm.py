@@ -51,8 +51,9 @@ def serve():
         def do_GET(self):
             if self.path.startswith("/measured/"):
                 figures = json.loads((HERE / "figures.json").read_text())[name]
-                spent["total_s"] += 2.0
-                spent["exposed_s"] += figures["exposed"][self.path.rpartition("/")[2]]
+                tokens = self.path.rpartition("/")[2]
+                spent["total_s"] += figures.get("total", {}).get(tokens, 2.0)
+                spent["exposed_s"] += figures["exposed"][tokens]
                 if "--profiler-config" in sys.argv:
                     write_trace(figures["trace"])
                 if times:
@@ -113,7 +114,7 @@ def bench():
         "request_rate": "inf",
         "burstiness": 1.0,
         "max_concurrency": requests,
-        "duration": 0.24690129699592944,
+        "duration": figures.get("duration", {}).get(str(tokens), 0.24690129699592944),
         "completed": requests,
         "failed": 0,
         "total_input_tokens": requests * int(option("--random-input-len")),

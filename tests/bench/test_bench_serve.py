@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from fcsd.bench.rows import RowName, make_rows
 from fcsd.bench.server import reason_of
 from fcsd.bench.summary import summarise, table
 from fcsd.cli.main import main
+from fcsd.tiny.models import tiny_config
 from tests.support import ROOT
 
 FIGURES = {
@@ -212,6 +214,66 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     assert "- FarSkip, overlapped: 62.5 % of 0.2 ms" in capsys.readouterr().out
     assert "2 x some GPU" in (place.out / "serving.md").read_text()
     assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
+
+
+def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four prompts, two at a time: two steps of 100 ms, 20 of them communication, so that first tokens are there after
+    # 100, 100, 200 and 200 ms; then seven steps of 50 ms, 20 of them communication. Overlapped, 15 of 20 ms are hidden
+    # in prefill, 10 of 20 in decoding: steps of 85 and 40 ms. A rank communicates as much in the warm-up.
+    figures = {
+        "stock": FIGURES["stock"],
+        "blocking": {
+            "ttft": 150.0,
+            "itl": 50.0,
+            "duration": {"1": 0.200, "8": 0.550},
+            "total": {"1": 2 * 0.040, "8": 2 * 0.180},
+            "exposed": {"1": 2 * 0.040, "8": 2 * 0.180},
+        },
+        "overlapped": {
+            "ttft": 127.5,
+            "itl": 40.0,
+            "duration": {"1": 0.170, "8": 0.450},
+            "total": {"1": 2 * 0.040, "8": 2 * 0.180},
+            "exposed": {"1": 2 * 0.010, "8": 2 * 0.080},
+        },
+    }
+    (place.bin / "figures.json").write_text(json.dumps(figures))
+    tiny = tiny_config("qwen3_moe").to_dict()
+    place.config("original", **tiny)
+    place.config("model", **(tiny | CONVERTED))
+    words = ["--rows=stock,farskip_blocking,farskip_overlapped", "--rounds=1", "--prompt-tokens=64"]
+    assert main(place.words('--comm={"comm": "timed", "latency_ms": 1}', *words)) == 0
+    printed = capsys.readouterr()
+    assert f"times for `fcsd plan --measured`: {place.out}/times-*.json" in printed.err
+    page = printed.out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if ".json |" in line]
+    assert cells == [
+        [
+            "prefill",
+            "64",
+            *("FarSkip, blocking", "150", "20.0 %", "75.0 %", "1.18", "1.18", "times-prefill-64.json"),
+        ],
+        [
+            "decode",
+            "64",
+            *("FarSkip, blocking", "50", "40.0 %", "50.0 %", "1.25", "1.25", "times-decode-68.json"),
+        ],
+    ]
+    assert sorted(file.name for file in place.out.glob("times*")) == [line[-1] for line in cells][::-1]
+
+    (command,) = [line for line in page if line.startswith("    fcsd plan ")]
+    monkeypatch.chdir(place.out)
+
+    def planned(command: str) -> Any:
+        assert main([*shlex.split(command)[1:], "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["times"]
+
+    decode, prefill = planned(command), planned(command.replace("decode", "prefill").replace("68", "64"))
+    assert decode["speed_up"] == pytest.approx(50 / 40) and decode["overlapped_s"] == pytest.approx(0.040)
+    assert prefill["speed_up"] == pytest.approx(100 / 85) and prefill["overlapped_s"] == pytest.approx(0.1275)
+    assert prefill["exposed_s"] == pytest.approx(0.150 * 0.2 * 0.25)
 
 
 def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() -> None:

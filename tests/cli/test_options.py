@@ -9,7 +9,7 @@ from fcsd.cli.main import build_parser
 from fcsd.cli.options import CommandParser, field_option
 from fcsd.config.recipe import EvaluationConfig, Recipe
 from fcsd.config.unions import place_of
-from fcsd.layers.study import Study
+from fcsd.layers.settings import Study
 
 
 def parsed(*words: str) -> Any:

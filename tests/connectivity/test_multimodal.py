@@ -25,11 +25,11 @@ from fcsd.connectivity import (
 )
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, family_of, moe_mask
-from fcsd.tiny.configs.multimodal import IMAGE, IMAGES
+from fcsd.tiny.configs.multimodal import IMAGE
 from fcsd.tiny.models import tiny_config, tiny_model, tiny_tokenizer
 from tests.connectivity.test_export import run_without_fcsd
 from tests.float64 import BOUND, error, logits_in_float64
-from tests.reference.images import image_inputs
+from tests.reference.images import IMAGES, image_inputs
 from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
 from tests.reference.parts import arguments_found_once
 from tests.support import assert_same_model

@@ -11,10 +11,10 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
 from fcsd.families import FAMILIES, moe_mask
 from fcsd.tiny.configs import TINY
-from fcsd.tiny.configs.multimodal import IMAGES
 from fcsd.tiny.models import tiny_model
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
+from tests.reference.images import IMAGES
 from tests.reference.parts import arguments_found_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward

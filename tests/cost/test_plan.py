@@ -457,6 +457,21 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     assert more == pytest.approx(2 * 2 * 7 / 8 * experts + (2 + 4) * (layer - head), rel=0.001)
 
 
+def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> None:
+    """Llama 4's own code runs all 16 on every token; ranks that share them run the one that a token chose."""
+    config = read_json(CONFIGS / "Llama-4-Scout-17B-16E.json")
+    text = config["text_config"] | {"num_hidden_layers": 2}
+    kept = []
+    for length in (512, 1024):
+        settings = {"length": length, "expert_parallel": 8}
+        one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
+        kept.append(memory(one)["parts"]["activations"])
+    # Of a token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
+    # it what attention keeps; 16 routed experts would be 1.1 MB.
+    experts = 2 * 4 * 8192 * 2
+    assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
+
+
 # ---- files
 
 

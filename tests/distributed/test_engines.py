@@ -30,7 +30,7 @@ from fcsd.distributed.engine import (
     requested_engine,
 )
 from fcsd.distributed.launch import Launch, join_launch
-from fcsd.distributed.shard import parts, shard_student, shard_teacher, zero_settings
+from fcsd.distributed.shard import shard_student, shard_teacher, zero_settings
 from fcsd.distributed.state import _first_row
 from fcsd.errors import UserError
 from fcsd.files import read_json, weights_fingerprint
@@ -65,6 +65,19 @@ def environment(config: Path) -> dict[str, str]:
     else:
         found = prepare_multi_gpu_env(args)
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
+
+
+def bytes_on_rank(model: torch.nn.Module) -> dict[str, int]:
+    """Bytes of each parameter that this rank holds between steps."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        local: Any = parameter
+        if hasattr(local, "ds_tensor"):
+            local = local.ds_tensor
+        elif hasattr(local, "to_local"):
+            local = local.to_local()
+        found[name] = local.numel() * local.element_size()
+    return found
 
 
 def launched(
@@ -405,7 +418,7 @@ def teacher_on_rank(rank: int, engine: str, kind: str, rows: torch.Tensor) -> tu
         batch | {"labels": torch.full_like(batch["labels"], -100)},
     ]  # the second one keeps nothing
     ModelTeacher(model, head).prepare(batches)
-    body = dict(parts(model.model))
+    body = bytes_on_rank(model.model)
     return head.weight.detach(), batches[0]["teacher_hidden"], batches[1]["teacher_hidden"].shape, body
 
 
@@ -452,7 +465,7 @@ def student_on_rank(
     model, found = on_rank(engine, lambda: student_of(kind))
     teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
     shard_student(model, found, TrainConfig())
-    sizes, mine = dict(parts(model)), (rows[rank : rank + 1], keep[rank : rank + 1], teacher)
+    sizes, mine = bytes_on_rank(model), (rows[rank : rank + 1], keep[rank : rank + 1], teacher)
     if engine == "fsdp2":
         from torch.distributed.fsdp import FSDPModule
 

@@ -53,8 +53,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(hub: list[str], tmp_path: Path) -> None:
-    assert fetch_suite(SUITE, tmp_path, progress=False) == ["baber/piqa", "allenai/sciq"] == hub
-    assert fetch_suite(SUITE, tmp_path, progress=False) == [] and len(hub) == 2
+    assert fetch_suite(SUITE, tmp_path) == ["baber/piqa", "allenai/sciq"] == hub
+    assert fetch_suite(SUITE, tmp_path) == [] and len(hub) == 2
     assert sorted(os.listdir(tmp_path / "baber")) == ["piqa"]
     assert fetched_revision(SUITE.tasks[0], tmp_path) == COMMIT
     assert load_task(SUITE.tasks[0], SUITE, tmp_path, tiny_tokenizer())
@@ -63,7 +63,7 @@ def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(hub: list[
 def test_a_data_set_that_several_tasks_read_is_fetched_once(hub: list[str], tmp_path: Path) -> None:
     tasks = [row("a", "o/d"), row("b", "o/d")]
     write = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa"), row("other", "baber/piqa")])
-    fetch_suite(write, tmp_path, progress=False)
+    fetch_suite(write, tmp_path)
     assert hub == ["baber/piqa"]
     with pytest.raises(UserError, match="tasks a and b want two revisions of o/d"):
         fetch_suite(
@@ -79,27 +79,27 @@ def test_a_failure_names_the_task_and_keeps_what_was_fetched(
         UserError,
         match=f"task sciq: data set allenai/sciq@{COMMIT} cannot be fetched .no route to host.; check the network",
     ):
-        fetch_suite(SUITE, tmp_path, progress=False)
+        fetch_suite(SUITE, tmp_path)
     assert not (tmp_path / "allenai/sciq").exists() and (tmp_path / "baber/piqa" / MARK).is_file()
     assert (tmp_path / "allenai/.sciq.fetch/half").is_file()  # the next fetch goes on with it
     monkeypatch.delenv("FAIL")
-    assert fetch_suite(SUITE, tmp_path, progress=False) == ["allenai/sciq"]
+    assert fetch_suite(SUITE, tmp_path) == ["allenai/sciq"]
 
 
 def test_another_revision_and_a_folder_of_unknown_origin_are_not_replaced(
     hub: list[str], tmp_path: Path
 ) -> None:
-    fetch_suite(SUITE, tmp_path, progress=False)
+    fetch_suite(SUITE, tmp_path)
     other = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa", revision="b" * 40)])
     with pytest.raises(UserError, match=f"task piqa: .*holds revision {COMMIT}, the suite wants {'b' * 40}"):
-        fetch_suite(other, tmp_path, progress=False)
+        fetch_suite(other, tmp_path)
     (tmp_path / "baber/piqa" / MARK).unlink()
     with pytest.raises(UserError, match=r"task piqa: .*was not fetched by `fcsd evaluate --fetch`"):
-        fetch_suite(SUITE, tmp_path, progress=False)
+        fetch_suite(SUITE, tmp_path)
 
 
 def test_where_the_rows_came_from_does_not_change_their_identity(hub: list[str], tmp_path: Path) -> None:
-    fetch_suite(SUITE, tmp_path, progress=False)
+    fetch_suite(SUITE, tmp_path)
     before = data_fingerprint(str(tmp_path / "baber/piqa"))
     (tmp_path / "baber/piqa" / MARK).unlink()
     assert data_fingerprint(str(tmp_path / "baber/piqa")) == before
@@ -107,7 +107,7 @@ def test_where_the_rows_came_from_does_not_change_their_identity(hub: list[str],
 
 def test_an_offline_process_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"task piqa: .*cannot be fetched .*HF_HUB_OFFLINE is set"):
-        fetch_suite(SUITE, tmp_path, progress=False)
+        fetch_suite(SUITE, tmp_path)
 
 
 class _Hub(BaseHTTPRequestHandler):

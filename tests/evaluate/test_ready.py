@@ -45,7 +45,7 @@ def test_solutions_are_graded_and_the_result_can_be_compared(root: Path, tmp_pat
             tmp_path / f"{name}.jsonl",
             *({"task_id": i, "solution": p} for i, p in zip(ids, programs, strict=True)),
         )
-        score_file(file, "mbpp_plus", data_root=root, output=tmp_path / name, progress=False)
+        score_file(file, "mbpp_plus", data_root=root, output=tmp_path / name)
         result, samples = read_result(tmp_path / name)
         both.append({"result": result, "samples": samples})
     task = both[1]["result"]["tasks"]["mbpp_plus"]
@@ -61,9 +61,7 @@ def test_several_samples_of_a_problem_give_pass_at_k(root: Path, tmp_path: Path)
         for i, goods in enumerate([(1, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)])
         for good in goods
     ]
-    result = score_file(
-        lines(tmp_path / "s.jsonl", *samples), "humaneval_plus", data_root=root, progress=False
-    )
+    result = score_file(lines(tmp_path / "s.jsonl", *samples), "humaneval_plus", data_root=root)
     task = result["tasks"]["humaneval_plus"]
     assert task["pass_at_k"] == {"1": pytest.approx(0.4), "5": pytest.approx(2 / 3)}
     assert task["value"] == pytest.approx(0.4) and task["outcomes"] == {"passed": 6, "wrong": 9}
@@ -104,7 +102,7 @@ def test_a_bad_file_of_samples_is_one_line(root: Path, tmp_path: Path, text: str
     path = tmp_path / "s.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        score_file(path, "mbpp_plus", data_root=root, progress=False)
+        score_file(path, "mbpp_plus", data_root=root)
 
 
 def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_evalplus_grades_in_a_process_of_its_own(root: Path, tmp_path: Path, eva
     texts = ["right", "slow", "right but bad"]
     path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": t} for i, t in enumerate(texts)))
     options: dict[str, Any] = {
-        "data_root": root, "scorer": "evalplus", "evalplus_data": tmp_path / "data.jsonl.gz", "progress": False,
+        "data_root": root, "scorer": "evalplus", "evalplus_data": tmp_path / "data.jsonl.gz",
     }  # fmt: skip
     with pytest.raises(UserError, match=r"EvalPlus runs programs without our sandbox.*--allow-weak-sandbox"):
         score_file(path, "mbpp_plus", **options)

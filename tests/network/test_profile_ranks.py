@@ -17,7 +17,9 @@ from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import Collective, read_links
 from fcsd.network.simulate import Payload
 from fcsd.overlap.transport import AllToAll, SendReceive
+from fcsd.routing.controller import probe_by
 from tests.reference.ranks import run_ranks
+from tests.routing.simulated import links_of
 from tests.support import in_forked_ranks
 
 ROWS = np.array([[2, 0, 3], [1, 4, 0], [0, 5, 1]])  # from each rank to each
@@ -32,6 +34,9 @@ def exchanged(rank: int) -> Any:
         transport.start(rows, sent, ROWS[:, rank].tolist(), ROWS[rank].tolist()).wait()
         received.append(rows[:, 0].tolist())
     times = [GroupExchange(None, each, torch.device("cpu"))(ROWS * 1000.0) for each in COLLECTIVES]
+    model = links_of(np.ones((3, 3)), np.ones((3, 3)))
+    probed = probe_by(GroupExchange(None, "p2p", torch.device("cpu")), model, 4096)("dispatch", 1, 2)
+    assert min(probed) >= 0 < sum(probed)
     counted = exchange_counts(
         GroupExchange(None, "p2p", torch.device("cpu")), np.stack([ROWS, 2 * ROWS]), Payload(8, 4)
     )

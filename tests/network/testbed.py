@@ -29,6 +29,7 @@ class Testbed:
         delay: Callable[[], float] = lambda: 0.0,
     ):
         self.alpha, self.beta, self.delay = alpha, beta, delay
+        self.size, self.collective = len(alpha), "p2p"
         none = np.zeros(len(alpha))
         self.ports = [none if egress is None else egress, none if ingress is None else ingress]
         self.calls = 0

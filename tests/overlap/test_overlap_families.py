@@ -8,10 +8,11 @@ import torch
 
 from fcsd.connectivity import Connectivity, load_model
 from fcsd.families import FAMILIES
-from fcsd.overlap.support import overlap_table, refusal
+from fcsd.overlap.support import refusal
 from fcsd.tiny.models import tiny_model
 from tests.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import run_ranks
+from tests.reference.upstream import overlap_table
 from tests.support import ROOT
 
 NAMES = [name for name, family in FAMILIES.items() if refusal(family) is None]

@@ -21,8 +21,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.families import FAMILIES, Family
-from fcsd.overlap.support import overlap_table
-from fcsd.report.table import families_table
+from fcsd.overlap.support import support
+from fcsd.report.table import families_facts, families_table
+from fcsd.text import markdown
 
 SNAPSHOT = Path("tests/files/upstream.json")
 PAGE = Path("docs/families.md")
@@ -116,7 +117,14 @@ def with_families(page: str) -> str:
     """Put what `fcsd families` prints between the markers of docs/families.md."""
     before, rest = page.split(f"{FAMILIES_BEGIN}\n")
     _, after = rest.split(f"{FAMILIES_END}\n")
-    return f"{before}{FAMILIES_BEGIN}\n{families_table()}\n{FAMILIES_END}\n{after}"
+    return f"{before}{FAMILIES_BEGIN}\n{families_table(families_facts())}\n{FAMILIES_END}\n{after}"
+
+
+def overlap_table() -> str:
+    """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
+    return markdown(
+        ["family", "overlap"], [[name, support(row)] for name, row in sorted(FAMILIES.items())], left=2
+    )
 
 
 def with_overlap(page: str) -> str:

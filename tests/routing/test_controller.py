@@ -5,11 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fcsd.errors import UserError
-from fcsd.routing.bias import BiasTables
+from fcsd.network.simulate import Payload
+from fcsd.routing.bias import BiasTables, router_bias
 from fcsd.routing.bottleneck import Deployment
-from fcsd.routing.controller import SEARCHES, Controller, Rung
+from fcsd.routing.controller import SEARCHES, Controller, Rung, probe_by
+from fcsd.routing.counts import recording
+from fcsd.routing.placement import contiguous
+from fcsd.routing.tables import Calibration, make_tables
+from fcsd.tiny.models import tiny_model
+from tests.network.testbed import Testbed
 from tests.routing.simulated import Routers, deployment_of, links_of
 
 
@@ -96,6 +103,60 @@ def test_time_that_no_link_explains_counts_against_the_goal() -> None:
     for _ in range(60):
         controller.observe(1.5 * cluster.seconds(controller.tables))
     assert controller.predicted_s() == pytest.approx(1.5 * cluster.seconds(controller.tables), rel=0.1)
+
+
+def test_a_running_model_is_steered_off_an_edge_that_gets_slow() -> None:
+    """Its own routes, exchanged on links that are no simulation of fcsd's, which also measure what is probed."""
+    random = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(3, 99, (2, 40), generator=random)} for _ in range(16)]
+    calibration = Calibration(tiny_model("qwen3_moe"), batches, 4)
+    placement, payload = np.tile(contiguous(8, 4), (4, 1)), Payload(10_000, 8)
+    alpha, beta = np.full((4, 4), 1e-4), np.full((4, 4), 1e-9)
+    slow = beta.copy()
+    slow[0, 3] = 5e-9
+    deployments = [Deployment(links_of(alpha, each), payload, placement) for each in (beta, slow)]
+    tables = [make_tables(calibration, deployments[1], "camoe", strength)[0] for strength in (0.0, 0.4, 0.8)]
+    rungs = [Rung(each, calibration.respond(each)) for each in tables]
+    goal = 1.3 * deployments[0].mean_time(rungs[0].counts)
+    wires: Any = Testbed(alpha, beta)
+    controller = Controller(
+        rungs, deployments[0], goal, probe_by(wires, deployments[0].links, 1 << 22), patience=3
+    )
+    seconds, strengths = [], []
+    with router_bias(calibration.model, controller.tables) as steering, recording(calibration.model) as found:
+        for number in range(60):
+            pairs = np.zeros((4, 4, 4))  # layer, source, endpoint
+            for source in range(4):
+                steering.endpoint = source
+                with torch.no_grad():
+                    calibration.model(**batches[4 * (number % 4) + source])
+                for layer, routed in enumerate(found.take()):
+                    np.add.at(pairs[layer, source], routed.experts.flatten().numpy() // 2, 1)
+            wires.beta = beta if number < 12 else slow
+            seconds.append(np.mean([exchanged(wires, each, payload) for each in pairs]))
+            steering.use(controller.observe(float(seconds[-1])))
+            strengths.append(controller.tables.strength)
+    assert set(strengths[:12]) == {0.0} and strengths[-1] == 0.8
+    assert np.mean(seconds[-8:]) < min(
+        goal, 0.5 * np.mean(seconds[12:15])
+    )  # 12 to 14 at least are seen without a bias
+    assert controller.links.beta("dispatch")[0, 3] == pytest.approx(5e-9, rel=0.01)
+
+
+def test_a_probe_by_another_collective_or_between_others_is_refused() -> None:
+    links, wires = links_of(np.ones((4, 4)), np.ones((4, 4))), Testbed(np.ones((4, 4)), np.ones((4, 4)))
+    wires.collective = "all_to_all_single"
+    with pytest.raises(UserError, match="measured with p2p, the exchanges are all_to_all_single"):
+        probe_by(wires, links, 1024)  # type: ignore[arg-type]
+    wires.size, wires.collective = 3, "p2p"
+    with pytest.raises(UserError, match="between 4 endpoints, 3 are asked for"):
+        probe_by(wires, links, 1024)  # type: ignore[arg-type]
+
+
+def exchanged(wires: Testbed, pairs: np.ndarray, payload: Payload) -> float:
+    """Counts, rows and returning rows of one layer, [source, endpoint]."""
+    sent = np.full((4, 4), payload.metadata_bytes), pairs * (2 * 10_000 + 4), pairs.T * 2 * 10_000
+    return sum(wires(each) for each in sent)
 
 
 def test_the_slowest_edge_is_measured_first_and_written_down_where_it_is() -> None:

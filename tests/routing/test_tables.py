@@ -21,6 +21,7 @@ from fcsd.routing.bottleneck import Deployment
 from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import recording
 from fcsd.routing.placement import contiguous
+from fcsd.routing.routers import find_routers
 from fcsd.routing.tables import Calibration, make_tables, read_windows
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.overlap.ranks import spread
@@ -59,6 +60,37 @@ def test_counts_are_those_of_the_models_own_choices_by_endpoint(calibration: Cal
             calibration.model(batch["input_ids"])
             spreads.append(found.take()[3].logits.std(-1).mean())
     assert calibration.logit_std[3] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["muse_spark", "gemma4_text"])
+def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str) -> None:
+    """One scales them afterwards, the other records what a softmax makes of them."""
+    model = tiny_model(family)
+    found = Calibration(model, BATCHES[:4], 2).logit_std
+    linears: list[float] = []
+    plain = torch.nn.functional.linear
+
+    def linear(given: Any, weight: Any, *rest: Any) -> Any:
+        output = plain(given, weight, *rest)
+        if weight.shape[0] == find_routers(model)[-1].num_experts:
+            linears.append(float(output.double().std(-1).mean()))
+        return output
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "linear", linear)
+        for batch in BATCHES[:4]:
+            model(**batch, use_cache=False)
+    expected = np.reshape(linears, (4, -1)).mean(0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_batch_that_is_all_padding_counts_for_nothing(calibration: Calibration) -> None:
+    masks = [torch.full((2, 40), float(number != 5)).long() for number in range(len(BATCHES))]
+    padded = [{**batch, "attention_mask": mask} for batch, mask in zip(BATCHES, masks, strict=True)]
+    found = Calibration(calibration.model, padded, 4)
+    assert found.counts[1, :, 1].sum() == 0 and found.counts[1, :, 2].sum() > 0
+    rest = Calibration(calibration.model, BATCHES[:5] + BATCHES[6:], 4)
+    np.testing.assert_allclose(found.logit_std, rest.logit_std, rtol=1e-6)
 
 
 def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(

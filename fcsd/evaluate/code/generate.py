@@ -26,12 +26,12 @@ SAMPLING_SEED = 1234
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def extract_code(text: str, stop: Sequence[str] = (), *, last: bool = False) -> str:
-    """Extract the program in a completion: the first (or last) fenced block (to the end if it is not closed), else the
-    text up to the first of the `stop` strings."""
+def extract_code(text: str, *, last: bool = False) -> str:
+    """Extract the program in a completion: the first (or last) fenced block (to the end if it is not closed), else
+    all of the text."""
     if fenced := _FENCE.findall(text):
         return str(fenced[-1 if last else 0])
-    return text[: first_stop(text, stop)]
+    return text
 
 
 def answer_of(text: str) -> str:

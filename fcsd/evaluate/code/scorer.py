@@ -4,7 +4,6 @@
     with CodeScorer(timeout_s=10.0) as scorer:
         scorer.self_check(problems)                      # canonical solutions must pass, or ScorerError
         outcomes = scorer.score(problems, completions)   # one Outcome a problem, in the order of the problems
-        print(pass_at_1(outcomes))
 
 A failure of the scorer raises `ScorerError`; it is never a score of 0.
 
@@ -72,13 +71,6 @@ class Outcome:
     def passed(self) -> bool:
         """True when the program counts."""
         return self.outcome == "passed"
-
-
-def pass_at_1(outcomes: Sequence[Outcome]) -> float:
-    """Compute the share of programs that passed, one program a problem (greedy pass@1)."""
-    if not outcomes:
-        raise ValueError("pass@1 of no programs")
-    return sum(outcome.passed for outcome in outcomes) / len(outcomes)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

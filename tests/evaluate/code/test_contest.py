@@ -237,7 +237,7 @@ def test_ready_samples_give_pass_at_k_and_can_be_compared(data: Path, tmp_path: 
 
     def graded(name: str, *samples: dict[str, Any]) -> dict[str, Any]:
         file = write(tmp_path / f"{name}.jsonl", *samples)
-        score_file(file, str(data), data_root=None, output=tmp_path / name, timeout_s=2.0, progress=False)
+        score_file(file, str(data), data_root=None, output=tmp_path / name, timeout_s=2.0)
         result, kept = read_result(tmp_path / name)
         return {"result": result, "samples": kept}
 

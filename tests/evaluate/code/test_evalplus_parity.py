@@ -205,7 +205,7 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
         "".join(json.dumps({"task_id": 1000 + i, "solution": p}) + "\n" for i, p in enumerate(programs))
     )
     found = [
-        score_file(samples, "mbpp_plus", data_root=root, progress=False, **options)["tasks"]["mbpp_plus"]
+        score_file(samples, "mbpp_plus", data_root=root, **options)["tasks"]["mbpp_plus"]
         for options in (
             {},
             {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},

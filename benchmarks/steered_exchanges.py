@@ -1,0 +1,100 @@
+"""Real exchanges of what a recipe's steered model sends, beside what is simulated; needs root.
+
+    fcsd run recipes/studies/camoe.yaml
+    python benchmarks/steered_exchanges.py recipes/studies/camoe.yaml [--names camoe-0.25,bottleneck-0.25]
+
+The model runs on the recipe's held-out text under each of the run's bias tables. The rows that its tokens make are sent
+by four gloo ranks in network namespaces (tests/network/namespaces.py: CAMoE's appendix A.3, a tenth of its rates, five
+times its delays), and simulated from links that the same ranks have measured. The machine should be idle otherwise.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from fcsd.config.load import load_recipe
+from fcsd.data.batches import Collator, real_tokens
+from fcsd.distributed.launch import join_launch
+from fcsd.evaluate.stage import heldout_of
+from fcsd.models.load import load_checkpoint
+from fcsd.network.compare import exchange_counts
+from fcsd.network.exchange import GroupExchange
+from fcsd.network.profile import profile
+from fcsd.network.simulate import Payload, endpoint_counts, simulate
+from fcsd.routing.bias import read_tables
+from fcsd.routing.tables import Calibration
+from fcsd.stages.context import Run
+from fcsd.text import markdown
+from tests.network.namespaces import appendix_a3, in_namespaces
+
+EXCHANGES = 4
+"""Of the text's, one for each endpoint's batch; the first ones."""
+
+
+def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Payload]:
+    """Return the pairs [exchanges, layers, source, endpoint] without a bias and under each."""
+    loaded = load_recipe(recipe)
+    run = Run(loaded, join_launch())
+    rows = heldout_of(loaded.data, run.tokenizer)
+    size = loaded.evaluation.batch_size
+    assert isinstance(size, int)
+    batches = []
+    for start in range(0, EXCHANGES * 4 * size, size):
+        batch = Collator()([rows[k] for k in range(start, start + size)])
+        batches.append({"input_ids": batch["input_ids"], "attention_mask": real_tokens(batch).long()})
+    calibration = Calibration(load_checkpoint(run.original).eval(), batches, 4)
+    tables = {name: read_tables(run.layout.bias_tables(name)) for name in names}
+    found = {"none": calibration.counts} | {name: calibration.respond(each) for name, each in tables.items()}
+    placement = next(iter(tables.values())).placement
+    payload = Payload(calibration.model.config.hidden_size, placement.shape[1])
+    return {name: endpoint_counts(pairs, placement) for name, pairs in found.items()}, payload
+
+
+def exchanged(rank: int, sent: dict[str, np.ndarray], payload: Payload) -> dict[str, tuple[float, float]]:
+    """Return mean seconds of a layer's exchanges, measured and simulated."""
+    torch.set_num_threads(1)
+    exchange = GroupExchange(None, "p2p", torch.device("cpu"))
+    facts: dict[str, Any] = {
+        "endpoints": list("abcd"), "collective": "p2p", "backend": "gloo", "libraries": {},
+    }  # fmt: skip
+    links = profile(exchange, facts, largest_bytes=1 << 22)
+    return {
+        name: (
+            float(exchange_counts(exchange, pairs, payload).total.mean()),
+            float(simulate(links, pairs, payload).total.mean()),
+        )
+        for name, pairs in sent.items()
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("--names", default="camoe-0.1,camoe-0.25,bottleneck-0.25")
+    arguments = parser.parse_args()
+    sent, payload = traffic(arguments.recipe, arguments.names.split(","))
+    found = in_namespaces(exchanged, appendix_a3(), sent, payload)[0]
+    rows = [
+        [
+            name,
+            *(
+                f"{1e3 * each:.2f} ms ({100 * (each / base - 1):+.1f} %)"
+                for each, base in zip(times, found["none"], strict=True)
+            ),
+        ]
+        for name, times in found.items()
+    ]
+    print(markdown(["bias", "measured", "simulated"], rows))
+
+
+if __name__ == "__main__":
+    main()

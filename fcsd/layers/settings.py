@@ -1,0 +1,122 @@
+"""What a layer study measures, and on which selections of layers."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.config.calibration import CalibrationConfig
+from fcsd.config.data import SourceConfig, source_option
+from fcsd.config.model import ModelConfig, model_options
+from fcsd.config.strict import Strict, options_of, validate
+from fcsd.config.suite import SuiteConfig, named_tasks
+from fcsd.errors import UserError
+
+KL = "kl"  # the metric that is not a task; lower is better
+Side = Literal["first", "last", "single"]
+
+
+class Study(Strict):
+    """What is measured, on which selections."""
+
+    model: ModelConfig
+    attention: Literal["partial", "full"] = "partial"
+    mlp: Literal["outdated", "full"] = "outdated"
+    sides: list[Side] = Field(["first", "last", "single"], min_length=1)
+    # Numbers of layers rewired from the start and from the end: these, or every Nth and all.
+    counts: list[int] | None = None
+    every: int = Field(1, gt=0)
+    # KL to the original on held-out text
+    text: SourceConfig | None = None
+    text_examples: int = Field(256, gt=0)
+    max_length: int = Field(4096, gt=1)  # tokens in one row
+    packing: bool = True
+    loss_on: Literal["response", "all"] = "response"
+    # Measure every selection with calibrated weights too, solved on so many tokens of this text
+    calibrated: SourceConfig | None = None
+    calibration_tokens: int = Field(CalibrationConfig.model_fields["tokens"].default, gt=0)
+    # tasks
+    suite: str = "tiny"
+    tasks: list[str] = Field(default_factory=list)
+    data_root: str | None = None
+    batch_size: int = Field(16, gt=0)
+    limit: int | None = Field(None, gt=0)
+    allow_weak_sandbox: bool = False
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> "Study":
+        if self.text is None and not self.tasks:
+            raise ValueError(
+                "nothing to measure: give a task of the suite (--task), or a text for the KL to the original (--text)"
+            )
+        if KL in self.tasks:
+            raise ValueError(
+                f"a task cannot be called {KL!r} here; that is the KL to the original on the text"
+            )
+        if self.attention == self.mlp == "full":
+            raise ValueError("attention: full with mlp: full is the regular model; nothing would be rewired")
+        if self.mlp == "full" and "single" in self.sides:
+            raise ValueError(
+                "side 'single' with mlp: full would measure nothing: a layer with regular neighbours computes what"
+                " a regular layer does; use the sides first and last"
+            )
+        lists: dict[str, list[Any]] = {"sides": self.sides, "tasks": self.tasks, "counts": self.counts or []}
+        for name, values in lists.items():
+            if twice := sorted({str(value) for value in values if values.count(value) > 1}):
+                raise ValueError(f"{name}: {', '.join(twice)} is given twice")
+        if self.counts == [] or (self.counts is not None and self.every != 1):
+            raise ValueError("counts: give at least one number, and not `every` beside it")
+        return self
+
+
+def study_from_options(options: Mapping[str, Any]) -> Study:
+    """Return the study that the options of `fcsd layers` describe.
+
+    Raises:
+        UserError: an option that does not make sense.
+    """
+    texts = {name: source_option(options[name], f"--{name}") for name in ("text", "calibrated")}
+    sides = options["sides"].split(",") if options["sides"] else None
+    if sides is None:
+        sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
+    counts = None
+    if options["counts"] is not None:
+        words = options["counts"].split(",")
+        if wrong := [word for word in words if not word.strip().isdigit()]:
+            raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
+        counts = [int(word) for word in words]
+    own = {"model": model_options(options), "tasks": options["task"], "sides": sides, "counts": counts}
+    return validate(Study, options_of(Study, options) | own | texts, "the study")
+
+
+def suite_of(study: Study) -> SuiteConfig | None:
+    """Return the chosen tasks of the study's suite, in the order given; None without tasks."""
+    return named_tasks(study.suite, study.tasks) if study.tasks else None
+
+
+def metrics(study: Study) -> list[dict[str, str]]:
+    """Return what is measured: name, unit, and whether `higher` or `lower` is better."""
+    suite = suite_of(study)
+    rows = suite.tasks if suite is not None else []
+    kl = [{"name": KL, "unit": "nats per token", "better": "lower"}] if study.text is not None else []
+    return kl + [{"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"} for row in rows]
+
+
+def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
+    """Return the study's points as (side, rewired layers), in the order in which they are measured."""
+    counts = study.counts
+    if counts is None:
+        counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
+    if wrong := [count for count in counts if not 1 <= count <= num_layers]:
+        raise UserError(
+            f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1 to {num_layers}"
+        )
+    found: list[tuple[Side, list[int]]] = []
+    for side in study.sides:
+        if side == "single":
+            found += [(side, [layer]) for layer in range(num_layers)]
+        elif side == "first":
+            found += [(side, list(range(count))) for count in sorted(counts)]
+        else:
+            found += [(side, list(range(num_layers - count, num_layers))) for count in sorted(counts)]
+    return found
