@@ -80,7 +80,7 @@ class Calibration:
         found = self._run(None)
         self.counts = self._exchanges(found)
         """Pairs [X, L, N, E] without a bias."""
-        self.logit_std: Array = np.mean([spread for _, spread in found], 0)
+        self.logit_std: Array = np.nanmean([spread for _, spread in found], 0)
         """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
 
     def respond(self, tables: BiasTables) -> NDArray[np.int64]:
@@ -133,7 +133,7 @@ def _summed(
     spreads = []
     for each in logits:
         kept = each if mask is None else each[mask.reshape(-1).bool().to(each.device)]
-        spreads.append(float(kept.double().std(-1).mean()))
+        spreads.append(float(kept.double().std(-1).mean()) if len(kept) else np.nan)
     return torch.stack([each.cpu() for each in counts]).numpy(), np.array(spreads)
 
 

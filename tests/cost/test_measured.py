@@ -102,6 +102,7 @@ def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
     assert all_of_it["communication_share"] == pytest.approx(2.4 / 5)
     slowed = measured_times(times(), one)  # assumed: 0.15 of what is hidden
     assert slowed["overlapped_s"] == pytest.approx(5 - 0.85 * 1.8)
+    assert slowed["speed_up"] == pytest.approx(5 / (5 - 0.85 * 1.8))
     # Layers 4 and 5: two dispatches, and both combines, of which the last keeps its own window.
     last = measured_times(times(slowdown=0.0), one, [4, 5])
     assert last["overlapped_s"] == pytest.approx(5 - 2 * 0.3)
@@ -118,6 +119,11 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
     found = measured_times(times(**served), one)
     assert found["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
     assert found["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
+    # Not measured: what the plan says is hidden, and what that costs computation.
+    unknown = measured_times(times(**served | {"overlap": None}), one)
+    planned_overlap = unknown["overlap"]["forward"]
+    assert 0 < planned_overlap < 1
+    assert unknown["overlapped_s"] == pytest.approx(1 - 0.16 * planned_overlap * 0.85)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from fcsd.cost.hardware import find_gpu
 from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.cost.operations import WHOLE
 from fcsd.cost.plan import memory, plan
+from fcsd.cost.plan_table import plan_table
 from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
 from fcsd.errors import UserError
@@ -67,6 +68,13 @@ def test_the_operations_of_a_layer_are_those_of_its_published_sizes(v3: Planned)
     assert layer.steps["experts"].weights == 256 * 3 * 7168 * 2048
     assert layer.steps["attention b"].weights == per_token["attention b"]
     assert v3.work.num_parameters == pytest.approx(71e9, rel=0.005)  # as the paper calls it
+
+
+def test_every_query_head_has_scores_whoever_shares_its_keys() -> None:
+    """Qwen3-30B-A3B: 32 heads of 128 on 4 of keys and values."""
+    layer = published("Qwen3-30B-A3B", {"num_hidden_layers": 1}, {"length": 64, "batch": 2}).work.layers[0]
+    assert layer.scores == 2 * 32 * 64**2 and layer.core == 2.0 * 2 * 32 * 64**2 * (128 + 128)
+    assert layer.work("attention a").flops == 2.0 * 2 * 64 * 2048 * (32 + 4 + 4) * 128
 
 
 def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -> None:
@@ -190,6 +198,100 @@ def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() 
     assert plan_times(lite)["exchange_s"]["all_reduce"] == pytest.approx(all_reduce)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_router(fp8: bool) -> None:
+    """DeepSeek-V2-Lite where memory costs nothing: hidden 2048, 16 heads of 128 + 64, latent 512, 6 of 64 experts."""
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "batch": 2, "length": 512, "fp8": fp8}
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9)
+    peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
+    core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2  # a mask leaves out half of the pairs
+    found = plan_times(lite)["layer_s"]
+    per_token = {
+        "attention a": 2048 * (512 + 64) + (2048 * 16 * 192 + 512 * 16 * 256) / 8,
+        "attention b": 16 * 128 * 2048 / 8,
+        "router": 2048 * 64,
+        "shared expert": 3 * 2048 * 2816 / 8,
+        "experts": 6 * 3 * 2048 * 1408 / 8 / (0.4 / 0.5),
+    }
+    for name, weights in per_token.items():
+        more = core / (bf16 * 0.25) / 8 if name == "attention b" else 0.0
+        assert found[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
+    assert lite.roofline.head(lite.work) == pytest.approx(2 * tokens * 102400 * 2048 / peak / 8)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(fp8: bool) -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "length": 8, "fp8": fp8}
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), row_passes=0, grouped=1e9)
+    used = 64 / 8 * (1 - (1 - 6 / 64) ** (8 * 8))
+    bandwidth, width = 4800e9 * 0.65, 1 if fp8 else 2
+    assert plan_times(lite)["layer_s"]["experts"] == pytest.approx(used * 3 * 2048 * 1408 * width / bandwidth)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
+    """Eight passes in four equal parts: before the dispatch, before and after the experts, behind the combine."""
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "length": 64, "tensor_parallel": tp}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    some, none = (with_values(lite, row_passes=passes, imbalance=1.5) for passes in (8, 0))
+    part = 2 * 64 * 6 * 2048 * 2 / (4800e9 * 0.65) * 1.5 / tp
+    layer = lite.work.layers[5]
+    found, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
+    more = {name: found[name] - without[name] for name in found}
+    assert {name: value / part for name, value in more.items()} == pytest.approx(
+        {"attention a": 0, "attention b": 0, "router": 1, "experts": 2, "shared expert": 0, "arrive": 1},
+        abs=1e-6,
+    )
+    # A server sums up nothing that an exchange has brought.
+    compute = [plan_times(one)["compute_s"] for one in (some, none)]
+    assert compute[0] - compute[1] == pytest.approx(26 * 3 * part)
+
+
+def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "length": 64, "batch": 2, "global_batch": 48}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    roofline, bandwidth, parameters = lite.roofline, 4800e9 * 0.65, 15_706_484_224
+    head = max(2 * 128 * 102400 * 2048 / (989.4e12 * 0.5), 102400 * 2048 * 2 / bandwidth)
+    loss = 3 * head + 8 * 128 * 102400 * 4 / bandwidth
+    assert roofline.loss(lite.work) == pytest.approx(loss)
+    experts = 26 * 64 * 3 * 2048 * 1408
+    once = parameters / 8 * 32 / bandwidth + 20e-6 + 7 / 8 * 6 * (parameters - experts) / (450e9 * 0.85)
+    assert roofline.optimizer(lite.work, 8) == pytest.approx(once)
+    times = plan_times(lite)
+    layers = sum(sum(roofline.steps(lite.work, layer, 8).values()) for layer in lite.work.layers)
+    assert times["compute_s"] == pytest.approx(3 * (3 * layers + loss) + once)  # three micro-batches
+    assert times["outside_layers_s"] == pytest.approx(3 * loss + once)
+
+
+def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
+    even, uneven = (
+        plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"] for share in (1.0, 1.5)
+    )
+    assert uneven["combine"] == pytest.approx(1.5 * even["combine"])
+
+
+def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "batch": 2, "length": 512}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
+    steps = [lite.roofline.steps(lite.work, layer, 1) for layer in lite.work.layers]
+    head = lite.roofline.head(lite.work)
+    assert times["communication_s"] == pytest.approx(2 * 27 * each)
+    assert times["compute_s"] == pytest.approx(
+        sum(sum(one.values()) - one.get("arrive", 0) for one in steps) + head
+    )
+    beside = [one["attention a"] + one["attention b"] for one in steps]
+    assert times["windows"][0] == pytest.approx(
+        {"layer": 1, "attention_s": steps[1]["experts"], "routed_s": beside[2]}
+    )
+    # The dense first layer takes one, with nothing beside it, the last routed one has nothing either.
+    left = 2 * each + sum(
+        max(0, each - one["experts"]) + (max(0, each - beside[k]) if k < 27 else 0)
+        for k, one in enumerate(steps[1:], 2)
+    )
+    assert times["exposed_s"] == pytest.approx(left)
+
+
 def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
     settings: dict[str, Any] = {
         "gpu": "h200",
@@ -298,6 +400,23 @@ def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
     assert found["dispatch"] == pytest.approx(2e-5 + (rows * (7168 * 2 + 4) + 256 * 8) * 1e-9)
 
 
+def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
+    """Links on which no dispatch is hidden, and every combine but the last."""
+    links = even_links(8, 1e-11)
+    slow = links.dispatch.model_copy(update={"beta_s_per_byte": [[1e-9] * 8] * 8})
+    times = plan_times(v3, links.model_copy(update={"dispatch": slow}))
+    dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
+    own = [row["dispatch_s"] for row in times["windows"]]
+    assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])
+    left = 6 * dispatch - sum(own) + combine
+    assert times["overlap"]["forward"] == pytest.approx(1 - left / (6 * (dispatch + combine)))
+
+
+def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> None:
+    settings = PlanSettings(lite(tmp_path), nodes=2, expert_parallel=8, length=64)
+    assert prepare(settings, even_links(8, 1e-9)).machine.num_gpus == 16
+
+
 def test_no_assumption_is_without_effect(v3: Planned) -> None:
     by_phase = [
         plan(v3),
@@ -319,6 +438,10 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
 def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     served = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100})
     parts = memory(served)["parts"]
+    assert memory(served)["gpu_bytes"] == 141_000_000_000
+    assert parts["activations"] == 2 * 100 * 2048 * 2 * 4
+    short = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100, "fp8": True})
+    assert memory(short)["parts"]["weights"] == 15_706_484_224 // 8
     assert parts["weights"] == 15_706_484_224 * 2 // 8
     assert parts["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
     short = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128})
@@ -356,6 +479,9 @@ def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     assert main(["plan", lite(tmp_path), "--length", "512", "--windows", str(path)]) == 0
     found = json.loads(path.read_text())
+    rows = plan_times(prepare(PlanSettings(str(tmp_path / "lite"), length=512)))["windows"]
+    for name in ("dispatch_s", "combine_s"):
+        assert found[name] == [row[name] for row in rows]
     assert found["layers"] == [1, 2, 3] and found["expert_parallel"] == 8
     assert len(found["dispatch_s"]) == len(found["combine_s"]) == 3
     assert min(found["dispatch_s"]) > 0 and found["combine_s"][-1] < found["combine_s"][0]
@@ -411,6 +537,28 @@ def test_a_study_stands_beside_what_each_selection_brings(
     assert 1 < rows["first", 2]["speed_up"] < rows["last", 2]["speed_up"] < rows["last", 4]["speed_up"]
     assert rows["last", 2]["loss"] == 0.2 and rows["last", 2]["selection"] == "2-3"
     assert figure.stat().st_size > 5000
+
+
+def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(v3: Planned) -> None:
+    facts = plan(v3)
+    times, text = facts["times"], plan_table(facts)
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    }
+    share = f"{times['communication_s'] / times['regular_s']:.1%}"
+    assert rows["regular"] == [f"{1e3 * times['regular_s']:,.0f}", share, share, "1.000"]
+    overlapped = times["overlapped_s"]
+    shares = [f"{times[name] / overlapped:.1%}" for name in ("communication_s", "exposed_s")]
+    assert rows["overlapped"] == [f"{1e3 * overlapped:,.0f}", *shares, f"{times['speed_up']:.3f}"]
+    first = times["windows"][0]
+    assert rows["0"][:2] == [
+        f"{1e3 * times['exchange_s']['dispatch']:.3g}",
+        f"{1e3 * first['dispatch_s']:.3g}",
+    ]
+    for ratio, words in ((0.99, "holds: necessary, not sufficient"), (1.01, "does not hold")):
+        assert f"= {ratio}, {words}" in plan_table(facts | {"times": times | {"equation_9": ratio}})
 
 
 # ---- what is refused

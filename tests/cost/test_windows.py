@@ -25,6 +25,17 @@ def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_querie
     assert found([True] * 3, [True] * 3) == [(11, 10001), (10, 10001), (10, 10000)]
 
 
+def test_a_window_has_the_seconds_of_the_layer_that_computes_in_it() -> None:
+    twice = [{name: scale * value for name, value in STEPS.items()} for scale in (1, 2, 4)]
+    facts = layer_facts([True] * 3, [True] * 3, "partial", "outdated", ["core"] * 3)
+    assert windows(facts, twice) == [(11, 10000 + 2), (2 * 10, 2 * 10000 + 4), (4 * 10, 4 * 10000)]
+    assert serving_windows([True] * 3, [True] * 3, "partial", "outdated", twice) == [
+        (1000, 2 * 11),
+        (2 * 1000, 4 * 11),
+        (4 * 1000, 0),
+    ]
+
+
 def test_a_layer_that_is_not_rewired_blocks_and_ends_a_run() -> None:
     assert found([True, True, False, True], [True] * 4) == [(11, 10001), (10, 10000), (0, 0), (1, 10010)]
 

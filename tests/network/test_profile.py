@@ -107,17 +107,21 @@ def test_an_edge_that_was_the_slowest_at_two_sizes_only_keeps_what_was_measured_
     beta[0, 2] = 2e-8
     together = Testbed(alpha, beta)
     own = together.seconds
-    together.seconds = lambda b: own(b) * (1.08 if (b > 0).sum() > 1 else 1)  # type: ignore[method-assign]
+    together.seconds = lambda num_bytes: own(num_bytes) * (1.08 if (num_bytes > 0).sum() > 1 else 1)  # type: ignore[method-assign]
     links = profile(together, FACTS | {"endpoints": ["a", "b", "c"]}, largest_bytes=LARGEST)
     assert links.dispatch.refined[0] == [False, False, True]
     assert links.beta("dispatch")[0].tolist() == pytest.approx([0, 1e-8, 1.08 * 2e-8])
 
 
-def test_one_exchange_that_was_held_up_makes_no_shared_port() -> None:
+def test_exchanges_of_one_size_that_were_held_up_make_no_shared_port() -> None:
     held = Testbed(ALPHA, BETA)
-    own, largest = held.seconds, LARGEST * np.ones(3)
-    # of the patterns of one to many with equal finish, those of the largest size
-    held.seconds = lambda b: own(b) * (2 if (b > 0).sum() == 3 and (b[b > 0] >= largest).all() else 1)  # type: ignore[method-assign]
+    own = held.seconds
+
+    def seconds(num_bytes: Array) -> float:
+        sent = num_bytes[num_bytes > 0]
+        return own(num_bytes) * (2 if len(sent) == 3 and sent.min() >= LARGEST else 1)
+
+    held.seconds = seconds  # type: ignore[method-assign]
     links = profile(held, FACTS, largest_bytes=LARGEST)
     assert not links.port("egress").any() and not links.port("ingress").any()
 

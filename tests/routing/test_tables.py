@@ -84,6 +84,15 @@ def test_the_spread_is_that_of_the_logits_that_the_bias_is_added_to(family: str)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+def test_a_batch_that_is_all_padding_counts_for_nothing(calibration: Calibration) -> None:
+    masks = [torch.full((2, 40), float(number != 5)).long() for number in range(len(BATCHES))]
+    padded = [{**batch, "attention_mask": mask} for batch, mask in zip(BATCHES, masks, strict=True)]
+    found = Calibration(calibration.model, padded, 4)
+    assert found.counts[1, :, 1].sum() == 0 and found.counts[1, :, 2].sum() > 0
+    rest = Calibration(calibration.model, BATCHES[:5] + BATCHES[6:], 4)
+    np.testing.assert_allclose(found.logit_std, rest.logit_std, rtol=1e-6)
+
+
 def test_tables_of_each_kind_lower_the_time_of_the_models_own_exchanges(
     calibration: Calibration, deployment: Deployment
 ) -> None:
