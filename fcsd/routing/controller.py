@@ -3,7 +3,8 @@
 The controller holds tables of rising strength, and the traffic of each, so that it can say what each would take on the
 links as it knows them. Times that stay off its prediction mean that the links have changed: it has the slowest edges
 measured again, one by one until they explain the times, predicts anew, and takes the weakest tables whose exchanges
-keep within the goal. What no edge explains (a busy host) slows all tables alike.
+keep within the goal. A path that a bias keeps tokens off is not seen to get well, so the one that is the slowest
+without a bias is measured again now and then. What no edge explains (a busy host) slows all tables alike.
 
 Not covered: traffic that drifts, which needs new tables.
 """
@@ -62,7 +63,8 @@ class Controller:
 
     goal_s: seconds that an exchange may take, mean over layers. band: an observed time within this part of the
     predicted one says nothing new; a weaker bias has to keep this much below the goal. patience: observations, of which
-    all have to say the same before anything changes.
+    all have to say the same before anything changes. recheck: observations under a bias, after which what it is for is
+    measured again.
 
     Raises:
         UserError: no rungs; rungs that are not of rising strength.
@@ -77,16 +79,17 @@ class Controller:
         *,
         band: float = 0.1,
         patience: int = 5,
+        recheck: int = 1000,
     ):
         strengths = [rung.tables.strength for rung in rungs]
         if not rungs or strengths != sorted(set(strengths)):
             raise UserError(f"controller: needs tables of rising strength, got {strengths}")
-        self.goal_s, self.band, self._probe = goal_s, band, probe
+        self.goal_s, self.band, self.recheck, self._probe = goal_s, band, recheck, probe
         self._rungs, self._deployment = list(rungs), deployment
         self._seen: deque[float] = deque(maxlen=patience)
         self._unexplained = 1.0  # observed / predicted that no probe explained
         self._probed: set[tuple[Phase, int, int]] = set()
-        self._searches = 0
+        self._searches = self._since = 0
         self._current = self._choice()
 
     @property
@@ -109,10 +112,13 @@ class Controller:
         self._seen.append(seconds)
         off = [each / self.predicted_s() - 1 for each in self._seen]
         if len(off) < (self._seen.maxlen or 0) or not (min(off) > self.band or max(off) < -self.band):
+            self._since += 1
+            if self._current and self._since >= self.recheck:
+                self._measure_without_bias()
             return self.tables
         observed = float(np.median(self._seen))
         self._seen.clear()
-        self._unexplained = 1.0
+        self._unexplained, self._since = 1.0, 0
         for _ in range(PROBES):
             if self._explains(observed) or not self._probe_slowest():
                 break
@@ -139,19 +145,37 @@ class Controller:
 
     def _probe_slowest(self) -> bool:
         """Measure again the slowest edge that was not since prediction and time agreed; False: none is left."""
-        paths = self._deployment.paths(self._rungs[self._current].counts).mean((0, 1))  # [2, N, N]
-        paths[1] = paths[1].T
-        phases: tuple[Phase, Phase] = ("dispatch", "combine")
-        order = [np.unravel_index(k, paths.shape) for k in np.argsort(-paths, axis=None)]
-        edges = [(phases[int(p)], int(u), int(v)) for p, u, v in order if u != v]
-        left = [edge for edge in edges if edge not in self._probed]
+        left = [edge for edge in self._slowest(self._current) if edge not in self._probed]
         if not left:
             return False
         self._probed.add(left[0])
-        phase, source, destination = left[0]
+        self._measure(left[0])
+        return True
+
+    def _measure_without_bias(self) -> None:
+        """Measure the edges that would be the slowest under the weakest tables, until one is as slow as known."""
+        for _ in range(PROBES):
+            before = self.predicted_s(0)
+            self._measure(self._slowest(0)[0])
+            if self.predicted_s(0) > before * (1 - self.band):
+                break
+        self._since = 0
+        if (choice := self._choice(self._current)) != self._current:
+            self._current = choice
+            self._seen.clear()
+
+    def _slowest(self, rung: int) -> list[tuple[Phase, int, int]]:
+        """Return all edges, those first that take the longest under the tables of a rung."""
+        paths = self._deployment.paths(self._rungs[rung].counts).mean((0, 1))  # [2, N, N]
+        paths[1] = paths[1].T
+        phases: tuple[Phase, Phase] = ("dispatch", "combine")
+        order = [np.unravel_index(k, paths.shape) for k in np.argsort(-paths, axis=None)]
+        return [(phases[int(p)], int(u), int(v)) for p, u, v in order if u != v]
+
+    def _measure(self, edge: tuple[Phase, int, int]) -> None:
+        phase, source, destination = edge
         alpha, beta = self._probe(phase, source, destination)
         links = self.links.model_dump()
         links[phase]["alpha_s"][source][destination] = alpha
         links[phase]["beta_s_per_byte"][source][destination] = beta
         self._deployment = replace(self._deployment, links=LinkModel.model_validate(links))
-        return True

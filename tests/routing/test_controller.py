@@ -86,6 +86,39 @@ def test_a_link_that_gets_slow_is_found_and_avoided_until_it_is_well_again() -> 
     assert cluster.run(controller, 200)[-1] == 0.0
 
 
+def test_a_path_that_a_bias_avoids_is_seen_to_get_well() -> None:
+    """Under the strongest bias the times stay as predicted, whatever becomes of the edge that it keeps tokens off."""
+    cluster = Cluster()
+    slow = np.where((np.arange(4)[:, None] == 1) & (np.arange(4) == 2), 1e-7, cluster.beta)
+    healthy, cluster.beta = cluster.beta, slow
+    believed = Deployment(
+        links_of(cluster.alpha, slow), cluster.deployment.payload, cluster.deployment.placement
+    )
+    rungs = [cluster.rungs[0], Rung(cluster.rungs[2].tables, avoiding(cluster.rungs[2].counts))]
+    goal = 1.5 * cluster.deployment.mean_time(rungs[0].counts)
+    controller = Controller(rungs, believed, goal, cluster.probe, recheck=20)
+    usual = believed.mean_time(rungs[1].counts)
+    for _ in range(30):
+        assert controller.observe(usual).strength == 0.2
+    assert {probe[1:] for probe in cluster.probes} == {(1, 2)}  # still slow: one probe, no more
+    cluster.beta = healthy
+    strengths = [
+        controller.observe(
+            cluster.deployment.mean_time(rungs[controller.tables.strength > 0].counts)
+        ).strength
+        for _ in range(60)
+    ]
+    assert strengths[0] == 0.2 and strengths[-1] == 0.0
+    assert len(cluster.probes) < 10
+
+
+def avoiding(counts: np.ndarray) -> np.ndarray:
+    """These pairs without any between endpoints 1 and 2, whose rows would go from 1 to 2 in dispatch or combine."""
+    found = counts.copy()
+    found[:, :, 1, 64:96] = found[:, :, 2, 32:64] = 0
+    return found
+
+
 def test_one_slow_exchange_changes_nothing() -> None:
     cluster = Cluster()
     controller = Controller(cluster.rungs, cluster.deployment, 1.0, cluster.probe, patience=3)
