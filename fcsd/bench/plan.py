@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, field_validator
 
 from fcsd.bench.rows import RowName
+from fcsd.config.options import options_of
 from fcsd.config.strict import Strict, parse_yaml, validate
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, base_model_type
@@ -79,8 +80,7 @@ def benchmark_from_options(options: Mapping[str, Any]) -> Benchmark:
         words = shlex.split(options["serve_args"] or "")
     except ValueError as error:
         raise UserError(f"--serve-args: {error}") from None
-    same = {name: options[name] for name in ("model", "against", "tensor_parallel", "requests")}
-    chosen = same | {name: options[name] for name in ("output_tokens", "rounds", "trace")}
+    chosen = {name: value for name, value in options_of(Benchmark, options).items() if value is not None}
     chosen |= {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
     if options["rows"] is not None:
         chosen["rows"] = [word.strip() for word in options["rows"].split(",")]
