@@ -80,10 +80,10 @@ def benchmark_from_options(options: Mapping[str, Any]) -> Benchmark:
         words = shlex.split(options["serve_args"] or "")
     except ValueError as error:
         raise UserError(f"--serve-args: {error}") from None
-    chosen = {name: value for name, value in options_of(Benchmark, options).items() if value is not None}
+    chosen = options_of(Benchmark, options)
     chosen |= {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
-    if options["rows"] is not None:
-        chosen["rows"] = [word.strip() for word in options["rows"].split(",")]
+    if (rows := chosen.pop("rows")) is not None:
+        chosen["rows"] = [word.strip() for word in rows.split(",")]
     return validate(Benchmark, chosen, "the benchmark")
 
 
