@@ -7,8 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, field_validator
 
 from fcsd.bench.rows import RowName
-from fcsd.config.options import options_of
-from fcsd.config.strict import Strict, parse_yaml, validate
+from fcsd.config.strict import Strict, options_of, parse_yaml, validate
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, base_model_type
 from fcsd.inspect.checkpoint import find_source
@@ -80,8 +79,8 @@ def benchmark_from_options(options: Mapping[str, Any]) -> Benchmark:
         words = shlex.split(options["serve_args"] or "")
     except ValueError as error:
         raise UserError(f"--serve-args: {error}") from None
-    chosen = options_of(Benchmark, options)
-    chosen |= {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
+    own = {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
+    chosen = options_of(Benchmark, options) | own
     if (rows := chosen.pop("rows")) is not None:
         chosen["rows"] = [word.strip() for word in rows.split(",")]
     return validate(Benchmark, chosen, "the benchmark")

@@ -47,7 +47,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     from fcsd.config.data import source_option
-    from fcsd.config.options import model_options
+    from fcsd.config.model import model_options
     from fcsd.config.recipe import Recipe
     from fcsd.config.strict import validate
 

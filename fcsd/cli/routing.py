@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _routing(arguments: argparse.Namespace) -> None:
-    from fcsd.config.options import model_options
+    from fcsd.config.model import model_options
     from fcsd.data.local import data_fingerprint
     from fcsd.report.study_plots import plot_routing
     from fcsd.routing.report import report
@@ -80,8 +80,8 @@ def _settings(
 ) -> "Settings":
     """Return what the options say of a study; own: fields that they do not give as they are."""
     from fcsd.config.data import source_option
-    from fcsd.config.options import model_options, options_of
-    from fcsd.config.strict import validate
+    from fcsd.config.model import model_options
+    from fcsd.config.strict import options_of, validate
 
     options = vars(arguments)
     own = own | {"model": model_options(options), "text": source_option(arguments.text, "--text")}

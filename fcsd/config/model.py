@@ -1,10 +1,11 @@
 """Schema of what is trained and compared: model, connectivity, teacher, adapters."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.strict import Strict
+from fcsd.config.strict import Strict, options_of
 from fcsd.config.unions import default_tag
 from fcsd.connectivity.spec import Connectivity, parse_selection
 from fcsd.errors import UserError
@@ -22,6 +23,11 @@ class ModelConfig(Strict):
     dtype: Dtype = "auto"
     attn_implementation: str | None = None
     experts_implementation: str | None = None
+
+
+def model_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model that the options of a command name, as a `ModelConfig` reads it."""
+    return options_of(ModelConfig, options) | {"path": options["model"]}
 
 
 class ConnectivityConfig(Strict):

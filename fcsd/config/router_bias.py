@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt, field_validator
 from fcsd.config.strict import Strict
 
 Kind = Literal["camoe", "bottleneck"]
+PlacedBy = Literal["contiguous", "balanced", "topology_aware"]
 CAMOE_STRENGTHS = [0.0, 0.05, 0.10, 0.15, 0.20, 0.25]  # of its tables
 
 
@@ -20,7 +21,7 @@ class RouterBiasConfig(Strict):
     kind: Kind | list[Kind] = "camoe"
     strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
     endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
-    placement: Literal["contiguous", "balanced", "topology_aware"] = "contiguous"  # of experts on endpoints
+    placement: PlacedBy = "contiguous"  # of experts on endpoints
     selection: bool = False  # the bias chooses experts, and their weights come from the unbiased logits
     scale: Literal["logit_std"] | None = None  # a strength counts in standard deviations of a layer's logits
     tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on

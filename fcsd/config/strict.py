@@ -6,6 +6,7 @@ Recipes and suites are both read through here, so that they fail in the same wor
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -125,6 +126,11 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
         lines = [_line(kind, problem) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
         raise UserError(f"{where}: {lines[0]}{more}") from None
+
+
+def options_of(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a command that are called like a field of `kind`."""
+    return {name: options[name] for name in kind.model_fields if name in options}
 
 
 def _line(kind: Any, problem: Any) -> str:

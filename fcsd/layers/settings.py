@@ -7,9 +7,8 @@ from pydantic import Field, model_validator
 
 from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import SourceConfig, source_option
-from fcsd.config.model import ModelConfig
-from fcsd.config.options import model_options, options_of
-from fcsd.config.strict import Strict, validate
+from fcsd.config.model import ModelConfig, model_options
+from fcsd.config.strict import Strict, options_of, validate
 from fcsd.config.suite import SuiteConfig, named_tasks
 from fcsd.errors import UserError
 

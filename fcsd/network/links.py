@@ -100,21 +100,12 @@ class LinkModel(Strict):
         """Whether the two directions of a pair run one after the other."""
         return self.backend == "gloo" and self.collective == "all_to_all_single"
 
-    def require(self, size: int | None = None, collective: Collective | None = None) -> None:
-        """Refuse links between another number of endpoints, or that were measured with another collective.
-
-        Raises:
-            UserError: they are.
-        """
-        if size is not None and size != len(self.endpoints):
+    def require(self, size: int) -> None:
+        """Raise UserError where the links are between another number of endpoints."""
+        if size != len(self.endpoints):
             raise UserError(
                 f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; measure those with `fcsd"
                 " profile-network`"
-            )
-        if collective is not None and collective != self.collective:
-            raise UserError(
-                f"the links were measured with {self.collective}, the exchanges are {collective}; measure them with"
-                f" `fcsd profile-network --collective {collective}`"
             )
 
     def alpha(self, phase: Phase) -> Array:

@@ -6,10 +6,11 @@ has for the others. Times are those of one MoE layer's exchanges in one step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from fcsd.config.router_bias import PlacedBy
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload, endpoint_counts, simulate
 from fcsd.routing.capacity import FACTORS
@@ -24,7 +25,7 @@ from fcsd.routing.metrics import (
     routes_moved,
     switch_balance_loss,
 )
-from fcsd.routing.placement import Placement, balanced, contiguous, topology_aware
+from fcsd.routing.placement import Placement, contiguous, placed
 from fcsd.routing.routes import Counts, Kept, Routes
 
 
@@ -97,17 +98,10 @@ def _placements(steps: Counts, network: Network) -> dict[str, Any]:
         return {}
     half = len(steps) // 2
     decided, timed = (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
-    found = {
-        "contiguous": contiguous(steps.shape[-1], network.num_endpoints),
-        "balanced": balanced(decided.sum(1), network.num_endpoints),
-        "topology_aware": topology_aware(decided, network.links, network.payload),
-    }
+    found = {by: placed(by, decided, network.links, network.payload) for by in get_args(PlacedBy)}
     return {
-        name: {
-            **network.time(timed, placement),
-            "endpoints": np.broadcast_to(placement, steps.shape[1::2]).tolist(),
-        }
-        for name, placement in found.items()
+        by: {**network.time(timed, placement), "endpoints": placement.tolist()}
+        for by, placement in found.items()
     }
 
 

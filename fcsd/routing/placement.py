@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fcsd.config.router_bias import PlacedBy
 from fcsd.errors import UserError
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Model, Payload, edge_times, endpoint_counts, simulate
@@ -17,6 +18,20 @@ from fcsd.network.simulate import Model, Payload, edge_times, endpoint_counts, s
 Placement = NDArray[np.int64]
 
 _SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
+
+
+def placed(by: PlacedBy, counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
+    """Return [L, E] by one of the functions below; counts: [L, N, E] pairs by source endpoint.
+
+    Raises:
+        UserError: the endpoints do not divide the experts.
+    """
+    num_layers, num_endpoints, num_experts = counts.shape
+    if by == "balanced":
+        return balanced(counts.sum(1), num_endpoints)
+    if by == "topology_aware":
+        return topology_aware(counts, links, payload)
+    return np.tile(contiguous(num_experts, num_endpoints), (num_layers, 1))
 
 
 def contiguous(num_experts: int, num_endpoints: int) -> Placement:

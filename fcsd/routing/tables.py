@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from fcsd.config.router_bias import PlacedBy
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
@@ -29,7 +30,7 @@ from fcsd.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import Routed, routed_batches
 from fcsd.routing.exchanges import exchange_counts
-from fcsd.routing.placement import balanced, contiguous, topology_aware
+from fcsd.routing.placement import placed
 from fcsd.routing.routers import find_routers
 from fcsd.routing.study import RoutingStudy, Rows, batches_of, network_of
 
@@ -41,7 +42,7 @@ class BiasSettings(RoutingStudy):
     kind: Kind = "camoe"
     strength: float | None = Field(None, ge=0)
     windows: str | None = None  # file of `fcsd plan`
-    placement: Literal["contiguous", "balanced", "topology_aware"] = "contiguous"
+    placement: PlacedBy = "contiguous"
     selection: bool = False
     scale: Literal["logit_std"] | None = None
 
@@ -208,13 +209,9 @@ def write_bias(
         model, batches, network.num_endpoints, selection=settings.selection, ranks=launch.ranks
     )
     assert network.links is not None and network.payload is not None
-    counts = calibration.counts.mean(0)
-    placement = np.tile(contiguous(counts.shape[-1], network.num_endpoints), (len(counts), 1))
-    if settings.placement == "balanced":
-        placement = balanced(counts.sum(1), network.num_endpoints)
-    elif settings.placement == "topology_aware":
-        placement = topology_aware(counts, network.links, network.payload)
-    deployment = Deployment(network.links, network.payload, placement)
+    exchange = network.links, network.payload
+    placement = placed(settings.placement, calibration.counts.mean(0), *exchange)
+    deployment = Deployment(*exchange, placement)
     tables, facts = make_tables(
         calibration,
         deployment,

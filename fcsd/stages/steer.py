@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fcsd.artifact import Stage
@@ -22,11 +20,11 @@ from fcsd.evaluate.steered import Sweep
 from fcsd.families.structure import packing_of
 from fcsd.files import file_sha256
 from fcsd.models.place import load_for_evaluation
-from fcsd.network.links import Array, LinkModel, read_links
+from fcsd.network.links import LinkModel, read_links
 from fcsd.network.simulate import Payload
 from fcsd.routing.bias import BiasTables, read_tables, write_tables
 from fcsd.routing.bottleneck import Deployment
-from fcsd.routing.placement import balanced, contiguous, topology_aware
+from fcsd.routing.placement import placed
 from fcsd.routing.routers import find_routers
 from fcsd.routing.tables import Calibration, make_tables
 from fcsd.stages.context import Run
@@ -136,21 +134,13 @@ class _Steering:
             selection=self.bias.selection,
             ranks=self.launch.ranks,
         )
-        placement = self._placement(calibration.counts.mean(0))
-        deployment = Deployment(self.links, self.payload, placement)
+        exchange = self.links, self.payload
+        placement = placed(self.bias.placement, calibration.counts.mean(0), *exchange)
+        deployment = Deployment(*exchange, placement)
         for name in names:
             kind, strength = self.bias.names[name]
             scaled = self.bias.scale is not None
             yield name, make_tables(calibration, deployment, kind, strength, scaled=scaled)[0]
-
-    def _placement(self, counts: Array) -> NDArray[np.int64]:
-        """Return the endpoint of every expert, [L, E], for mean pairs [L, N, E]."""
-        num_endpoints, num_experts = counts.shape[1:]
-        if self.bias.placement == "balanced":
-            return balanced(counts.sum(1), num_endpoints)
-        if self.bias.placement == "topology_aware":
-            return topology_aware(counts, self.links, self.payload)
-        return np.tile(contiguous(num_experts, num_endpoints), (len(counts), 1))
 
     def _batches(self) -> list[dict[str, Tensor]]:
         """Return the training text that traffic is counted on, in batches."""

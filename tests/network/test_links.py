@@ -128,12 +128,10 @@ def test_links_that_cannot_be_are_refused(
         read_links(tmp_path / "links.json")
 
 
-def test_links_of_another_world_or_collective_are_refused() -> None:
-    links().require(3, "p2p")
+def test_links_of_another_world_are_refused() -> None:
+    links().require(3)
     with pytest.raises(UserError, match="between 3 endpoints, 8 are asked for"):
         links().require(8)
-    with pytest.raises(UserError, match="measured with p2p, the exchanges are all_to_all_single"):
-        links().require(collective="all_to_all_single")
     with pytest.raises(UserError, match="between 3 endpoints, 2 are asked for"):
         exchange_time(links(), "dispatch", BYTES[:2, :2])
 
