@@ -304,7 +304,7 @@ class FCSDTrainer(DistillTrainer):
         start = time.perf_counter()
         with self._with_loss_head():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        self.leave_out_time(time.perf_counter() - start)
+        self.meters.leave_out_time(time.perf_counter() - start)
         return found
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:

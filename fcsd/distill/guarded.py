@@ -19,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy, has_length
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.interrupt import Signals, ignore_signals
+from fcsd.distill.meters import Meters
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
 from fcsd.distributed.failure import in_step
 from fcsd.distributed.launch import Launch
@@ -59,14 +60,7 @@ class GuardedTrainer(Trainer):
 
     # ---- what the subclass has
 
-    def meters(self) -> Any:
-        """Return what has been gathered for the next log; a skipped step is taken out by `set_meters`."""
-
-    def set_meters(self, meters: Any) -> None:
-        """Go back to what `meters` gave."""
-
-    def reset_meters(self) -> None:
-        """Go back to nothing gathered."""
+    meters: Meters  # a skipped step is taken out of them
 
     def restore(self, checkpoint: Path) -> None:
         """Restore weights, optimiser and schedule as they were at a checkpoint."""
@@ -81,7 +75,7 @@ class GuardedTrainer(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
         """Return the micro-batches of a step, which begins here."""
-        self._before_step = (self._tr_loss.clone(), self.meters())
+        self._before_step = (self._tr_loss.clone(), self.meters.kept())
         self._step_loss = None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._random_from is not None:  # to begin with a stream takes random numbers
@@ -126,7 +120,7 @@ class GuardedTrainer(Trainer):
             assert self._before_step is not None
             loss, meters = self._before_step
             self._tr_loss.copy_(loss)
-            self.set_meters(meters)
+            self.meters.go_back(meters)
             self._skipped_since_log += 1
         return norm
 
@@ -208,6 +202,11 @@ class GuardedTrainer(Trainer):
             self.interrupted_by = self._received
             self.control.should_training_stop = True
             self.control.should_save = self.args.save_strategy != SaveStrategy.NO
+
+    def reset_meters(self) -> None:
+        """Gather for the next log from here on."""
+        self.meters.reset()
+        self._logged_step, self._skipped_since_log = self.state.global_step, 0
 
     def leave_out_skipped(self, logs: dict[str, float]) -> int:
         """Make the loss in `logs` the mean over the steps that were not skipped, or drop it; returns their number."""

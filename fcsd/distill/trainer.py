@@ -115,7 +115,7 @@ class DistillTrainer(GuardedTrainer):
             self.average = WeightAverage(model, settings.ema_decay, skipped=lambda: self._verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which `train` adds
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
-        self._meters = Meters(self.accelerator, self._divergence, objective.clip)
+        self.meters = Meters(self.accelerator, self._divergence, objective.clip)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # whose parts are where they belong
@@ -152,7 +152,7 @@ class DistillTrainer(GuardedTrainer):
         counts = torch.tensor([int(count), tokens], device=device)
         if self.args.world_size > 1:
             counts = self.accelerator.reduce(counts, "sum")
-        self._meters.num_tokens += int(counts[1])
+        self.meters.num_tokens += int(counts[1])
         return counts[0]
 
     def compute_loss(
@@ -192,12 +192,12 @@ class DistillTrainer(GuardedTrainer):
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
         loss = outputs["loss"] * scale
         if self.teacher is None:
-            self._meters.add("ce", loss)
+            self.meters.add("ce", loss)
         else:
-            self._meters.add_statistics(outputs, scale)
+            self.meters.add_statistics(outputs, scale)
         if terms is not None:
             for name, value in terms.values(captured, teacher_captured, keep, list(coefficients)).items():
-                self._meters.add(name, value * scale)
+                self.meters.add(name, value * scale)
                 loss = loss + coefficients[name] * value * scale
         loss = self.watched(loss)
         return (loss, outputs) if return_outputs else loss
@@ -207,23 +207,6 @@ class DistillTrainer(GuardedTrainer):
         """The name under which the divergence is logged: kl, reverse_kl or jsd."""
         return self.objective.name.removesuffix("+l2")
 
-    def meters(self) -> Any:
-        """Return what has been gathered since the last log."""
-        return self._meters.kept()
-
-    def set_meters(self, meters: Any) -> None:
-        """Go back to what `meters` gave."""
-        self._meters.go_back(meters)
-
-    def reset_meters(self) -> None:
-        """Gather for the next log from here on."""
-        self._meters.reset()
-        self._logged_step, self._skipped_since_log = self.state.global_step, 0
-
-    def leave_out_time(self, seconds: float) -> None:
-        """Do not count this time, in which nothing was trained, in `tokens_per_second`."""
-        self._meters.leave_out_time(seconds)
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
@@ -232,9 +215,9 @@ class DistillTrainer(GuardedTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss, the throughput and what was guarded against to what the Trainer logs."""
         if "loss" in logs:
-            logs.update(self._meters.means(self.leave_out_skipped(logs)))
-            self._meters.refuse_all_clipped(logs, self.state.global_step)
-            logs["tokens_per_second"] = self._meters.tokens_per_second()
+            logs.update(self.meters.means(self.leave_out_skipped(logs)))
+            self.meters.refuse_all_clipped(logs, self.state.global_step)
+            logs["tokens_per_second"] = self.meters.tokens_per_second()
             logs.update(self.guard.report())
             self.reset_meters()
         super().log(logs, start_time)
