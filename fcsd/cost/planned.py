@@ -172,6 +172,7 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
                 f"--links: measured between {links.world_size} ranks, but {ep} share the experts (--ep; by default all"
                 f" GPUs); give --ep {links.world_size}, or links of {ep} ranks"
             )
+        links.require(collective="all_to_all_single")  # what expert parallelism calls
     return ep, tp
 
 

@@ -386,7 +386,7 @@ def even_links(ranks: int, beta: float) -> LinkModel:
     }
     return LinkModel.model_validate(
         {
-            "endpoints": [str(i) for i in range(ranks)], "collective": "p2p", "backend": "nccl", "world_size": ranks,
+            "endpoints": [str(i) for i in range(ranks)], "collective": "all_to_all_single", "backend": "nccl", "world_size": ranks,
             "libraries": {}, "metadata": phase, "dispatch": phase, "combine": phase,
             "ports": {"egress_s_per_byte": [None] * ranks, "ingress_s_per_byte": [None] * ranks},
         }
@@ -566,6 +566,8 @@ def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9
 
 def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     write_links(tmp_path / "links.json", even_links(4, 1e-9))
+    others = even_links(8, 1e-9).model_copy(update={"collective": "p2p"})
+    write_links(tmp_path / "p2p.json", others)
     times = Times(
         model_type="deepseek_v2", num_layers=4, ranks=8, batch=1, length=64, step_s=1.0,
         exchanges=[ExchangeTime(layer=1, kind="dispatch", backward=False, seconds=0.1, window_s=0.2)],
@@ -583,6 +585,10 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
         "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
+        "another collective": (
+            [model, "--links", str(tmp_path / "p2p.json")],
+            "the links were measured with p2p, the exchanges are all_to_all_single; measure them with",
+        ),
         "links in serving": (
             [model, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
             "measured for all-to-all; decode is planned with all-reduces",
