@@ -386,8 +386,8 @@ def even_links(ranks: int, beta: float) -> LinkModel:
     }
     return LinkModel.model_validate(
         {
-            "endpoints": [str(i) for i in range(ranks)], "collective": "all_to_all_single", "backend": "nccl", "world_size": ranks,
-            "libraries": {}, "metadata": phase, "dispatch": phase, "combine": phase,
+            "endpoints": [str(i) for i in range(ranks)], "collective": "all_to_all_single", "backend": "nccl",
+            "world_size": ranks, "libraries": {}, "metadata": phase, "dispatch": phase, "combine": phase,
             "ports": {"egress_s_per_byte": [None] * ranks, "ingress_s_per_byte": [None] * ranks},
         }
     )  # fmt: skip
