@@ -75,6 +75,8 @@ def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[byt
     path = folder / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
     with writing(path), beside(path) as temporary:
         save_file(tensors, temporary / "shard", metadata=metadata)
+        # safetensors 0.8 makes its files 0600, whatever the umask; a cache is for others, too
+        (temporary / "shard").chmod(temporary.stat().st_mode & 0o666)
         os.replace(temporary / "shard", path)
     return path
 

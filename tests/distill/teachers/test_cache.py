@@ -90,7 +90,8 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_pat
     (folder / "teacher.json").write_text(json.dumps(known))
     for row in stored:
         parts = zip(row_keys(row), row["teacher_hidden"].split(len(row["teacher_hidden"]) // 2), strict=True)
-        write_shard(folder, known, list(parts))
+        written = write_shard(folder, known, list(parts))
+        assert written.stat().st_mode == (folder / "teacher.json").stat().st_mode  # for whom the umask says
     places = [
         place for path in folder.glob("hidden-*") for place in cache_module.read_shard(path, known).values()
     ]
