@@ -22,6 +22,7 @@ from fcsd.config.load import load_recipe
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.distributed.launch import join_launch
 from fcsd.evaluate.stage import heldout_of
+from fcsd.families import row_width
 from fcsd.models.load import load_checkpoint
 from fcsd.network.compare import exchange_counts
 from fcsd.network.exchange import GroupExchange
@@ -52,7 +53,7 @@ def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Paylo
     tables = {name: read_tables(run.layout.bias_tables(name)) for name in names}
     found = {"none": calibration.counts} | {name: calibration.respond(each) for name, each in tables.items()}
     placement = next(iter(tables.values())).placement
-    payload = Payload(calibration.model.config.hidden_size, placement.shape[1])
+    payload = Payload(row_width(calibration.model.config), placement.shape[1])
     return {name: endpoint_counts(pairs, placement) for name, pairs in found.items()}, payload
 
 

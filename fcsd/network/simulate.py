@@ -20,11 +20,11 @@ gloo's all_to_all_single needs `pair`, everything else one of the others; withou
 class Payload:
     """The bytes of one token on the wire.
 
-    hidden_size: elements of a row that an expert reads (`fcsd.families.row_width`). hidden_size x value_bytes travel
-    either way, weight_bytes more on the way out; num_experts counts of count_bytes each precede them.
+    row_width: elements of a row that an expert reads (`fcsd.families.row_width`). row_width x value_bytes travel either
+    way, weight_bytes more on the way out; num_experts counts of count_bytes each precede them.
     """
 
-    hidden_size: int
+    row_width: int
     num_experts: int
     value_bytes: int = 2
     weight_bytes: int = 4
@@ -33,12 +33,12 @@ class Payload:
     @property
     def dispatch_bytes(self) -> int:
         """Bytes of one (token, expert) pair on its way to the expert."""
-        return self.hidden_size * self.value_bytes + self.weight_bytes
+        return self.row_width * self.value_bytes + self.weight_bytes
 
     @property
     def combine_bytes(self) -> int:
         """Bytes of one (token, expert) pair on its way back."""
-        return self.hidden_size * self.value_bytes
+        return self.row_width * self.value_bytes
 
     @property
     def metadata_bytes(self) -> int:

@@ -53,7 +53,7 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
     edges = whole
     if collective == "p2p":
         edges = Comparison(whole.names, whole.measured, compare_again(links, given))
-    payload = Payload(hidden_size=512, num_experts=32)
+    payload = Payload(row_width=512, num_experts=32)
     falls: tuple[list[float], list[float]] = ([], [])
     for strength in STRENGTHS:
         counts = routed_counts(strength, links.alpha("dispatch"), links.beta("dispatch"))

@@ -134,7 +134,7 @@ def test_counts_are_exchanged_as_bytes_there_and_back_behind_their_metadata() ->
         return float(num_bytes.sum())
 
     counts = np.array([[[1.0, 2], [3, 4]]])
-    payload = Payload(hidden_size=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
+    payload = Payload(row_width=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
     times = exchange_counts(exchange, counts, payload)
     assert [each.tolist() for each in sent[::3]] == [
         [[10, 10], [10, 10]],
@@ -176,7 +176,7 @@ def test_times_simulated_from_a_profile_are_those_measured_and_edges_alone_do_no
 
 def test_exchanges_of_counts_that_a_bias_has_moved_fall_as_predicted() -> None:
     testbed = Testbed(ALPHA, BETA, egress=np.full(4, 4e-8), delay=jitter(1e-4))
-    links, payload = profile(testbed, FACTS, largest_bytes=LARGEST), Payload(hidden_size=512, num_experts=32)
+    links, payload = profile(testbed, FACTS, largest_bytes=LARGEST), Payload(row_width=512, num_experts=32)
     plain, moved = (routed_counts(strength, ALPHA, BETA) for strength in (0, 0.5))
     assert plain.sum() == moved.sum()
     measured = [exchange_counts(testbed, counts, payload).total.mean() for counts in (plain, moved)]

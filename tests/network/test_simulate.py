@@ -67,7 +67,7 @@ def test_a_shared_port_holds_up_the_paths_that_lead_through_it_and_no_other() ->
 
 
 def test_each_phase_has_links_of_its_own() -> None:
-    payload = Payload(hidden_size=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
+    payload = Payload(row_width=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
     counts = np.array([[7.0, 2, 4], [6, 7, 0], [0, 1, 7]])
     usual = links()
     slower = {
@@ -87,7 +87,7 @@ def test_each_phase_has_links_of_its_own() -> None:
 
 
 def test_a_layer_takes_its_counts_its_dispatch_and_its_combine() -> None:
-    payload = Payload(hidden_size=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
+    payload = Payload(row_width=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
     counts = np.array([[7.0, 2, 4], [6, 7, 0], [0, 1, 7]])
     times = simulate(links(), counts, payload, "edge")
     assert times.metadata == pytest.approx(0.6 + 0.06 * 10)

@@ -33,7 +33,7 @@ def test_camoes_table_is_the_one_computed_by_hand() -> None:
     back_alpha[1, 0], back_beta[0, 2] = 7.0, 0.6
     links = links_of(alpha, beta, combine=(back_alpha, back_beta))
     counts = np.array([[[2, 3, 4, 9], [1, 1, 1, 9], [6, 0, 2, 9]]])
-    payload = Payload(hidden_size=1, num_experts=4, value_bytes=2, weight_bytes=1)
+    payload = Payload(row_width=1, num_experts=4, value_bytes=2, weight_bytes=1)
     tables = camoe(counts, links, payload, np.array([0, 1, 2, -1]), 0.3)
     # dispatch 3 bytes, combine 2. 0 -> 1: 1 + .1*3*3, and back, 1 -> 0, 7 + .2*3*2. 0 -> 2: 1 + .5*4*3, and 2 + .2*4*2.
     # 1 -> 0 and 1 -> 2: 1 + .1*1*3, and 2 + .2*1*2. 2 -> 0: 1 + .1*6*3, back, 0 -> 2, 2 + .6*6*2. 2 -> 1: latencies
@@ -84,7 +84,7 @@ def test_only_the_slowest_path_is_pushed_and_no_further_than_the_goal() -> None:
 def test_a_path_is_named_by_its_tokens_source_both_ways() -> None:
     """Two endpoints of one expert each: 0 sends 5 pairs to 1, and 1 sends 3 to 0; the way back has links of its own."""
     links = links_of([[0, 1], [2, 0]], [[0, 0.1], [0.2, 0]], combine=([[0, 3], [4, 0]], [[0, 0.3], [0.4, 0]]))
-    payload = Payload(hidden_size=1, num_experts=2, value_bytes=2, weight_bytes=8)
+    payload = Payload(row_width=1, num_experts=2, value_bytes=2, weight_bytes=8)
     paths = Deployment(links, payload, np.array([[0, 1]])).paths(np.array([[[[7, 5], [3, 7]]]]))
     # out with 10 bytes a pair, back with 2: what 0 has sent comes back from 1 to 0
     np.testing.assert_allclose(paths[0, 0, 0], [[0, 1 + 0.1 * 50], [2 + 0.2 * 30, 0]])

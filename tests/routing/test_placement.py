@@ -10,7 +10,7 @@ from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload, endpoint_counts, simulate
 from fcsd.routing.placement import balanced, contiguous, placed, topology_aware
 
-PAYLOAD = Payload(hidden_size=64, num_experts=6)
+PAYLOAD = Payload(row_width=64, num_experts=6)
 
 
 def made_links(beta: list[list[float]], collective: str = "p2p") -> LinkModel:

@@ -166,7 +166,7 @@ def test_placements_are_decided_on_the_first_half_and_timed_on_the_second(folder
         traffic = np.zeros((WORLD, WORLD))
         for source, batch in enumerate(second):
             np.add.at(traffic[source], endpoints[layer][batch[layer].ravel()], 1)
-        times.append(1e3 * simulate(links_found, traffic, Payload(hidden_size=32, num_experts=EXPERTS)).total)
+        times.append(1e3 * simulate(links_found, traffic, Payload(row_width=32, num_experts=EXPERTS)).total)
     assert found["balanced"]["mean_ms"] == pytest.approx(np.mean(times))
 
 
@@ -195,7 +195,7 @@ def test_capacity_drops_per_batch_and_times_are_of_what_is_left(folder, result, 
     assert row["dropped"] == pytest.approx(dropped / total)
     assert row["without_expert"] == pytest.approx(alone / (total / TOP_K))
     assert row["padding"] == pytest.approx(1 - (total - dropped) / room)
-    payload = Payload(hidden_size=32, num_experts=EXPERTS)
+    payload = Payload(row_width=32, num_experts=EXPERTS)
     times = [1e3 * simulate(found, step, payload).total for layers in steps for step in layers]
     assert row["mean_ms"] == pytest.approx(np.mean(times))
     assert row["p95_ms"] == pytest.approx(np.percentile(times, 95))
