@@ -12,6 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+MAKEFILE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+
+
+def make_targets(text: str) -> set[str]:
+    """Find the targets of `make …` in code of a page: a span, or a line of a block."""
+    return set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, flags=re.M))
+
+
 def commands() -> list[tuple[str, str]]:
     """Every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
     found = []
@@ -40,9 +48,26 @@ def test_every_link_and_make_target_exists(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (page.parent / target).exists(), target
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
-    for target in re.findall(r"(?:`|    )make ([a-z]+)", text):
-        assert target in targets, target
+    assert make_targets(text) <= MAKEFILE_TARGETS
+
+
+def test_a_make_target_with_a_hyphen_is_a_target() -> None:
+    assert make_targets("`make test-network`, and\n    make test-nothing  # why") == {
+        "test-network",
+        "test-nothing",
+    }
+    assert "test-network" in MAKEFILE_TARGETS and "test-nothing" not in MAKEFILE_TARGETS
+
+
+@pytest.mark.parametrize("path", [".ci/run", ".github/workflows/ci.yml"])
+def test_continuous_integration_runs_targets_that_exist_and_builds_the_site(path: str) -> None:
+    named = set(re.findall(r"\bmake (?:--[a-z-]+ )?([a-z][a-z-]*)(?=\s|$)", (ROOT / path).read_text(), flags=re.M))
+    assert {"test", "docs"} <= named <= MAKEFILE_TARGETS
+
+
+def test_an_article_is_named_by_its_title_not_by_a_number() -> None:
+    sources = [*(ROOT / "fcsd").rglob("*.py"), *(ROOT / "recipes").rglob("*.yaml"), *PAGES]
+    assert not [path.name for path in sources if re.search(r"\barticle \d", path.read_text(), flags=re.I)]
 
 
 def test_recipes_paths_in_the_docs_exist() -> None:

@@ -106,7 +106,8 @@ def compare(
     """Compare two evaluations of the same items, paired, with intervals and tests: what `fcsd compare` prints.
 
     Args:
-        original, converted: what `evaluate_model` gave, or folders that `fcsd evaluate` wrote.
+        original: what `evaluate_model` gave, or a folder that `fcsd evaluate` wrote.
+        converted: the same, of the model that is compared with it.
         tasks: only these.
 
     Raises:

@@ -51,9 +51,9 @@ class FCSDTrainer(DistillTrainer):
         model: a converted model (`fcsd.convert`), or the path or Hub id of a checkpoint; one that is not converted yet
             is converted as `args.layers` says. It is trained in place, in `args.dtype`.
         args: an `FCSDConfig`.
-        train_dataset, eval_dataset: a `datasets.Dataset`, a stream or a list of examples with the column messages,
-            text, prompt and response, or input_ids (and labels); or rows that are packed already. eval_dataset may be a
-            dict of several.
+        train_dataset: a `datasets.Dataset`, a stream or a list of examples with the column messages, text, prompt and
+            response, or input_ids (and labels); or rows that are packed already.
+        eval_dataset: the same, or a dict of several.
         processing_class: the tokenizer; None: the one that lies beside the model's checkpoint.
         teacher: what the student is compared with: a model, the path of one, or a `fcsd` Teacher. None: a copy of the
             student with the original connectivity, made before anything is trained; it needs the memory of one more

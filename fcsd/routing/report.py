@@ -51,11 +51,12 @@ def _loads(models: Sequence[Mapping[str, Any]]) -> str:
         ]
         for facts in models
     ]
-    head = ["model", "cv", "avg_layer_cv", "Switch balance loss", "as article 002 prints it"]
+    head = ["model", "cv", "avg_layer_cv", "Switch balance loss", "as the article prints it"]
     text = markdown([*head, *_time_heads(models[0])], rows)
     return (
-        f"{text}\n\nThe Switch loss is 1 for an even routing. The article's is the number of experts whatever the"
-        " routing is: its router part is summed over experts too."
+        f'{text}\n\nThe Switch loss is 1 for an even routing. That of the article "How do Mixture of'
+        ' Experts Layers Work? Part 2" (https://blog.vikrampawar.com/how-mixture-of-experts-works-part-2.html) is the'
+        " number of experts whatever the routing is: its router part is summed over experts too."
     )
 
 

@@ -74,6 +74,35 @@ def test_fsdp2_has_the_loss_and_gradients_of_one_process():
             assert loss < BOUND and gradients < BOUND, (case, loss, gradients)
 
 
+def gradients_behind_a_pass_without(rank, way):
+    """(name -> gradient of one step alone, name -> of the same step behind a pass without gradients)"""
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model("qwen3_moe")  # the original: it is torch's, not the rewiring's
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    _, alone = step(model, X)
+    with torch.no_grad():
+        model(X, use_cache=False)
+    if way == "reshard":
+        model.reshard()
+    (optimizer if way == "optimizer" else model).zero_grad()
+    return alone, step(model, X)[1]
+
+
+@pytest.mark.parametrize("way", ["optimizer", "reshard", "model"])
+def test_zero_grad_of_an_fsdp2_model_behind_a_pass_without_gradients_leaves_those_outside_the_layers(way):
+    """As docs/running.md says: torch 2.13 keeps the root's parameters gathered; the shards have the gradients."""
+    for alone, behind in run_ranks(gradients_behind_a_pass_without, 2, way):
+        outside = {n for n in alone if not n.startswith("model.layers.")}
+        assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        for name, gradient in alone.items():
+            doubled = way == "model" and name in outside
+            torch.testing.assert_close(behind[name], gradient * (2 if doubled else 1), rtol=1e-4, atol=1e-6)
+
+
 @torch.no_grad()
 def fsdp2_first(rank):
     from torch.distributed.fsdp import fully_shard
