@@ -20,6 +20,12 @@ def make_targets(text: str) -> set[str]:
     return set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, flags=re.M))
 
 
+def anchors(page: Path) -> set[str]:
+    """List the anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def commands() -> list[tuple[str, str]]:
     """Every `fcsd …` line of an indented or fenced block, comments and launchers taken off."""
     found = []
@@ -46,8 +52,10 @@ def test_every_command_is_understood(page: str, text: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_and_make_target_exists(page: Path) -> None:
     text = page.read_text()
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", text):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
     assert make_targets(text) <= MAKEFILE_TARGETS
 
 
@@ -85,3 +93,10 @@ def test_every_file_of_the_package_that_a_page_names_exists() -> None:
         for path in re.findall(r"`(?:fcsd/)?([a-z_]+/[a-z_/]+\.py)`", page.read_text()):
             known = (ROOT / "fcsd" / path, ROOT / path)
             assert any(each.is_file() for each in known), f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), [("running.md", "`model.zero_grad()`"), ("serving.md", "default RoPE")]
+)
+def test_what_other_libraries_get_wrong_is_said_where_a_user_meets_it(page: str, words: str) -> None:
+    assert words in (ROOT / "docs" / page).read_text()
