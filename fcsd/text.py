@@ -8,8 +8,7 @@ RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
 
 
 def scored_row(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the task of an `early_stopping` section, whose keys stood in the section itself before stage.json had
-    schema_version 2; of held-out KL the section."""
+    """Return what an `early_stopping` section scores: its task, or for held-out KL the section itself."""
     task = plan.get("task")
     return task if isinstance(task, Mapping) else plan
 

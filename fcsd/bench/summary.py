@@ -19,21 +19,6 @@ FIGURES = {
     "tbt_ms": ("decode", "median_itl_ms", True),
     "output_tokens_per_s": ("decode", "output_throughput", False),
 }
-REPORTED = (
-    {
-        "text": "Tested on Qwen3-30B-A3B, dp=2, tp=2, prefill dbo can reduce TTFT by 20%.",
-        "about": "dual batch overlap on Ascend NPUs, an author of it",
-        "source": "https://github.com/vllm-project/vllm-ascend/pull/2241",
-    },
-    {
-        "text": "the performance of DeepEP + two-batch overlap was significantly lower than that of TP8. Specifically,"
-        " the TTFT (Time To First Token) increased by approximately 92.38% compared to TP8.",
-        "about": "two-batch overlap in SGLang, Qwen3-30B-A3B on 8 H20, 512 tokens in and 1 out, a user",
-        "source": "https://github.com/sgl-project/sglang/issues/7255",
-    },
-)
-"""What others have said of exact overlap; quotes, never measurements of ours."""
-
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -74,7 +59,6 @@ def summarise(
             }
             for row in rows
         ],
-        "reported_elsewhere": [dict(quote) for quote in REPORTED],
     }
 
 
@@ -128,8 +112,7 @@ def table(result: Mapping[str, Any]) -> str:
         )
     more = (_against_best(result), _traced(result), _planned(result), _missing(result))
     parts += [text for text in more if text]
-    quotes = "\n".join(f'- "{each["text"]}" ({each["about"]}; {each["source"]})' for each in REPORTED)
-    return "\n\n".join([*parts, f"Reported by others, on other machines and not measured here:\n\n{quotes}"])
+    return "\n\n".join(parts)
 
 
 def emulated(comm: Mapping[str, Any]) -> bool:

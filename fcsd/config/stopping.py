@@ -28,7 +28,7 @@ class HeldoutKLStoppingConfig(StoppingBase):
     metric: Literal["heldout_kl"]
 
     elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
-        (*_OF_A_TASK, "task", "limit", "batch_size", "max_problems"),
+        (*_OF_A_TASK, "task", "limit", "batch_size"),
         "has no meaning for metric 'heldout_kl', only for a task; the text is data.heldout",
     )
 
@@ -41,9 +41,8 @@ class TaskStoppingConfig(StoppingBase):
     batch_size: int = Field(32, gt=0)  # sequences in one forward on a rank
 
     elsewhere: ClassVar[dict[str, str]] = {
-        **{key: f"moved; write early_stopping.task.{key}" for key in _OF_A_TASK},
-        "metric": "is 'heldout_kl' or left out; that of a task moved, write early_stopping.task.metric",
-        "max_problems": "is the former name of limit; write early_stopping.limit",
+        **{key: f"belongs to the task; write early_stopping.task.{key}" for key in _OF_A_TASK},
+        "metric": "is 'heldout_kl' or left out; that of a task is early_stopping.task.metric",
     }
 
     @model_validator(mode="after")

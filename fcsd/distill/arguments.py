@@ -82,12 +82,10 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
         gradient_accumulation_steps=accumulation_steps(train, run.max_length, run.launch.ranks.size),
         lr_scheduler_kwargs=schedule,
         bf16=train.bf16 and not engine.shards,  # there it is in the parameters, not in autocast
-        use_cpu=on_cpu and engine.name != "zero3",  # accelerate knows DeepSpeed on devices only
-        ddp_backend="gloo" if on_cpu and engine.name == "zero3" else None,
+        use_cpu=on_cpu and not engine.uses_deepspeed,  # accelerate knows DeepSpeed on devices only
+        ddp_backend="gloo" if on_cpu and engine.uses_deepspeed else None,
         # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
-        accelerator_config={
-            "gradient_accumulation_kwargs": {"sync_each_batch": engine.name in ("fsdp2", "ep")}
-        },
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": engine.has_dtensors}},
         activation_checkpointing=checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run, see DistillTrainer
@@ -113,11 +111,11 @@ def refuse_what_cannot_be_sharded(
         "train.ema_decay: an average is kept of whole weights, which no rank has under FSDP or DeepSpeed; launch data"
         " parallel copies": train.ema_decay is not None,
         "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
-            engine.name == "ep" and train.layer_lr_ratio != 1
+            engine.spreads_experts and train.layer_lr_ratio != 1
         ),
         # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
         "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
-            engine.name == "zero3" and by_heldout_kl and objective.has_hidden_terms
+            engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms
         ),
     }
     for message, asked in wrong.items():

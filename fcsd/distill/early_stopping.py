@@ -258,7 +258,7 @@ class EarlyStopper:
         self.best_step, self.best_score = state["best_step"], state["best_score"]
         self.best_stderr = state["best_stderr"]
         self.highest = float("-inf") if state["highest"] is None else state["highest"]
-        self.highest_step = state.get("highest_step")  # not in older checkpoints
+        self.highest_step = state["highest_step"]
         self.reference = float("-inf") if state["reference"] is None else state["reference"]
         self.stalled = state["stalled"]
         self._figures, self._warned = state["figures"], state["warned"]

@@ -98,7 +98,7 @@ class FCSDTrainer(DistillTrainer):
         sections = args.sections()
         train, objective = sections.train, sections.objective
         check_precision(train, launch.engine)
-        if launch.engine.name == "zero3":  # its settings are made before there is a trainer
+        if launch.engine.uses_deepspeed:  # its settings are made before there is a trainer
             raise UserError(
                 "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
             )
@@ -123,7 +123,7 @@ class FCSDTrainer(DistillTrainer):
                 compared = place_teacher(teacher_of(teacher, student, args, launch), launch)
             check_vocabulary(student, compared, self._tokenizer, objective)
             self.save_dtype = student.dtype
-            if launch.engine.name not in ("fsdp2", "zero3"):
+            if not launch.engine.shards_when_placed:
                 to_dtype(student, dtype_of(args.dtype))
             prepare_student(student, objective, train, launch)
             student.add_model_tags([*self._tag_names])
@@ -161,7 +161,7 @@ class FCSDTrainer(DistillTrainer):
         if launch.engine.shards:
             args.bf16, args.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
         # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
-        each = {"sync_each_batch": launch.engine.name in ("fsdp2", "ep")}
+        each = {"sync_each_batch": launch.engine.has_dtensors}
         args.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
         if args.activation_checkpointing and args.activation_checkpointing_kwargs is None:
             args.activation_checkpointing_kwargs = {"use_reentrant": False}

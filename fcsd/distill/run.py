@@ -83,7 +83,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     collate = collator(arguments, teacher, rows)
     prepare_student(student, run.objective, run.train, run.launch)
     run.launch.ranks.from_first(lambda: _check_disk(run))
-    if engine.name == "zero3":
+    if engine.uses_deepspeed:
         finish_zero_settings(arguments, run.train)
     stops = None
     signals, bar = Signals(), ProgressBar(run.description, run.left)

@@ -95,12 +95,12 @@ class DistillTrainer(GuardedTrainer):
         if args.bf16:
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
-        args.save_only_model = self.engine.name == "ep"
+        args.save_only_model = self.engine.spreads_experts
         kwargs["callbacks"] = [InStep(), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, launch=launch, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
-        self.is_distributed_loading_by_transformers = self.engine.name in ("fsdp2", "ep")
+        self.is_distributed_loading_by_transformers = self.engine.has_dtensors
         if objective.has_teacher != (teacher is not None):
             raise ValueError(
                 f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
@@ -258,7 +258,7 @@ class DistillTrainer(GuardedTrainer):
             self.optimizer = (MuonWithAdamW if train.optimizer == "muon" else adamw)(groups, **options)
         optimizer = super().create_optimizer(model)
         # The Trainer has one group a mesh of those that decay, and of the others.
-        if self.engine.name == "ep":
+        if self.engine.spreads_experts:
             trained = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
             names = {id(parameter): name for name, parameter in trained.named_parameters()}

@@ -55,6 +55,26 @@ class Engine:
         """Whether no rank holds the whole model."""
         return self.name in ("fsdp2", "zero3", "ep")
 
+    @property
+    def shards_when_placed(self) -> bool:
+        """Whether a model is loaded whole, by the first rank, and `fcsd.distributed.shard` gives each rank its part."""
+        return self.name in ("fsdp2", "zero3")
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether transformers gives each rank its part while it loads a checkpoint: whole experts, and FSDP2."""
+        return self.name == "ep"
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether a rank's part of a parameter is a DTensor."""
+        return self.name in ("fsdp2", "ep")
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed has optimiser and gradients."""
+        return self.name == "zero3"
+
 
 def requested_engine(
     world: int, device: torch.device, expert_parallel: int = 1, overlap: Overlap | None = None
@@ -185,7 +205,7 @@ def check_precision(train: TrainConfig, engine: Engine) -> None:
             "accelerate's configuration says mixed_precision bf16, the recipe train.bf16 false; precision is the"
             " recipe's: set mixed_precision: 'no' in the configuration, or train.bf16: true"
         )
-    if engine.name == "zero3" and train.dtype == "bfloat16":
+    if engine.uses_deepspeed and train.dtype == "bfloat16":
         raise UserError(
             "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones; set train.dtype: float32"
             " and train.bf16: true"
@@ -204,7 +224,7 @@ def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
         changes = {"ACCELERATE_USE_FSDP": None, "ACCELERATE_USE_PARALLELISM_CONFIG": None}
     if engine.shards:
         changes["ACCELERATE_MIXED_PRECISION"] = "no"
-    if engine.name == "zero3" and device.type == "cpu":
+    if engine.uses_deepspeed and device.type == "cpu":
         changes["ACCELERATE_USE_CPU"] = None
     before = {name: os.environ.get(name) for name in changes}
     _set_environment(changes)
@@ -212,7 +232,7 @@ def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
         yield
     finally:
         _set_environment(before)
-        if engine.name == "zero3":
+        if engine.uses_deepspeed:
             # transformers would partition whatever is loaded next, while it is loaded.
             from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -243,7 +263,7 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
 
     bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
     """
-    if engine.name != "ep":
+    if not engine.spreads_experts:
         return None
     from transformers.distributed import DistributedConfig
 

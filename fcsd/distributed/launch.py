@@ -50,7 +50,7 @@ class Launch:
     @property
     def loads_weights(self) -> bool:
         """Whether this rank reads weights; with FSDP2 and ZeRO-3 the first does, and sends the others their shards."""
-        return self.engine.name in ("one", "ddp", "ep") or self.first
+        return not self.engine.shards_when_placed or self.first
 
     def wait(self) -> None:
         """Wait until all ranks have come here."""
@@ -61,14 +61,16 @@ class Launch:
         """Return this launch with FSDP2 in the place of ZeRO-3: the scores are the same, and generation works."""
         return (
             self._with(replace(self.engine, name="fsdp2", reshard=True))
-            if self.engine.name == "zero3"
+            if self.engine.uses_deepspeed
             else self
         )
 
     def with_copies(self) -> "Launch":
         """Return this launch with a whole model on every rank in the place of expert parallelism."""
         return (
-            self._with(Engine("ddp" if self.ranks.size > 1 else "one")) if self.engine.name == "ep" else self
+            self._with(Engine("ddp" if self.ranks.size > 1 else "one"))
+            if self.engine.spreads_experts
+            else self
         )
 
     def _with(self, engine: Engine) -> "Launch":

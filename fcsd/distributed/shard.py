@@ -44,14 +44,14 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: TrainConfig) ->
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     engine = launch.engine
-    if engine.name == "ep":
+    if engine.spreads_experts:
         return  # it was loaded so
     layers = _decoder_layers(model, engine)
     embedding, head = model.get_input_embeddings(), head_and_body(model)[0]
     tied = embedding.weight is head.weight
     units = [*([layer] for layer in layers), *([[embedding, head]] if tied else [[embedding], [head]])]
     sender = _Sender(model, launch)
-    if engine.name == "zero3":
+    if engine.uses_deepspeed:
         moe_leaves(model)
         _partition(model, units, sender, torch.bfloat16 if train.bf16 else torch.float32)
         return
@@ -77,7 +77,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
         return model.__dict__.get("_whole_head", head)
     model.__dict__["_sharded"] = True
     engine = launch.engine
-    if engine.name == "ep":
+    if engine.spreads_experts:
         mesh: Any = head.weight
         fully_shard(body, mesh=mesh.device_mesh)  # it was loaded as a part of the model, and runs alone here
         model.__dict__["_whole_head"] = whole_head(model, launch.device)
@@ -91,7 +91,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     else:
         sender.send(head, None)
     units = [*([layer] for layer in layers), [embedding]]
-    if engine.name == "zero3":
+    if engine.uses_deepspeed:
         _partition(body, units, sender, None)
         _serve(body)
     else:

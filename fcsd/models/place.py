@@ -58,7 +58,7 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
         weights=launch.loads_weights,
         distributed_config=distributed_config(engine, launch.ranks.size),
     )
-    if engine.name == "fsdp2":
+    if engine.shards_when_placed:
         shard_teacher(loaded, launch)
     return loaded
 

@@ -21,7 +21,6 @@ from fcsd.routing.metrics import (
     kl,
     layer_cv,
     layer_kl,
-    printed_balance_loss,
     routes_moved,
     switch_balance_loss,
 )
@@ -71,7 +70,6 @@ def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[
         **_spread(loads),
         "layer_cv": layer_cv(loads).tolist(),
         "switch_balance_loss": switch_balance_loss(loads, routes.probabilities).tolist(),
-        "printed_balance_loss": printed_balance_loss(loads, routes.weight_sum, num_tokens).tolist(),
         **network.time(steps, place),
         "capacity": [
             {

@@ -9,12 +9,9 @@ Not covered: tokens of images in families that have experts of their own for the
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fcsd.distributed.ranks import input_device
@@ -121,43 +118,6 @@ def recording(model: nn.Module) -> Iterator[Recording]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@dataclass(frozen=True)
-class RoutingCounts:
-    """How many (token, expert) pairs each layer has: counts int64 [L, N, E] by the endpoint that the token is at.
-
-    layers: indices of the MoE layers. num_tokens: int64 [N]. top_k: pairs of one token in one layer.
-    """
-
-    layers: list[int]
-    counts: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    top_k: int
-
-    @property
-    def loads(self) -> NDArray[np.int64]:
-        """Return the pairs of each expert, from all endpoints: [L, E]."""
-        return np.asarray(self.counts.sum(1))
-
-
-def count_routes(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], num_endpoints: int
-) -> RoutingCounts:
-    """Run batches (input_ids, attention_mask where there is padding) and count; batch j is at endpoint j mod N.
-
-    Padding is not counted. A model on several ranks counts the batches that this rank is given.
-    """
-    routers = find_routers(model)
-    num_experts = routers[0].num_experts
-    counts = np.zeros((len(routers), num_endpoints, num_experts), dtype=np.int64)
-    num_tokens = np.zeros(num_endpoints, dtype=np.int64)
-    for j, routed in enumerate(routed_batches(model, batches)):
-        endpoint = j % num_endpoints
-        num_tokens[endpoint] += len(routed[0].experts)
-        for layer, (experts, _) in enumerate(routed):
-            counts[layer, endpoint] += torch.bincount(experts.flatten(), minlength=num_experts).cpu().numpy()
-    return RoutingCounts([router.layer for router in routers], counts, num_tokens, routers[0].top_k)
 
 
 def routed_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[list[Routed]]:

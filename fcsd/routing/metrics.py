@@ -74,13 +74,3 @@ def switch_balance_loss(loads: Loads, probabilities: Array) -> Array:
     total = loads.sum(-1, keepdims=True)
     shares = np.divide(loads, total, out=np.zeros(loads.shape), where=total > 0)
     return np.asarray(loads.shape[-1] * (shares * probabilities).sum(-1))
-
-
-def printed_balance_loss(loads: Loads, weight_sum: Array, num_tokens: int) -> Array:
-    """Return the loss as "How do Mixture of Experts Layers Work? Part 2" prints it, to show that it is constant: [...].
-
-    There the router's part is summed over tokens and experts, where Switch averages over tokens only. weight_sum [...]:
-    the weights of all tokens, which are 1 for each token; so the loss is E whatever the loads are, and trains nothing.
-    """
-    shares = loads / loads.sum(-1, keepdims=True)
-    return np.asarray(loads.shape[-1] * shares.sum(-1) * weight_sum / num_tokens)

@@ -46,18 +46,13 @@ def _loads(models: Sequence[Mapping[str, Any]]) -> str:
             f"{facts['cv']:.3f}",
             f"{facts['avg_layer_cv']:.3f}",
             f"{_mean(facts['switch_balance_loss']):.3f}",
-            f"{_mean(facts['printed_balance_loss']):.3f}",
             *_times(facts),
         ]
         for facts in models
     ]
-    head = ["model", "cv", "avg_layer_cv", "Switch balance loss", "as the article prints it"]
+    head = ["model", "cv", "avg_layer_cv", "Switch balance loss"]
     text = markdown([*head, *_time_heads(models[0])], rows)
-    return (
-        f'{text}\n\nThe Switch loss is 1 for an even routing. That of the article "How do Mixture of'
-        ' Experts Layers Work? Part 2" (https://blog.vikrampawar.com/how-mixture-of-experts-works-part-2.html) is the'
-        " number of experts whatever the routing is: its router part is summed over experts too."
-    )
+    return f"{text}\n\nThe Switch loss is 1 for an even routing."
 
 
 def _shift(result: Mapping[str, Any], found: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Every choice that a model's routers make on a text, batch by batch: what two runs can be compared by.
 
-Not covered: text whose choices (2 bytes for each token, layer and expert of the token) do not fit in main memory; there
-`fcsd.routing.counts.count_routes` keeps the sums only.
+Not covered: text whose choices (2 bytes for each token, layer and expert of the token) do not fit in main memory.
 """
 
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ class Routes:
     """The choices of L layers, T tokens in J batches, K of E experts each.
 
     layers: indices of the MoE layers. experts: int16 [L, T, K]. num_tokens: of each batch, [J]. probabilities: mean of
-    softmax(logits) over the tokens, [L, E]. weight_sum: softmax over the chosen logits only, summed over tokens and
-    experts, [L].
+    softmax(logits) over the tokens, [L, E].
     """
 
     layers: list[int]
@@ -37,7 +35,6 @@ class Routes:
     experts: NDArray[np.int16]
     num_tokens: Counts
     probabilities: Array
-    weight_sum: Array
 
     @property
     def top_k(self) -> int:
@@ -92,7 +89,7 @@ def read_routes(
     """
     routers = find_routers(model)
 
-    def own_share() -> list[tuple[NDArray[np.int16], Array, Array]]:
+    def own_share() -> list[tuple[NDArray[np.int16], Array]]:
         own = ranks.deal(batches)
         shown = tqdm(own, desc=bar, unit="batch", disable=bar is None or not ranks.first, leave=False)
         idle = [batches[0]] * ranks.idle_passes(len(batches))
@@ -100,7 +97,7 @@ def read_routes(
 
     by_rank = ranks.share(own_share)
     found = [by_rank[j % ranks.size][j // ranks.size] for j in range(len(batches))]
-    experts, probabilities, weights = zip(*found, strict=True)
+    experts, probabilities = zip(*found, strict=True)
     num_tokens = np.array([batch.shape[1] for batch in experts])
     return Routes(
         [router.layer for router in routers],
@@ -108,14 +105,12 @@ def read_routes(
         np.concatenate(experts, 1),
         num_tokens,
         np.sum(probabilities, 0) / num_tokens.sum(),
-        np.sum(weights, 0),
     )
 
 
-def _summed(routed: Sequence[tuple[Tensor, Tensor]]) -> tuple[NDArray[np.int16], Array, Array]:
-    """Return of one batch the experts [L, t, K], and summed over its tokens the probabilities and weights."""
+def _summed(routed: Sequence[tuple[Tensor, Tensor]]) -> tuple[NDArray[np.int16], Array]:
+    """Return the experts of one batch [L, t, K], and the probabilities summed over its tokens."""
     experts = torch.stack([chosen.cpu() for chosen, _ in routed]).numpy().astype(np.int16)
     # In float64 one layer at a time.
     probabilities = [logits.double().softmax(-1).sum(0).cpu() for _, logits in routed]
-    weights = [logits.gather(1, chosen).double().softmax(-1).sum().cpu() for chosen, logits in routed]
-    return experts, torch.stack(probabilities).numpy(), torch.stack(weights).numpy()
+    return experts, torch.stack(probabilities).numpy()

@@ -107,7 +107,7 @@ def check_overlap(run: Run) -> None:
             environment that cannot.
     """
     engine, folder = run.launch.engine, run.original.folder
-    if engine.name != "ep":
+    if not engine.spreads_experts:
         return
     checkpoint = read_checkpoint(folder)
     family, config = checkpoint.family, load_config(checkpoint)

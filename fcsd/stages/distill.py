@@ -221,7 +221,7 @@ def _student(run: Run, start: ModelFolder | None) -> tuple[PreTrainedModel, torc
         distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=recipe.train.bf16),
     )
     save_dtype = student.dtype
-    if recipe.lora is None and launch.engine.name not in ("fsdp2", "zero3"):
+    if recipe.lora is None and not launch.engine.shards_when_placed:
         to_dtype(student, dtype_of(recipe.train.dtype))
     return student, save_dtype
 

@@ -46,7 +46,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
         UserError: the launch spreads no experts; what `check_overlap` refuses.
     """
     launch, recipe = run.launch, run.recipe
-    if launch.engine.name != "ep":
+    if not launch.engine.spreads_experts:
         raise UserError("trace: there is nothing to trace without --expert-parallel N; add it")
     check_overlap(run)
     folder.mkdir(parents=True, exist_ok=True)

@@ -211,7 +211,7 @@ WRONG = [
     ),
     (
         {"early_stopping": {"metric": "acc", "task": CODE}},
-        r"early_stopping\.metric: is 'heldout_kl' or left out; that of a task moved, write early_stopping\.task\.m",
+        r"early_stopping\.metric: is 'heldout_kl' or left out; that of a task is early_stopping\.task\.m",
     ),
     (
         {"early_stopping": {"task": CHOICE | {"metric": "acc"}}},
@@ -242,13 +242,9 @@ WRONG = [
         r"early_stopping\.task\.num_sample: unknown key; did you mean 'num_samples'\?",
     ),
     (
-        {"early_stopping": {"task": CODE, "max_problems": 4}},
-        r"early_stopping\.max_problems: is the former name of limit; write early_stopping\.limit",
-    ),
-    (
         {"early_stopping": {"dataset": "a/b", "split": "test", "patience": 3}},
-        r"x\.yaml: early_stopping\.dataset: moved; write early_stopping\.task\.dataset"
-        r" \(and 2 more: early_stopping\.split: moved; write early_stopping\.task\.split; ",
+        r"x\.yaml: early_stopping\.dataset: belongs to the task; write early_stopping\.task\.dataset"
+        r" \(and 2 more: early_stopping\.split: belongs to the task; write early_stopping\.task\.split; ",
     ),
     (
         {"early_stopping": {"metric": "heldout_kl"}},

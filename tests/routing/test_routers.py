@@ -6,8 +6,9 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, moe_mask
-from fcsd.routing.counts import count_routes, recording
+from fcsd.routing.counts import recording
 from fcsd.routing.routers import find_routers
+from fcsd.routing.routes import read_routes
 from fcsd.tiny.models import tiny_model
 
 SECOND_LOOK = {
@@ -93,7 +94,7 @@ def test_each_moe_layer_has_one_router_and_its_choices_are_those_of_the_experts(
     assert gives_its_choice(model, routers[0]) == (family not in SECOND_LOOK)
 
 
-def test_counts_are_those_of_each_endpoint_without_padding() -> None:
+def test_counts_are_those_of_each_batch_without_padding() -> None:
     model = tiny_model("qwen3_moe")
     batches = []
     for seed, padding in enumerate((0, 4, 2)):
@@ -101,19 +102,18 @@ def test_counts_are_those_of_each_endpoint_without_padding() -> None:
         mask[0, 11 - padding :] = 0
         ids = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(seed))
         batches.append({"input_ids": ids, "attention_mask": mask})
-    found = count_routes(model, batches, 2)
-    wanted = torch.zeros(4, 2, 8, dtype=torch.long)
+    routes = read_routes(model, batches)
+    wanted = torch.zeros(3, 4, 8, dtype=torch.long)
     for j, batch in enumerate(batches):
         with torch.no_grad():
             logits = model(**batch, output_router_logits=True, use_cache=False).router_logits
         for layer in range(4):
             for token, kept in zip(logits[layer], batch["attention_mask"].flatten(), strict=True):
                 for expert in token.topk(2).indices.tolist() if kept else []:
-                    wanted[layer, j % 2, expert] += 1
-    assert found.counts.tolist() == wanted.tolist()
-    assert found.num_tokens.tolist() == [22 + 20, 18]
-    assert (found.layers, found.top_k, found.counts.dtype.name) == ([0, 1, 2, 3], 2, "int64")
-    assert found.loads.tolist() == wanted.sum(1).tolist()
+                    wanted[j, layer, expert] += 1
+    assert routes.batch_loads().tolist() == wanted.tolist()
+    assert routes.num_tokens.tolist() == [22, 18, 20]
+    assert (routes.layers, routes.top_k, routes.num_experts) == ([0, 1, 2, 3], 2, 8)
 
 
 def test_a_model_without_routers_is_refused_in_one_line() -> None:
