@@ -320,6 +320,39 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, 
     assert "\n" not in str(caught.value)
 
 
+# Each as the configuration of some family in transformers, or of a published checkpoint, spells it.
+ROUTER_LOSSES = {
+    "router_aux_loss_coef": 1.0,
+    "aux_loss_coef": 0.01,
+    "aux_loss_alpha": 0.001,
+    "moe_aux_loss_coeff": 0.01,
+    "router_z_loss_coef": 0.001,
+    "moe_z_loss_coeff": 0.001,
+    "load_balance_coeff": 0.001,
+    "seq_aux": True,
+    "output_router_logits": True,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
+def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would_have_none(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    def load(config: dict[str, object]) -> Recipe:
+        plan = {"config": {"model_type": "qwen3_moe"} | config, "tokenizer": "t", "data": MINIMAL["data"]}
+        return load_recipe(write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}}))
+
+    message = (
+        rf"x\.yaml: pretrain\.config: {key}: a pre-training minimises cross-entropy alone .*; leave it out"
+    )
+    with pytest.raises(UserError, match=message):
+        load({key: value})
+    with pytest.raises(UserError, match=rf"pretrain\.config: text_config\.{key}: "):
+        load({"text_config": {key: value}})
+    load({key: False})
+    load({"router_jitter_noise": 0.1, "num_experts": 4})
+
+
 @pytest.mark.parametrize(
     ("steps", "expected"), [(40, (20, 40)), (1, (0, 1)), (2000, (1000, 100)), (9000, (1000, 100))]
 )
