@@ -254,11 +254,18 @@ class Recipe(Strict):
     def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
         if (plan := self.sweep) is None:
             return self
+        if (decay := self.train.num_decay_steps(plan.steps)) > plan.steps - plan.warmup_steps:
+            raise ValueError(
+                f"sweep.steps ({plan.steps}) are fewer than sweep.warmup_steps ({plan.warmup_steps}) and"
+                f" train.lr_scheduler_kwargs.num_decay_steps ({decay}), of which a number below 1 is a share"
+            )
         for batch in plan.batch_size_tokens:
-            if (steps := self.steps_with(batch)) < self.train.warmup_steps:
+            steps, warmup = self.steps_with(batch), self.train.warmup_steps
+            if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
                 raise ValueError(
-                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps,"
-                    f" fewer than train.warmup_steps ({self.train.warmup_steps}); change one of them"
+                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps, fewer"
+                    f" than train.warmup_steps ({warmup}){f' and the {decay} of the decay' if decay else ''}; change"
+                    " one of them"
                 )
         return self
 

@@ -164,7 +164,11 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
     """Return the keys of a `train` section that a rehearsal replaces."""
+    schedule = train.lr_scheduler_kwargs
+    if schedule is not None and "num_decay_steps" in schedule:
+        schedule = schedule | {"num_decay_steps": 1}
     return {
+        "lr_scheduler_kwargs": schedule,
         "max_steps": min(train.max_steps, _NUM_STEPS),
         "warmup_steps": min(train.warmup_steps, 1),
         "batch_size_tokens": _small_batch(train.batch_size_tokens, max_length),

@@ -157,7 +157,10 @@ WRONG = [
     ),
     ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
     ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
-    ({"train": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"min_lr_rate is needed"),
+    (
+        {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},
+        r"train\.lr_scheduler_kwargs\.min_lr_rate: is required",
+    ),
     (
         {"objective": {"name": "kl", "l2_coefficient": 0.1}},
         r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
