@@ -39,6 +39,27 @@ def test_every_shipped_recipe_loads(path: Path) -> None:
         recipe.variant(name)
 
 
+def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        load_recipe("recipes/tiny/demo.yaml") == load_recipe("tiny/demo") == load_recipe("recipes/tiny/demo")
+    )
+    message = (
+        r"recipes/tiny/dmo\.yaml: no such file, and no recipe of this name ships .*did you mean 'tiny/demo'\?"
+    )
+    with pytest.raises(UserError, match=message):
+        load_recipe("recipes/tiny/dmo.yaml")
+    with pytest.raises(
+        UserError, match=r"^tiny/demo\.yaml: no such file$"
+    ):  # a file of one's own, which is not there
+        load_recipe("tiny/demo.yaml")
+    (tmp_path / "recipes" / "tiny").mkdir(parents=True)
+    write(tmp_path, MINIMAL).rename(tmp_path / "recipes" / "tiny" / "demo.yaml")
+    assert load_recipe("recipes/tiny/demo.yaml").name == "x"
+
+
 def test_the_printed_recipe_is_complete_and_reads_back_as_itself(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL))
     printed = to_yaml(recipe.dump())
