@@ -19,7 +19,9 @@ from typing import Any, Literal
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json
 
-SCHEMA_VERSION = 2  # 1: early stopping's task was written flat into its section
+SCHEMA_VERSION = (
+    3  # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train
+)
 
 
 _PACKAGES = (

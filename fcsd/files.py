@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fcsd.errors import UserError
-from fcsd.temporary import beside, replace_folder
+from fcsd.temporary import beside, file_beside, replace_folder
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 # safetensors and torch.save report a failed write in words only.
@@ -40,9 +40,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text under a temporary name, then rename."""
-    with writing(path), beside(path) as temporary:
-        (temporary / "file").write_text(text, encoding="utf-8")
-        os.replace(temporary / "file", path)
+    with writing(path), file_beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Temporary folders with an owner: what a killed process has left, the next one that comes by removes.
+"""Temporary folders and files with an owner: what a killed process has left, the next one that comes by removes.
 
-The name has the host and a random part, so that no two jobs ever share one. A lock on the folder says whether its owner
+The name has the host and a random part, so that no two jobs ever share one. A lock on it says whether its owner
 lives: the system gives it back when the process ends, however it does.
 
 Not covered: what was left on another host, or on a file system that knows no locks (some network ones): it stays.
@@ -30,6 +30,13 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def file_beside(path: Path) -> Iterator[Path]:
+    """Make an empty temporary file on the disk of `path`, to be renamed to `path`; then there is nothing to remove."""
+    with _owned(path.parent, f".{path.name}", 0o666, is_file=True) as made:
+        yield made
+
+
+@contextlib.contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
     """Make a folder in the system's temporary directory that nobody else can read; it is removed at the end.
 
@@ -45,12 +52,12 @@ def sweep_scratch() -> None:
 
 
 @contextlib.contextmanager
-def _owned(folder: Path, name: str, mode: int) -> Iterator[Path]:
+def _owned(folder: Path, name: str, mode: int, *, is_file: bool = False) -> Iterator[Path]:
     sweep(folder, f"{name}.")
     owner, descriptor = os.getpid(), None
     while descriptor is None:
         made = folder / f"{name}.{_host()}-{owner}-{secrets.token_hex(4)}.tmp"
-        made.mkdir(mode)
+        made.touch(mode, exist_ok=False) if is_file else made.mkdir(mode)
         descriptor = _locked(made)
     _LOCKS.add(descriptor)
     try:
@@ -59,7 +66,14 @@ def _owned(folder: Path, name: str, mode: int) -> Iterator[Path]:
         if os.getpid() == owner:  # a fork that ends here leaves it to its parent
             _LOCKS.discard(descriptor)
             os.close(descriptor)
-            shutil.rmtree(made, ignore_errors=True)
+            _remove(made)
+
+
+def _remove(made: Path) -> None:
+    if made.is_dir():
+        shutil.rmtree(made, ignore_errors=True)
+    else:
+        made.unlink(missing_ok=True)
 
 
 _LOCKS: set[int] = set()  # descriptors that hold this process's locks
@@ -104,10 +118,10 @@ def sweep(folder: Path, start: str) -> None:
 
 
 def _remove_if_dead(left: Path) -> None:
-    descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
+    descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(left, ignore_errors=True)
+        _remove(left)
     finally:
         os.close(descriptor)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.cli.main import build_parser
+from fcsd.cli.main import build_parser, main
+from fcsd.config.load import recipe_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -84,6 +85,23 @@ def test_recipes_paths_in_the_docs_exist() -> None:
     for page in PAGES:
         for path in re.findall(r"\b(?:recipes|configs|eval)/[a-z0-9_./-]+\.ya?ml", page.read_text()):
             assert (ROOT / path).is_file(), f"{page.name}: {path}"
+
+
+def test_recipes_in_commands_are_named_as_they_ship(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # as with a wheel, there is no checkout
+    for page, text in commands():
+        assert not re.search(r"\brecipes/", text), f"{page}: {text}"
+        arguments = vars(build_parser().parse_args(shlex.split(text, comments=True)[1:]))
+        if "/" in str(recipe := arguments.get("recipe", "")) and not str(recipe).startswith("runs/"):
+            assert recipe_file(recipe).is_file(), f"{page}: {text}"
+    assert main(["configs"]) == 0 and capsys.readouterr().out == "configs\n"
+    assert main(["configs"]) == 2  # whoever edited them keeps them
+    assert "configs: is there already; name a new folder" in capsys.readouterr().err
+    for page in PAGES:
+        for path in re.findall(r"--config_file (configs/\S+)", page.read_text()):
+            assert path.endswith("…") or (tmp_path / path).is_file(), f"{page.name}: {path}"
 
 
 def test_every_file_of_the_package_that_a_page_names_exists() -> None:

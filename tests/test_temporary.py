@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from fcsd import temporary
+from fcsd.artifact import Stage
 from fcsd.cli.main import main
 from fcsd.connectivity import Connectivity, convert_checkpoint
 from fcsd.evaluate.code import scorer
 from fcsd.files import new_folder, write_text
-from fcsd.temporary import beside, scratch_folder
+from fcsd.temporary import beside, file_beside, scratch_folder
 from fcsd.tiny.models import tiny_model
 from tests.support import ROOT, in_a_fork
 
@@ -50,6 +51,40 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(
         pass
     write_text(tmp_path / "file.json", "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.json", "model"]
+
+
+def test_a_writer_killed_when_its_file_has_its_name_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished stage writes its manifest no second time: there is no next writer to clean up."""
+    rename = os.replace
+
+    def finished() -> None:
+        monkeypatch.setattr(os, "replace", lambda *names: (rename(*names), die()))
+        Stage(tmp_path, "convert", {}, {}).finish({})
+
+    killed_in(finished, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert Stage(tmp_path, "convert", {}, {}).state() == "finished"
+    old = os.umask(0o027)
+    write_text(tmp_path / "for the group", "x")
+    os.umask(old)
+    assert oct((tmp_path / "for the group").stat().st_mode)[-3:] == "640"
+
+
+def test_a_living_writers_file_is_not_swept_and_a_dead_ones_folder_of_before_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half() -> None:
+        with beside(tmp_path / "a.json"):  # how files were written before
+            die()
+
+    killed_in(half, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    with file_beside(tmp_path / "a.json") as mine:
+        write_text(tmp_path / "a.json", "theirs")
+        assert mine.is_file() and len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_killed_conversion_leaves_nothing_once_it_is_run_again(

@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", status, error)
     except Interrupted as interruption:
         if first:
-            print(f"fcsd {arguments.command}: {interruption}", file=sys.stderr)
+            print(f"fcsd {arguments.command}: {interruption}{_launchers_end()}", file=sys.stderr)
         return interruption.status
     except KeyboardInterrupt:
         if first:
             text = f"\nfcsd {arguments.command}: interrupted; run the same command again to continue"
-            print(text, file=sys.stderr)
+            print(f"{text}{_launchers_end()}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
@@ -86,6 +86,13 @@ def _failed(text: str, status: int, error: Exception) -> int:
         print(to_print, file=sys.stderr)
         rank_failure.wait_until_told()
     return status
+
+
+def _launchers_end() -> str:
+    """Say what torch's launcher makes of a signal; its status is not ours."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return " (the launcher's status 1 and traceback, which follow, mean this signal and no other error)"
 
 
 def _number_of_processes() -> int:

@@ -1,6 +1,7 @@
-"""Commands that take a recipe: recipe, estimate, tiny-data, and the stages."""
+"""Commands that take a recipe: recipe, estimate, and the stages; what they need beside it: tiny-data, configs."""
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,17 @@ def _tiny_data(arguments: argparse.Namespace) -> None:
     from fcsd.tiny.tasks import write_tiny_data
 
     write_tiny_data(arguments.out, seed=arguments.seed)
+    print(arguments.out)
+
+
+def _configs(arguments: argparse.Namespace) -> None:
+    from fcsd.files import data_dir, new_folder
+
+    if arguments.out.exists():
+        raise UserError(f"{arguments.out}: is there already; name a new folder")
+    with new_folder(arguments.out) as place:
+        for file in data_dir("configs").glob("*.yaml"):
+            shutil.copyfile(file, place / file.name)
     print(arguments.out)
 
 
@@ -210,9 +222,27 @@ def _add_tiny_data(command: Command) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
 
 
+def _add_configs(command: Command) -> None:
+    parser = command(
+        "configs",
+        _configs,
+        "Copy the configurations of `accelerate launch` that ship with fcsd, to be used and edited.",
+        "They are what docs and messages call configs/fsdp2_8.yaml and so on (docs/training.md).",
+    )
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        type=Path,
+        nargs="?",
+        default=Path("configs"),
+        help="new folder (default: configs)",
+    )
+
+
 def add_commands(command: Command) -> None:
     """Add these commands to the parser."""
     _add_estimate(command)
     _add_stages(command)
     _add_trace(command)
     _add_tiny_data(command)
+    _add_configs(command)

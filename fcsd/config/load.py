@@ -82,15 +82,20 @@ def recipe_names() -> list[str]:
 def recipe_file(name: str | Path) -> Path:
     """Return the file of a recipe: `name` itself, or that of the shipped recipe of this name.
 
+    Where there is no file, `recipes/tiny/demo.yaml`, its path in a checkout, names what `tiny/demo` does.
+
     Raises:
         UserError: neither a file nor the name of a shipped recipe.
     """
     path = Path(name)
+    shipped = (
+        str(path.with_suffix("")).removeprefix("recipes/") if path.parts[:1] == ("recipes",) else str(name)
+    )
     names = recipe_names()
-    if path.exists() or path.suffix in (".yaml", ".yml"):
+    if path.exists() or (path.suffix in (".yaml", ".yml") and shipped == str(name)):
         return path
-    if str(name) in names:
-        return data_dir("recipes") / f"{name}.yaml"
+    if shipped in names:
+        return data_dir("recipes") / f"{shipped}.yaml"
     raise UserError(
-        f"{name}: no such file, and no recipe of this name ships with fcsd{did_you_mean(str(name), names)}"
+        f"{name}: no such file, and no recipe of this name ships with fcsd{did_you_mean(shipped, names)}"
     )

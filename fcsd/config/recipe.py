@@ -6,6 +6,7 @@ folder in which the command runs. `--set train.learning_rate=4e-5` replaces one 
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -46,6 +47,12 @@ _VARIANT_SECTIONS = (
     "train",
     "early_stopping",
     "seed",
+)
+
+# Transformers' spellings and those of published configurations: router_aux_loss_coef (most), aux_loss_coef (jetmoe),
+# aux_loss_alpha and seq_aux (deepseek), moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).
+_ROUTER_LOSS = re.compile(
+    r"aux_loss|aux_alpha|seq_aux|router_z_loss|moe_z_loss|load_balanc|output_router_logits"
 )
 
 
@@ -116,6 +123,28 @@ class PretrainConfig(Strict):
         if "model_type" not in value:
             raise ValueError("model_type is required (for example 'qwen3_moe')")
         return value
+
+    @field_validator("config")
+    @classmethod
+    def _no_loss_of_the_routers_is_asked_for(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if keys := router_loss_keys(value):
+            raise ValueError(
+                f"{', '.join(keys)}: a pre-training minimises cross-entropy alone and adds no auxiliary loss of the"
+                " routers, so this would balance nothing; leave it out (`fcsd routing` counts how evenly a model uses"
+                " its experts)"
+            )
+        return value
+
+
+def router_loss_keys(config: dict[str, Any]) -> list[str]:
+    """Return the dotted keys, with a value that asks for something, by which configurations set a routers' loss."""
+    keys = []
+    for key, value in config.items():
+        if isinstance(value, dict):  # the text model of a multimodal one
+            keys += [f"{key}.{inner}" for inner in router_loss_keys(value)]
+        elif value and _ROUTER_LOSS.search(str(key)):
+            keys.append(key)
+    return keys
 
 
 def _has_teacher(objective: Any) -> bool:
@@ -225,11 +254,18 @@ class Recipe(Strict):
     def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
         if (plan := self.sweep) is None:
             return self
+        if (decay := self.train.num_decay_steps(plan.steps)) > plan.steps - plan.warmup_steps:
+            raise ValueError(
+                f"sweep.steps ({plan.steps}) are fewer than sweep.warmup_steps ({plan.warmup_steps}) and"
+                f" train.lr_scheduler_kwargs.num_decay_steps ({decay}), of which a number below 1 is a share"
+            )
         for batch in plan.batch_size_tokens:
-            if (steps := self.steps_with(batch)) < self.train.warmup_steps:
+            steps, warmup = self.steps_with(batch), self.train.warmup_steps
+            if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
                 raise ValueError(
-                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps,"
-                    f" fewer than train.warmup_steps ({self.train.warmup_steps}); change one of them"
+                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps, fewer"
+                    f" than train.warmup_steps ({warmup}){f' and the {decay} of the decay' if decay else ''}; change"
+                    " one of them"
                 )
         return self
 

@@ -1,8 +1,9 @@
 """Schema of the objective, the optimiser, the safety net and the sweep."""
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.config.unions import default_tag
@@ -110,15 +111,51 @@ ObjectiveConfig = Annotated[
 ]
 
 
+class CosineWithMinLrConfig(Strict):
+    """Fall by a half cosine."""
+
+    min_lr_rate: float = Field(ge=0, le=1)  # last rate over first
+
+
+class StepConfig(Strict):
+    """Multiply the rate by `gamma` at each milestone (as `torch.optim.lr_scheduler.MultiStepLR`)."""
+
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(min_length=1)  # shares of max_steps
+    gamma: float = Field(0.1, gt=0)
+
+
+class WarmupStableDecayConfig(Strict):
+    """Keep the rate, and let it fall in the last steps; `transformers.get_wsd_schedule` has the exact definitions."""
+
+    num_decay_steps: float = Field(gt=0)  # below 1 their share of max_steps, as transformers counts warm-up
+    warmup_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)  # last rate over first; the warm-up begins there, too
+    num_cycles: float = Field(0.5, gt=0)  # of the cosine
+
+
+_SCHEDULES: dict[str, type[Strict]] = {
+    "cosine_with_min_lr": CosineWithMinLrConfig,
+    "step": StepConfig,
+    "warmup_stable_decay": WarmupStableDecayConfig,
+}
+
+
 class TrainConfig(Strict):
     """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "min_lr_rate": "moved; write lr_scheduler_kwargs: {min_lr_rate: …}"
+    }
 
     max_steps: int = Field(2000, gt=0)
     batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
     per_device_train_batch_size: int = Field(1, gt=0)  # rows of max_length tokens in one forward
     learning_rate: float = Field(2e-5, gt=0)
-    lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
-    min_lr_rate: float | None = Field(None, ge=0, le=1)  # for cosine_with_min_lr: last rate over first
+    lr_scheduler_type: Literal[
+        "cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "step", "warmup_stable_decay"
+    ] = "cosine"
+    lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
     warmup_steps: int = Field(1000, ge=0)
     # Last layer's rate over the first one's; learning_rate is the middle's.
     layer_lr_ratio: float = Field(1.0, gt=0)
@@ -138,15 +175,33 @@ class TrainConfig(Strict):
     save_total_limit: int = Field(2, gt=0)
     report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
 
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _settings_are_those_of_the_schedule(
+        cls, value: dict[str, Any] | None, info: ValidationInfo
+    ) -> dict[str, Any] | None:
+        name = info.data.get("lr_scheduler_type")  # not there where it is wrong itself
+        if (kind := _SCHEDULES.get(str(name))) is not None:
+            return kind.model_validate(value or {}).model_dump()
+        if value and name is not None:
+            raise ValueError(f"no meaning for lr_scheduler_type {name!r}, only for {', '.join(_SCHEDULES)}")
+        return None
+
     @model_validator(mode="after")
-    def _minimum_rate_belongs_to_its_schedule(self) -> "TrainConfig":
-        if (self.lr_scheduler_type == "cosine_with_min_lr") != (self.min_lr_rate is not None):
-            raise ValueError(
-                "min_lr_rate is needed for lr_scheduler_type 'cosine_with_min_lr' and for no other"
-            )
+    def _the_schedule_has_room(self) -> "TrainConfig":
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        if self.num_decay_steps(self.max_steps) > self.max_steps - self.warmup_steps:
+            raise ValueError(
+                f"lr_scheduler_kwargs.num_decay_steps ({self.num_decay_steps(self.max_steps)} steps) and warmup_steps"
+                f" ({self.warmup_steps}) are more than max_steps ({self.max_steps})"
+            )
         return self
+
+    def num_decay_steps(self, max_steps: int) -> int:
+        """Return the last steps of as many, in which `warmup_stable_decay` lets the rate fall; 0 of other schedules."""
+        number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
+        return math.ceil(number * max_steps) if number < 1 else int(number)
 
 
 MAY_CHANGE = (

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.distill.early_stopping import EarlyStopper, Score
+from fcsd.distill.schedule import ScheduledArguments
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distributed.engine import Engine, checkpoints_activations
 from fcsd.distributed.launch import Launch
@@ -18,8 +19,9 @@ from fcsd.errors import UserError
 
 # Keys of the `train` section that have the name and the meaning of an argument of transformers.
 _SAME = {
-    "max_steps", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "save_steps", "save_total_limit",
+    "max_steps", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs",
+    "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps",
+    "save_steps", "save_total_limit",
 }  # fmt: skip
 Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
 
@@ -74,13 +76,11 @@ def training_arguments(run: TrainingRun) -> TrainingArguments:
     train, engine = run.train, run.launch.engine
     on_cpu = run.launch.device.type == "cpu"
     checkpointing = checkpoints_activations(train, run.student)
-    schedule = {"min_lr_rate": train.min_lr_rate} if train.min_lr_rate is not None else {}
-    return TrainingArguments(
+    return ScheduledArguments(
         output_dir=str(run.folder / "checkpoints"),
         run_name=run.description,
         **train.model_dump(include=_SAME),
         gradient_accumulation_steps=accumulation_steps(train, run.max_length, run.launch.ranks.size),
-        lr_scheduler_kwargs=schedule,
         bf16=train.bf16 and not engine.shards,  # there it is in the parameters, not in autocast
         use_cpu=on_cpu and not engine.uses_deepspeed,  # accelerate knows DeepSpeed on devices only
         ddp_backend="gloo" if on_cpu and engine.uses_deepspeed else None,

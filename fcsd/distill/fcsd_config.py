@@ -5,6 +5,7 @@ Not covered: what a recipe says about a whole run (evaluation, sweep, variants);
 
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.distill.schedule import ScheduledArguments
 from fcsd.errors import UserError
 
 # Keys of a recipe's `objective` section, which are arguments of their own here.
@@ -50,7 +52,7 @@ class Sections(Strict):
 
 
 @dataclass
-class FCSDConfig(TrainingArguments):
+class FCSDConfig(ScheduledArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
     All of transformers' arguments are there. These are fcsd's own, named as in a recipe:
@@ -73,6 +75,8 @@ class FCSDConfig(TrainingArguments):
         batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
         optimizer: "adamw", or "muon" for the matrices of the layers.
+        lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs` are `milestones`, shares of the
+            steps at which the rate is multiplied by `gamma`.
         layer_lr_ratio: the last layer's learning rate over the first one's.
         ema_decay: the moving average of the weights is what is evaluated and saved.
         safety: the `safety` section of a recipe: what happens when a step goes wrong.
@@ -151,19 +155,27 @@ class FCSDConfig(TrainingArguments):
             raise UserError(f"FCSDConfig: on_bad_row: must be 'error' or 'skip', got {self.on_bad_row!r}")
         if self.max_length < 2:
             raise UserError(f"FCSDConfig: max_length: must be at least 2, got {self.max_length}")
-        self.sections()
+        if (schedule := self.sections().train.lr_scheduler_kwargs) is not None:
+            self.lr_scheduler_kwargs = schedule  # with its defaults
         self.connectivity()
 
     def sections(self) -> Sections:
         """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
         given = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
-        train = {
-            "max_steps": max(1, self.max_steps),
+        max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
+        train: dict[str, Any] = {
+            "max_steps": max_steps,
             "warmup_steps": 0,
             "batch_size_tokens": self.batch_size_tokens or 1,
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_checkpointing": bool(self.activation_checkpointing),
         }
+        if self.lr_scheduler_type in ("step", "warmup_stable_decay"):
+            train |= {
+                "lr_scheduler_type": str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)),
+                "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
+                "warmup_steps": self.get_warmup_steps(max_steps),
+            }
         same = ("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16")
         raw = {
             "objective": {"name": self.objective, **given},

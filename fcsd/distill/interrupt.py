@@ -1,7 +1,8 @@
 """Signals while a model is trained: the step is finished, a checkpoint written, and the run ended in good order.
 
     SIGTERM   the scheduler wants the machine back (SLURM sends it before it kills, `kill` sends it)
-    SIGUSR1   the scheduler's early warning, if it is asked for one (`sbatch --signal=USR1@300`)
+    SIGUSR1   the scheduler's early warning, if it is asked for one (`sbatch --signal=USR1@300`); it ends accelerate's
+              launcher at once, which passes only the two others on
     SIGINT    Ctrl-C
 
 A second one ends the process at once. A launcher passes on what a terminal or a scheduler has sent to its processes as

@@ -29,6 +29,7 @@ from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedTrainer
 from fcsd.distill.meters import Meters
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
+from fcsd.distill.schedule import learning_rate_schedule
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distributed.failure import in_step
 from fcsd.distributed.launch import Launch
@@ -265,6 +266,14 @@ class DistillTrainer(GuardedTrainer):
             for group in optimizer.param_groups:
                 group[PART_OF] = int(names[id(group["params"][0])] not in decayed)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the schedule that the arguments name."""
+        if self.lr_scheduler is None:
+            steered: Any = optimizer or self.optimizer
+            self.lr_scheduler = learning_rate_schedule(self.args, steered, num_training_steps)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def _get_learning_rate(self) -> float:
         rate: float = super()._get_learning_rate()

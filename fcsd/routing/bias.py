@@ -31,7 +31,7 @@ from fcsd.families.structure import unwrapped
 from fcsd.files import writing
 from fcsd.routing.placement import contiguous
 from fcsd.routing.routers import Router, find_routers
-from fcsd.temporary import beside
+from fcsd.temporary import file_beside
 
 Kind = Literal["camoe", "bottleneck", "windows"]
 
@@ -120,10 +120,10 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
     path = Path(path)
     facts = {name: value for name, value in asdict(tables).items() if name not in ("tables", "placement")}
     arrays: dict[str, Any] = {"tables": tables.tables, "placement": tables.placement.astype(np.int64)}
-    with writing(path), beside(path) as temporary:
+    with writing(path), file_beside(path) as temporary:
         # Not save_file: what safetensors 0.8 writes is for its owner alone, whatever the umask.
-        (temporary / "tables").write_bytes(save(arrays, {"fcsd_bias": json.dumps({"version": 1} | facts)}))
-        (temporary / "tables").replace(path)
+        temporary.write_bytes(save(arrays, {"fcsd_bias": json.dumps({"version": 1} | facts)}))
+        temporary.replace(path)
 
 
 def read_tables(path: str | Path) -> BiasTables:

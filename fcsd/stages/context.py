@@ -103,6 +103,11 @@ class Run:
         calibrated = ["calibrated"] if self.recipe.calibration is not None else []
         return ["original", "converted", *calibrated, MAIN, *self.recipe.variants]
 
+    @property
+    def studies_layers(self) -> bool:
+        """Whether the recipe's layer study can run in this launch: it rewires whole copies of the model."""
+        return self.recipe.evaluation.layer_study and not self.launch.engine.shards
+
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
         original, *names = self.model_names

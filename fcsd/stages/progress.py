@@ -67,7 +67,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
         stages.append((STEERING, layout.router_bias, Work(1, "evaluations", 1)))
         for name in bias.names:
             stages.append((evaluation(name), layout.evaluation(name), Work(1, "evaluations", 1)))
-    if recipe.evaluation.layer_study:
+    if run.studies_layers:
         stages.append((LAYERS, layout.layers, Work(1, "studies", 1)))
     stages.append((PUBLICATION, layout.publish, Work(1, "files", 0)))
     left = {name: work for name, folder, work in stages if not (folder / "manifest.json").is_file()}

@@ -1,9 +1,9 @@
 """All stages of a recipe in a row: each reads folders and leaves a folder with a manifest (`fcsd.config.layout`)."""
 
+import sys
 from dataclasses import replace
 
 from fcsd.artifact import Stage
-from fcsd.errors import UserError
 from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.stage import evaluate_stage
 from fcsd.layers.settings import Study
@@ -35,17 +35,10 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     """Run all stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
 
     Raises:
-        UserError: a layer study, or an automatic batch size, in a launch that shards the weights; as
-            `fcsd.stages.checks.check_run`.
+        UserError: an automatic batch size in a launch that shards the weights; as `fcsd.stages.checks.check_run`.
     """
     recipe, launch = run.recipe, run.launch
     check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
-    if recipe.evaluation.layer_study and launch.engine.shards:
-        raise UserError(
-            "evaluation.layer_study: the study rewires whole copies of the model, and this launch shards the weights;"
-            " add --set evaluation.layer_study=false, and afterwards run the same recipe without it in one process or"
-            " on copies: it does what is left"
-        )
     check_run(run)
     if launch.first:
         run = replace(run, progress=run_progress(run))
@@ -67,11 +60,18 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     evaluate_models(run)
     if recipe.evaluation.router_bias is not None:
         steer(run)
-    if recipe.evaluation.layer_study:
+    if run.studies_layers:
         run.begin(LAYERS)
         layers(run)
     run.begin(PUBLICATION)
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
+    is_due = recipe.evaluation.layer_study and not (run.layout.layers / "manifest.json").is_file()
+    if is_due and launch.first:
+        print(
+            "evaluation.layer_study: left for later: the study rewires whole copies of the model, and this launch"
+            " shards the weights; `fcsd run` of the same recipe in one process, or on copies, adds it to the report",
+            file=sys.stderr,
+        )
 
 
 def evaluate_models(run: Run) -> None:

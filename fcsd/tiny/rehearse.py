@@ -28,7 +28,7 @@ import yaml
 from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.graded import split_names
 from fcsd.config.overrides import set_dotted, to_yaml
-from fcsd.config.recipe import Recipe
+from fcsd.config.recipe import Recipe, router_loss_keys
 from fcsd.config.stopping import TaskStoppingConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
@@ -164,7 +164,11 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
     """Return the keys of a `train` section that a rehearsal replaces."""
+    schedule = train.lr_scheduler_kwargs
+    if schedule is not None and "num_decay_steps" in schedule:
+        schedule = schedule | {"num_decay_steps": 1}
     return {
+        "lr_scheduler_kwargs": schedule,
         "max_steps": min(train.max_steps, _NUM_STEPS),
         "warmup_steps": min(train.warmup_steps, 1),
         "batch_size_tokens": _small_batch(train.batch_size_tokens, max_length),
@@ -197,6 +201,9 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     config = tiny_config(
         given["model_type"], num_hidden_layers=_num_layers(recipe), **_sizes()
     ).to_diff_dict()
+    for key in router_loss_keys(config):  # defaults of transformers
+        section, _, name = key.rpartition(".")
+        del (_dotted(config, section) if section else config)[name]
     kept = {name: given[name] for name in ("experts_implementation",) if name in given}
     dropped = (
         "transformers_version",

@@ -43,7 +43,7 @@ def test_the_commands_are_these() -> None:
     assert set(commands()) == {
         "convert", "unconvert", "calibrate", "families", "recipe",
         "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
-        "evaluate", "compare", "tiny-data", "layers", "plan-layers", "inspect", "estimate",
+        "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace", "bench", "routing", "profile-network", "plan", "bias",
     }  # fmt: skip
 

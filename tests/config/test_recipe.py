@@ -39,6 +39,27 @@ def test_every_shipped_recipe_loads(path: Path) -> None:
         recipe.variant(name)
 
 
+def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        load_recipe("recipes/tiny/demo.yaml") == load_recipe("tiny/demo") == load_recipe("recipes/tiny/demo")
+    )
+    message = (
+        r"recipes/tiny/dmo\.yaml: no such file, and no recipe of this name ships .*did you mean 'tiny/demo'\?"
+    )
+    with pytest.raises(UserError, match=message):
+        load_recipe("recipes/tiny/dmo.yaml")
+    with pytest.raises(
+        UserError, match=r"^tiny/demo\.yaml: no such file$"
+    ):  # a file of one's own, which is not there
+        load_recipe("tiny/demo.yaml")
+    (tmp_path / "recipes" / "tiny").mkdir(parents=True)
+    write(tmp_path, MINIMAL).rename(tmp_path / "recipes" / "tiny" / "demo.yaml")
+    assert load_recipe("recipes/tiny/demo.yaml").name == "x"
+
+
 def test_the_printed_recipe_is_complete_and_reads_back_as_itself(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL))
     printed = to_yaml(recipe.dump())
@@ -157,7 +178,10 @@ WRONG = [
     ),
     ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
     ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
-    ({"train": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"min_lr_rate is needed"),
+    (
+        {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},
+        r"train\.lr_scheduler_kwargs\.min_lr_rate: is required",
+    ),
     (
         {"objective": {"name": "kl", "l2_coefficient": 0.1}},
         r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
@@ -314,6 +338,39 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, 
     with pytest.raises(UserError, match=message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
     assert "\n" not in str(caught.value)
+
+
+# Each as the configuration of some family in transformers, or of a published checkpoint, spells it.
+ROUTER_LOSSES = {
+    "router_aux_loss_coef": 1.0,
+    "aux_loss_coef": 0.01,
+    "aux_loss_alpha": 0.001,
+    "moe_aux_loss_coeff": 0.01,
+    "router_z_loss_coef": 0.001,
+    "moe_z_loss_coeff": 0.001,
+    "load_balance_coeff": 0.001,
+    "seq_aux": True,
+    "output_router_logits": True,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
+def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would_have_none(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    def load(config: dict[str, object]) -> Recipe:
+        plan = {"config": {"model_type": "qwen3_moe"} | config, "tokenizer": "t", "data": MINIMAL["data"]}
+        return load_recipe(write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}}))
+
+    message = (
+        rf"x\.yaml: pretrain\.config: {key}: a pre-training minimises cross-entropy alone .*; leave it out"
+    )
+    with pytest.raises(UserError, match=message):
+        load({key: value})
+    with pytest.raises(UserError, match=rf"pretrain\.config: text_config\.{key}: "):
+        load({"text_config": {key: value}})
+    load({key: False})
+    load({"router_jitter_noise": 0.1, "num_experts": 4})
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,30 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
     assert error.count("fcsd distill: failed (rank 1 of 2)\n") == 1, error
 
 
+@pytest.mark.slow
+def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_checkpoint(
+    bench: Bench, tmp_path: Path
+) -> None:
+    checkpoints = bench.folder / "r" / "distill" / "checkpoints"
+    command = (*CPU_2, "distill", str(bench.recipe("r")), "--set", "train.max_steps=100000")
+    with start(*command) as child:
+        while child.poll() is None and not (checkpoints / "checkpoint-4").exists():
+            time.sleep(0.05)
+        child.send_signal(signal.SIGTERM)
+        _, error = child.communicate()
+    assert child.returncode == 1, error  # torch's elastic agent, whatever its processes end with
+    ours, _, agents = error.partition("Traceback (most recent call last)")
+    (line,) = (line for line in ours.splitlines() if "ended by SIGTERM" in line)
+    assert line.endswith(
+        "(the launcher's status 1 and traceback, which follow, mean this signal and no other error)"
+    )
+    assert "SignalException" in agents and "fcsd" not in agents.splitlines()[-1]
+    step = int(line.partition("after step ")[2].split()[0])
+    assert (checkpoints / f"checkpoint-{step}").is_dir() and step >= 4
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert "end with status 1 and a traceback of torch's elastic agent: `SignalException`" in page
+
+
 def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_hang(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,11 @@
 """Every recipe for a real model runs, from one switch, on a tiny model of its family."""
 
+import functools
+import itertools
 import json
+import os
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +13,10 @@ import datasets
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from transformers import AutoConfig
 
-from fcsd.cli.main import main
+from fcsd.cli.main import build_parser, main
 from fcsd.config.load import load_recipe
 from fcsd.config.recipe import Recipe
 from fcsd.config.suite import load_suite
@@ -21,8 +27,14 @@ from fcsd.evaluate.stage import evaluate_stage
 from fcsd.evaluate.suites import dataset_location
 from fcsd.files import data_dir, read_json
 from fcsd.models.load import find_model
+from fcsd.stages import distill, pretrain, run
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from fcsd.tiny.rehearse import rehearse as rehearse_in
+from fcsd.tiny.tasks import write_tiny_data
+from tests.distributed.test_engines import environment as launch_environment
+from tests.distributed.test_engines import launch
+from tests.support import ROOT, in_a_fork, in_forked_ranks
+from tests.tiny.test_tasks import SIZES
 
 
 def rehearse(recipe: Recipe, folder: Path) -> Recipe:
@@ -319,3 +331,76 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
         load_suite(small.evaluation.suite).tasks[0], Path(str(small.evaluation.data_root))
     )
     assert (Path(place) / "test.jsonl").read_text() == "{}"
+
+
+# ---- the commands that their headers print
+
+
+def header_commands(path: Path) -> list[list[str]]:
+    """The indented commands of a recipe's header, in words; a backslash goes on in the next line."""
+    header = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    text = "\n".join(line.removeprefix("#") for line in header).replace("\\\n", " ")
+    lines = (line for line in text.splitlines() if line.startswith("    "))
+    return [
+        shlex.split(line.replace("--machine_rank N", "--machine_rank 0"), comments=True) for line in lines
+    ]
+
+
+def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads_that() -> None:
+    for path in DISTILLED + PRETRAINED:
+        launched = [words for words in header_commands(path) if words[0] == "accelerate"]
+        assert launched or path.stem == "camoe", path
+        for words in launched:
+            arguments = launch_command_parser().parse_args(words[2:])
+            config = data_dir("recipes").parent / arguments.config_file
+            assert config.is_file() or (
+                arguments.config_file == "MY.yaml"
+                and "MY.yaml is configs/fsdp2_2x8.yaml with" in path.read_text()
+            )
+
+
+def up_to_the_first_stage(command: list[str]) -> int:
+    """Run a command until it would read its first rows or write its first model: all that it refuses is refused."""
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        raise UserError("has been checked")
+
+    distill.training_rows = pretrain.training_rows = run.convert = checked  # type: ignore[attr-defined]
+    run.pretrain = checked  # type: ignore[attr-defined]  # a fork of its own
+    return main(command)
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = launch_environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
+    monkeypatch.chdir(tmp_path)  # where there is no checkout
+    for number, words in enumerate(header_commands(path)):
+        command = words[words.index("fcsd") + 1 :]
+        build_parser().parse_args(command)
+        if command[0] == "tiny-data":
+            write_tiny_data(Path(command[1]), **SIZES)
+        if command[0] in ("tiny-data", "evaluate") or "--rehearse" in command:
+            continue
+        rehearsal = functools.partial(up_to_the_first_stage, [*command, "--rehearse", str(number)])
+        if words[0] == "accelerate":
+
+            def on_one(rank: int, rehearsal: Callable[[], int] = rehearsal) -> int:
+                os.environ.update(environment)
+                return rehearsal()
+
+            found = in_forked_ranks(on_one, 2, tmp_path)
+        else:
+            found = [(in_a_fork(rehearsal, tmp_path / "output"), (tmp_path / "output").read_text())]
+        assert [status for status, _ in found] == [2] * len(found), found
+        assert sum("error: has been checked" in text for _, text in found) == 1, (words, found)
+
+
+@pytest.mark.slow
+def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
+    path = data_dir("recipes") / "studies" / "pretrain-farskip.yaml"
+    words = next(words for words in header_commands(path) if words[0] == "accelerate")
+    command = [*words[words.index("fcsd") + 1 :], "--rehearse", str(tmp_path / "r")]
+    assert launch("cpu_2_fsdp2", command) == [0]
+    assert read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"]["steps"] == 2
