@@ -72,6 +72,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
         layers(run)
     run.begin(PUBLICATION)
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
+    if run.progress is not None:
+        run.progress.end()
 
 
 def evaluate_models(run: Run) -> None:
