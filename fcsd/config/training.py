@@ -225,8 +225,13 @@ class SafetyConfig(Strict):
 
 
 class SweepConfig(Strict):
-    """Batch size first, at train.learning_rate; then learning rate, at the best batch size (paper 5.1)."""
+    """Batch size first, at train.learning_rate; then learning rate, at the best batch size (paper 5.1).
 
+    The paper's runs have equally many steps, so that a larger batch sees more tokens. With `equal: tokens` the steps
+    are those of a run with train.batch_size_tokens, and the others have as many tokens.
+    """
+
+    equal: Literal["steps", "tokens"] = "steps"
     batch_size_tokens: list[Annotated[int, Field(gt=0)]] = Field(
         default_factory=lambda: [2**16, 2**17, 2**18], min_length=1
     )
@@ -254,3 +259,10 @@ class SweepConfig(Strict):
             if getattr(self, key) > self.steps:
                 raise ValueError(f"{key} ({getattr(self, key)}) is more than steps ({self.steps})")
         return self
+
+    def steps_of(self, batch_size_tokens: int, train: TrainConfig, steps: int | None = None) -> int:
+        """Return the steps of a run with this batch size, or what `steps` of `train`'s batch size are with it."""
+        steps = self.steps if steps is None else steps
+        if self.equal == "steps" or not steps:
+            return steps
+        return max(1, round(steps * train.batch_size_tokens / batch_size_tokens))

@@ -244,7 +244,8 @@ def _cache(recipe: Recipe, training: Training, trace: Trace, setting: Setting) -
         return None
     tokens = training.train.max_steps * training.train.batch_size_tokens
     if recipe.sweep is not None:
-        tokens = max(tokens, recipe.sweep.steps * max(recipe.sweep.batch_size_tokens))
+        sweep, sizes = recipe.sweep, recipe.sweep.batch_size_tokens
+        tokens = max(tokens, *(size * sweep.steps_of(size, training.train) for size in sizes))
     each = trace.hidden_size * setting.teacher_dtype.itemsize
     return {"bytes_per_token": each, "at_most_tokens": tokens, "at_most_bytes": each * tokens}
 
@@ -307,8 +308,8 @@ def _totals(
         return
     sizes, rates = recipe.sweep.batch_size_tokens, recipe.sweep.learning_rate
     more = len(set(rates) - {training.train.learning_rate})
-    tokens = recipe.sweep.steps * (sum(sizes) + more * max(sizes))
-    yield row("sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens)
+    runs = [size * recipe.sweep.steps_of(size, training.train) for size in sizes]
+    yield row("sweep, at most", len(sizes) + more, recipe.sweep.steps, sum(runs) + more * max(runs))
 
 
 def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace: Trace) -> Iterator[str]:

@@ -35,8 +35,8 @@ class Candidate:
         changes = {
             "batch_size_tokens": self.batch_size_tokens,
             "learning_rate": self.learning_rate,
-            "max_steps": sweep.steps,
-            "warmup_steps": sweep.warmup_steps,
+            "max_steps": sweep.steps_of(self.batch_size_tokens, base),
+            "warmup_steps": sweep.steps_of(self.batch_size_tokens, base, sweep.warmup_steps),
             "logging_steps": 1,
         }
         return TrainConfig.model_validate(base.model_dump() | changes)
@@ -76,16 +76,18 @@ def run_sweep(
         place = folder / candidate.folder
         if not (place / "result.json").is_file():
             try:
-                run_candidate(candidate, candidate.train(base, sweep), place)
+                train = candidate.train(base, sweep)
+                run_candidate(candidate, train, place)
                 points = read_history(place)
                 # A step that was skipped has no point; one that ends so is diverging.
-                losses = [point["loss"] for point in points if points[-1]["step"] == sweep.steps]
+                losses = [point["loss"] for point in points if points[-1]["step"] == train.max_steps]
             except UserError as error:
                 if "not finite" not in str(error):
                     raise
                 losses = []  # a candidate that diverges has lost, it does not end the sweep
             # Not a number when any of them is not, so that a diverged run never wins.
-            loss = fmean(losses[-sweep.last_steps :]) if losses else math.nan
+            last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
+            loss = fmean(losses[-last_steps:]) if losses else math.nan
             place.mkdir(parents=True, exist_ok=True)
             write_json(
                 place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
@@ -103,12 +105,19 @@ def run_sweep(
         "learning_rate": choice["learning_rate"],
         "loss": choice["loss"],
         "steps": sweep.steps,
+        "equal": sweep.equal,
         "last_steps": sweep.last_steps,
         "candidates": first + second,
     }
     write_json(folder / "sweep.json", result)
     write_text(folder / "sweep.md", sweep_table(result))
     return result
+
+
+def last_text(result: Mapping[str, Any]) -> str:
+    """Name what a candidate's loss is a mean over: `100 steps`."""
+    same = "" if result.get("equal", "steps") == "steps" else " of train.batch_size_tokens"
+    return f"{result['last_steps']} steps{same}"
 
 
 def choice_text(result: Mapping[str, Any]) -> str:
@@ -137,7 +146,7 @@ def edges(result: Mapping[str, Any]) -> list[str]:
 def sweep_table(result: dict[str, Any]) -> str:
     """Format a Markdown table of all candidates, the choice marked."""
     lines = [
-        f"Mean training loss over the last {result['last_steps']} of {result['steps']} steps.",
+        f"Mean training loss over the last {last_text(result)}, {result['steps']} in all.",
         "",
         "| stage | batch size (tokens) | learning rate | loss | |",
         "|---|---:|---:|---:|---|",

@@ -33,6 +33,7 @@ class Progress:
         tasks: name -> its work, of those still to do, in order.
         kept: how many were finished before.
         label: of a name, its place and the number of all, and its work, what the line begins with.
+        ended: of a name and its duration, the line that says how long it took; None: none is printed.
     """
 
     def __init__(
@@ -41,24 +42,35 @@ class Progress:
         kept: int = 0,
         *,
         label: Callable[[str, str, Work], str] = "[{1}] {0}: {2.items} items".format,
+        ended: Callable[[str, str], str] | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.tasks, self.kept, self._stream, self._clock = dict(tasks), kept, stream, clock
-        self._label = label
+        self._label, self._ended = label, ended
         self._began = clock()
         self._spent: dict[str, tuple[float, float]] = {}
         self._current: tuple[str, float] | None = None
 
     def start(self, task: str) -> None:
         """Say that `task` begins; the one before has ended."""
-        self._spent = self._with_current(1.0)
+        self.end()
         self._current = task, self._clock()
         names = list(self.tasks)
         place = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
         line = self._label(task, place, self.tasks[task])
         if left := self.left():
             line += f"; {duration(self._clock() - self._began)} so far, {left} left"
+        self._print(line)
+
+    def end(self) -> None:
+        """Count the time of the current task, which has ended, and say it where `ended` has words for it."""
+        if self._current is not None and self._ended is not None:
+            task, began = self._current
+            self._print(self._ended(task, duration(self._clock() - began)))
+        self._spent, self._current = self._with_current(1.0), None
+
+    def _print(self, line: str) -> None:
         print(line, file=self._stream or sys.stderr, flush=True)
 
     def left(self, done: float = 0.0) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from fcsd.distill.sweep import last_text
 from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, model_colours, save_figure, set_title
 
 
@@ -275,7 +276,7 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         axis.set(
             xscale="log",
             xlabel=f"{name.lower()}{' (tokens)' if key == batch else ''}",
-            ylabel=f"mean loss of the last {result['last_steps']} steps",
+            ylabel=f"mean loss of the last {last_text(result)}",
         )
         axis.xaxis.set_major_locator(FixedLocator([row[key] for row in rows]))
         axis.xaxis.set_minor_locator(NullLocator())

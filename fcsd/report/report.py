@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.artifact import versions
-from fcsd.config.layout import RunLayout
+from fcsd.config.layout import MAIN, RunLayout
 from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
@@ -58,6 +58,8 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     training = {name: layout.stage(name) for name in names}
     training = {name: path for name, path in training.items() if (path / "history.jsonl").is_file()}
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
+    # What the run is for comes first, not the untrained model.
+    comparisons = {name: comparisons[name] for name in sorted(comparisons, key=lambda name: name != MAIN)}
     models = {
         name: {
             "layers": "0" if name in steered else _layers(layout, name),

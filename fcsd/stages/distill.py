@@ -157,15 +157,17 @@ def _teacher_source(run: Run, rows: Any) -> TeacherSource:
     recipe = run.recipe
     assert recipe.teacher is not None
     # Of a stream as much as the longest training reads; the sweep's choice then trains the whole number of steps.
-    tokens, steps = [recipe.train.batch_size_tokens], recipe.train.max_steps
+    tokens = recipe.train.max_steps * recipe.train.batch_size_tokens
     if recipe.sweep is not None:
-        tokens, steps = recipe.sweep.batch_size_tokens, max(steps, recipe.sweep.steps)
+        sizes = recipe.sweep.batch_size_tokens
+        steps = [max(recipe.train.max_steps, recipe.sweep.steps_of(size, recipe.train)) for size in sizes]
+        tokens = max(size * count for size, count in zip(sizes, steps, strict=True))
     return TeacherSource(
         settings=recipe.teacher,
         model=run.teacher,
         tokenizer=run.tokenizer,
         rows=rows,
-        num_stream_rows=steps * max(tokens) // recipe.data.max_length,
+        num_stream_rows=tokens // recipe.data.max_length,
         batch_size=recipe.train.per_device_train_batch_size,
         seed=recipe.seed,
         launch=run.launch,

@@ -51,7 +51,8 @@ def run_progress(run: Run, **where: Any) -> Progress:
         sweep = recipe.sweep
         sizes = [*sweep.batch_size_tokens, *[fmean(sweep.batch_size_tokens)] * len(sweep.learning_rate)]
         done = len(list(layout.sweep.glob("*/result.json"))) / len(sizes)
-        cost = sum(sizes) * sweep.steps * (1 - done) * _passes(recipe.objective.has_teacher)
+        tokens = sum(size * sweep.steps_of(round(size), recipe.train) for size in sizes)
+        cost = tokens * (1 - done) * _passes(recipe.objective.has_teacher)
         stages.append((SWEEP, layout.sweep, Work(1, "tokens", cost)))
         batch = fmean(sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
@@ -71,7 +72,8 @@ def run_progress(run: Run, **where: Any) -> Progress:
         stages.append((LAYERS, layout.layers, Work(1, "studies", 1)))
     stages.append((PUBLICATION, layout.publish, Work(1, "files", 0)))
     left = {name: work for name, folder, work in stages if not (folder / "manifest.json").is_file()}
-    return Progress(left, len(stages) - len(left), label="\n== {1}: {0}".format, **where)
+    heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
+    return Progress(left, len(stages) - len(left), label=heading, ended=ended, **where)
 
 
 def _training(folder: Path, max_steps: int, batch_size_tokens: float, *, teacher: bool) -> Work:

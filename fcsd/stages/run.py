@@ -65,6 +65,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
         layers(run)
     run.begin(PUBLICATION)
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
+    if run.progress is not None:
+        run.progress.end()
     is_due = recipe.evaluation.layer_study and not (run.layout.layers / "manifest.json").is_file()
     if is_due and launch.first:
         print(

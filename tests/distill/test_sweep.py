@@ -150,6 +150,29 @@ def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path:
     assert with_choice(recipe(), result).train.max_steps == 10  # without the key as the recipe has it
 
 
+def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(tmp_path: Path) -> None:
+    """train.batch_size_tokens is 128: 3 steps of it, a warm-up of 1, the mean over 2, are 6, 2 and 4 of 64."""
+    plan = recipe(equal="tokens")
+    base = plan.train.model_copy(update={"batch_size_tokens": 128})
+    ran = []
+
+    def run(candidate: Candidate, train: TrainConfig, folder: Path) -> None:
+        ran.append((train.batch_size_tokens, train.max_steps, train.warmup_steps))
+        folder.mkdir(parents=True)
+        losses = (
+            [9, 9, 2, 2, 2, 2] if train.batch_size_tokens == 64 else [9, 1, 1.5 - candidate.learning_rate]
+        )
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        (folder / "history.jsonl").write_text("\n".join(lines))
+
+    assert plan.sweep is not None
+    result = run_sweep(plan.sweep, base, tmp_path, run, remove_checkpoints=lambda place: None)
+    assert ran == [(64, 6, 2), *[(128, 3, 1)] * 3]
+    losses = [row["loss"] for row in result["candidates"]]
+    assert losses[0] == 2 and losses[-1] == pytest.approx((1 + 1.5 - 4e-3) / 2)
+    assert "last 2 steps of train.batch_size_tokens, 3 in all" in (tmp_path / "sweep.md").read_text()
+
+
 def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,11 @@ def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(bench: B
     assert after(600, "distillation sft") == "== 3/8: distillation sft; 21 min so far, at least 15 min left"
     assert after(900, "evaluation of original") == "== 4/8: evaluation of original"
     assert after(120, "evaluation of converted").endswith("converted; 38 min so far, about 6 min left")
+    now[0] += 45
+    progress.end()
+    ended = [line.strip() for line in out.getvalue().splitlines() if "took" in line]
+    assert ended[0] == "conversion took 1 min" and ended[-1] == "evaluation of converted took 45 s"
+    assert len(ended) == 5
 
 
 def test_what_is_finished_or_behind_a_checkpoint_is_no_work_any_more(bench: Bench) -> None:
