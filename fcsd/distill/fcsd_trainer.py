@@ -9,7 +9,6 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from fcsd.data.stream import RowStream
 from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
 from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
-from fcsd.distill.fcsd_config import FCSDConfig
+from fcsd.distill.fcsd_config import FCSDConfig, is_loss
 from fcsd.distill.heldout import HeldoutCE, HeldoutKL
 from fcsd.distill.models import student_of, teacher_of
 from fcsd.distill.out_of_memory import explain_oom
@@ -117,6 +116,9 @@ class FCSDTrainer(DistillTrainer):
             self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
             rows = self._rows(train_dataset, "train_dataset", self.bad_rows, shuffle=True)
             heldout = self._heldout_rows(eval_dataset)
+            if compute_metrics is None:
+                losses = ["kl" if objective.has_teacher else "ce", *(["kl"] if teacher is not None else [])]
+                _check_metric(args.metric_for_best_model, losses, heldout)
             student = student if student is not None else student_of(model, args, launch)
             compared = None
             if objective.has_teacher or teacher is not None:
@@ -301,10 +303,11 @@ class FCSDTrainer(DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
-        start = time.perf_counter()
-        with self._with_loss_head():
+        with (
+            self.meters.paused(),
+            self._with_loss_head(),
+        ):  # of a dict of data sets called for each, inside itself
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        self.meters.leave_out_time(time.perf_counter() - start)
         return found
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -459,7 +462,25 @@ def _fcsd_config(args: TrainingArguments | None) -> FCSDConfig:
     if isinstance(args, FCSDConfig):
         return args
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+    if is_loss(args.metric_for_best_model or ""):
+        given["greater_is_better"] = None  # what is there is transformers' guess
     return FCSDConfig(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+
+
+def _check_metric(metric: str | None, losses: Sequence[str], heldout: Any) -> None:
+    """Raise UserError where the best model is to be chosen by a loss that the evaluation does not give.
+
+    losses: those that it gives beside `loss`; heldout: rows, or a dict of data sets.
+    """
+    if metric is None or heldout is None or not is_loss(metric):
+        return
+    names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]
+    measured = [f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(["loss", *losses])]
+    if f"eval_{metric.removeprefix('eval_')}" not in measured:
+        raise UserError(
+            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this training;"
+            f" allowed: {', '.join(measured)}"
+        )
 
 
 def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:

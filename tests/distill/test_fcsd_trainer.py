@@ -205,6 +205,86 @@ def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
     assert trainer.evaluate()["eval_kl"] == pytest.approx(min(scores), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("objective", "metric", "names"),
+    [("sft", "ce", None), ("kl", "eval_a_kl", ("a", "b")), ("kl", "b_loss", ("a", "b"))],
+)
+def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_sets(
+    make: Callable[..., FCSDTrainer], objective: str, metric: str, names: tuple[str, ...] | None
+) -> None:
+    rows = datasets.Dataset.from_list(examples(70)[60:])
+    trainer = make(
+        objective=objective,
+        eval_dataset=rows if names is None else dict.fromkeys(names, rows),
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+    )
+    trainer.train()
+    name = f"eval_{metric.removeprefix('eval_')}"
+    scores = curve(trainer, name)
+    assert len(scores) == 3 and scores[-1] < scores[0]
+    assert trainer.state.best_metric == min(scores)
+    assert trainer.evaluate()[name] == pytest.approx(min(scores), rel=1e-6)
+
+
+def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from fcsd.distill.fcsd_trainer import _fcsd_config
+
+    def arguments(metric: str, **more: Any) -> FCSDConfig:
+        return FCSDConfig(output_dir=str(tmp_path), metric_for_best_model=metric, **more)
+
+    assert arguments("accuracy").greater_is_better is True
+    assert arguments("eval_math_f1").greater_is_better is True
+    assert arguments("eval_math_ce").greater_is_better is False
+    assert arguments("perplexity", greater_is_better=False).greater_is_better is False
+    with pytest.raises(
+        UserError,
+        match="metric_for_best_model: 'perplexity' does not say .* set greater_is_better=True or False, or use"
+        " eval_loss, eval_kl or eval_ce",
+    ):
+        arguments("perplexity")
+    # Plain TrainingArguments have guessed True already.
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl")
+    assert _fcsd_config(plain).greater_is_better is False
+
+
+def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(make: Callable[..., FCSDTrainer]) -> None:
+    one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
+    with pytest.raises(
+        UserError, match="'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
+    ):
+        make(**one)
+    several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
+    with pytest.raises(UserError, match="'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
+        make(**several)
+
+
+def test_the_time_of_evaluations_is_left_out_of_the_throughput_once(
+    make: Callable[..., FCSDTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd.distill import meters
+
+    clock = [0.0]
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
+    trainer = make(eval_dataset={"a": examples(4), "b": examples(4)}, max_steps=2)
+    measure = trainer._heldout_metrics
+
+    def slow(*args: Any) -> dict[str, float]:
+        clock[0] += 100.0  # seconds of each data set
+        return measure(*args)
+
+    trainer._heldout_metrics = slow  # type: ignore[method-assign]
+    trainer.meters.reset()
+    trainer.meters.num_tokens = 50
+    trainer.evaluate()
+    clock[0] += 10.0  # seconds of training
+    assert trainer.meters.tokens_per_second() == 5.0
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int):
         self.step = step
