@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.config.unions import default_tag
@@ -137,6 +137,12 @@ class TrainConfig(Strict):
     save_steps: int = Field(500, gt=0)
     save_total_limit: int = Field(2, gt=0)
     report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
+        """Read what transformers reads: one name, or "none"."""
+        return [] if value == "none" else [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _minimum_rate_belongs_to_its_schedule(self) -> "TrainConfig":

@@ -38,8 +38,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 LOSSES = ("loss", "kl", "ce")
-"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, and eval_NAME_kl of one of several data sets.
-"""
+"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or eval_NAME_kl of a dict of data sets."""
 _SCORES = ("accuracy", "acc", "agreement", "precision", "recall", "f1", "exact_match", "em", "bleu", "rouge")
 
 

@@ -133,6 +133,25 @@ def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_tra
     assert type(teacher.model) is type(original)
 
 
+def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
+    make: Callable[..., FCSDTrainer], tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    heldout = datasets.Dataset.from_list(examples(10))
+    trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
+    student = copy.deepcopy(trainer.model).double()
+    expected = reference_kl(student, copy.deepcopy(dense).double(), trainer.eval_dataset)
+    assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
+    trainer.train()
+    given = make("given", teacher=dense, eval_dataset=heldout, packing=False)
+    given.train()
+    assert curve(given) == curve(trainer)
+
+
 def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
     """Mean over kept tokens of all rows, one example a row, from full float64 logits."""
     total, count = 0.0, 0
@@ -243,7 +262,7 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
     assert arguments("perplexity", greater_is_better=False).greater_is_better is False
     with pytest.raises(
         UserError,
-        match="metric_for_best_model: 'perplexity' does not say .* set greater_is_better=True or False, or use"
+        match=r"metric_for_best_model: 'perplexity' does not say .* set greater_is_better=True or False, or use"
         " eval_loss, eval_kl or eval_ce",
     ):
         arguments("perplexity")
@@ -255,11 +274,11 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
 def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(make: Callable[..., FCSDTrainer]) -> None:
     one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
     with pytest.raises(
-        UserError, match="'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
+        UserError, match=r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
     ):
         make(**one)
     several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
-    with pytest.raises(UserError, match="'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
+    with pytest.raises(UserError, match=r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
         make(**several)
 
 

@@ -71,6 +71,7 @@ def load_model_teacher(model: ModelFolder, launch: Launch) -> PreTrainedModel:
     """Load a teacher's model as this rank of the launch begins with it."""
     return load_checkpoint(
         model,
+        any_family=True,
         weights=launch.loads_weights,
         distributed_config=distributed_config(launch.engine, launch.ranks.size),
     )
