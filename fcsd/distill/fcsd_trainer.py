@@ -26,7 +26,7 @@ from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig, is_loss
 from fcsd.distill.heldout import HeldoutCE, HeldoutKL
-from fcsd.distill.models import student_of, teacher_of
+from fcsd.distill.models import check_own_teacher, student_of, teacher_of
 from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
 from fcsd.distill.safety import Guard
@@ -107,6 +107,8 @@ class FCSDTrainer(DistillTrainer):
             set_seed(args.seed)
             self._fit_to_engine(args, launch)
             student: PreTrainedModel | None = None
+            if teacher is None and objective.has_teacher and isinstance(model, str | Path | PreTrainedModel):
+                check_own_teacher(model, args)
             if isinstance(model, str | Path):  # the data are checked before it is loaded
                 path: str | Path = model
             else:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fcsd.connectivity import convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_config
-from fcsd.connectivity.spec import field_text
+from fcsd.connectivity.spec import changed_by, field_text
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.teachers.load import load_model_teacher
 from fcsd.distributed.engine import distributed_config
@@ -70,6 +70,17 @@ def _not_converted(what: str) -> UserError:
         f"{what}: is not converted; set layers in FCSDConfig (for example layers='last:90%'), or convert it with"
         " fcsd.convert (layers='none' trains the regular model)"
     )
+
+
+def check_own_teacher(model: Any, args: FCSDConfig) -> None:
+    """Raise UserError where a copy of the model with regular connectivity would not be the original."""
+    is_path = isinstance(model, str | Path)
+    config = read_config(find_model(args.model_config(str(model))).folder)[0] if is_path else model.config
+    if (how := changed_by(config)) is not None:
+        raise UserError(
+            f"teacher: {model if is_path else type(model).__name__} was {how} already, so that a copy of it is not the"
+            " original; give the original as teacher=, a model or its path"
+        )
 
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:

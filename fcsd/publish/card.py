@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from fcsd.connectivity.modeling import supported_transformers
+from fcsd.connectivity.spec import CALIBRATED
 from fcsd.families import FAMILIES, base_model_type, serve_command
 from fcsd.files import write_text
 from fcsd.publish.facts import Facts, hub_id
@@ -300,7 +301,7 @@ def _training(facts: Facts) -> str:
 
 def _calibrated(facts: Facts) -> str:
     """Say how a calibration changed the weights; "" where there was none."""
-    found = facts.config.get("farskip_calibration")
+    found = facts.config.get(CALIBRATED)
     if found is None:
         return ""
     return (

@@ -133,6 +133,45 @@ def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_tra
     assert type(teacher.model) is type(original)
 
 
+def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
+    make: Callable[..., FCSDTrainer], original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    fresh = copy.deepcopy(original)
+    fresh.save_pretrained(tmp_path / "original")
+    tokenizer.save_pretrained(tmp_path / "original")
+    fcsd.convert_checkpoint(tmp_path / "original", tmp_path / "converted")
+    first = make(
+        model=str(tmp_path / "converted"), max_steps=1
+    )  # a fresh conversion has the original's weights
+    model: Any = first.model
+    make(model=model, max_steps=1)  # the trainer before it has not trained
+    first.train()
+    first.save_model(str(tmp_path / "trained"))
+    told = r"was trained already, so that a copy of it is not the original; give the original as teacher="
+    for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
+        with pytest.raises(UserError, match=told):
+            make(model=again)
+    with pytest.raises(UserError, match=told):  # another wiring of the same weights
+        make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
+    given = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
+    teacher: Any = given.teacher
+    assert same(teacher.model.state_dict(), original.state_dict())
+    make(model=str(tmp_path / "trained"), objective="sft")  # has no teacher
+
+    calibrated = fcsd.convert(copy.deepcopy(original), "all")
+    fcsd.calibrate(calibrated, original, torch.arange(3, 259).repeat(8, 1))
+    with pytest.raises(UserError, match="FarSkipQwen2MoeForCausalLM was calibrated already"):
+        make(model=calibrated)
+
+
+def test_a_regular_model_that_was_trained_is_an_original(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    regular = make(model=copy.deepcopy(original), layers="none", objective="sft", max_steps=1)
+    regular.train()
+    make(model=fcsd.convert(regular.model, "all"))
+
+
 def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
     make: Callable[..., FCSDTrainer], tmp_path: Path
 ) -> None:
