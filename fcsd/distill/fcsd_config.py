@@ -15,6 +15,7 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.distill.python_words import with_known_names
 from fcsd.errors import UserError
 
 # Keys of a recipe's `objective` section, which are arguments of their own here.
@@ -76,6 +77,7 @@ class Sections(Strict):
     safety: SafetyConfig
 
 
+@with_known_names
 @dataclass
 class FCSDConfig(TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.

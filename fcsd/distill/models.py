@@ -74,12 +74,13 @@ def _not_converted(what: str) -> UserError:
 
 def check_own_teacher(model: Any, args: FCSDConfig) -> None:
     """Raise UserError where a copy of the model with regular connectivity would not be the original."""
-    is_path = isinstance(model, str | Path)
-    config = read_config(find_model(args.model_config(str(model))).folder)[0] if is_path else model.config
+    name, config = type(model).__name__, getattr(model, "config", {})
+    if isinstance(model, str | Path):
+        name, config = str(model), read_config(find_model(args.model_config(str(model))).folder)[0]
     if (how := changed_by(config)) is not None:
         raise UserError(
-            f"teacher: {model if is_path else type(model).__name__} was {how} already, so that a copy of it is not the"
-            " original; give the original as teacher=, a model or its path"
+            f"teacher: {name} was {how} already, so that a copy of it is not the original; give the original as"
+            " teacher=, a model or its path"
         )
 
 

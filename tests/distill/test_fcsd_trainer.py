@@ -1,7 +1,9 @@
 """FCSDTrainer: what a recipe trains, a Trainer in every respect, and errors in one line."""
 
 import copy
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -610,12 +612,16 @@ def test_two_ranks_train_what_one_process_trains(
         ({"train_dataset": []}, "data set train_dataset: it is empty"),
         ({"train_dataset": {"train": [], "test": []}}, "holds several \\('train', 'test'\\); give one of them"),
         ({"columns": {"text": "words"}}, "no column 'words'; it has 'messages'; name the right ones under `columns`"),
-        ({"batch_size_tokens": 100}, "train.batch_size_tokens: 100 is not a multiple of 64 "),
+        ({"batch_size_tokens": 100}, r"^batch_size_tokens: 100 is not a multiple of 64 \(per_.* 2 x max_length 32 x"),
         ({"train_dataset": examples(3)}, "train_dataset: gives 3 rows of 32 tokens, .* 128 needs 4; use more data"),
         ({"train_dataset": examples(40), "max_length": 2}, "not one of 40 examples has a response token"),
-        ({"objective": "kl2"}, "FCSDConfig: objective.name"),
-        ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: objective.jsd_beta"),
-        ({"clip": -1.0}, "FCSDConfig: objective.clip"),
+        ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
+        ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
+        ({"clip": -1.0}, "FCSDConfig: clip: must be greater than 0, got -1.0"),
+        ({"learning_rate": 0.0}, "FCSDConfig: learning_rate: must be greater than 0, got 0"),
+        ({"learning_rat": 0.1}, "FCSDConfig: learning_rat: no such argument; did you mean 'learning_rate'"),
+        ({"max_seq_length": 64}, r"FCSDConfig: max_seq_length: is here `FCSDConfig\(max_length=…\)`"),
+        ({"vocab_size": 999}, "^vocab_size 999: must be between the"),
         ({"layers": "lasst:1"}, "layers: 'lasst:1' is not a selection; allowed: all, moe, none, first:N"),
         ({"layers": "first:1"}, "is already converted with layers \\[0, 1\\].*, but layers \\[0\\].* is asked for"),
         ({"loss_on": "answer"}, "FCSDConfig: loss_on: must be 'response' or 'all', got 'answer'"),
@@ -641,6 +647,13 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_told(
     make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
 ) -> None:
     plain = tiny_tokenizer(300, chat_template=False)
+    nameless = copy.deepcopy(plain)
+    nameless.name_or_path = ""
+    with pytest.raises(
+        UserError,
+        match=rf"tokenizer {type(plain).__name__}: no chat template, .* under columns=\{{'text': …\}}",
+    ):
+        make(processing_class=nameless)
     with pytest.raises(
         UserError, match="no chat template, needed for prompts and messages; use the tokenizer of an"
     ):
@@ -666,6 +679,37 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_told(
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(UserError, match="is no checkpoint that can be gone on from"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def other_names() -> list[str]:
+    from fcsd.distill.python_words import OTHER_NAMES
+
+    return list(OTHER_NAMES)
+
+
+@pytest.mark.parametrize("name", other_names())
+def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
+    from fcsd.distill.python_words import OTHER_NAMES
+
+    for cls in (FCSDConfig, FCSDTrainer):
+        with pytest.raises(UserError) as caught:
+            cls(**{name: object()})
+        assert str(caught.value) == f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}"
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {OTHER_NAMES[name]} |" in page
+    arguments = re.findall(r"(FCSD\w+)\((\w+)=", OTHER_NAMES[name])
+    for door, argument in arguments:
+        assert argument in inspect.signature(getattr(fcsd, door)).parameters
+
+
+def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    with pytest.raises(UserError, match=r"above clip \(1e-09; .* nats\), .*; raise clip or leave it out"):
+        make(clip=1e-9).train()
+    with pytest.raises(UserError, match=r"^eval_dataset: no row has a token to predict"):
+        row = {"input_ids": [5] * 32, "position_ids": [*range(32)], "labels": [-100] * 32}
+        make(eval_dataset=[row]).evaluate()
 
 
 def test_arguments_of_transformers_are_taken_for_ones_own(
