@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fcsd.errors import UserError
 from fcsd.losses.quantiles import bin_counts, quantile
+from fcsd.text import nats
 
 
 class Meters:
@@ -90,6 +91,6 @@ class Meters:
             median = logs[f"{self.divergence}_p50"]
             raise UserError(
                 f"training stopped at step {step}: every token's {self.divergence} is above objective.clip"
-                f" ({self.clip}; its median is {median:.3g} nats), so that nothing is learnt; raise objective.clip or"
+                f" ({self.clip}; its median is {nats(median)} nats), so that nothing is learnt; raise objective.clip or"
                 " leave it out"
             )

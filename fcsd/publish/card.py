@@ -18,7 +18,7 @@ from fcsd.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.verdict import quick_look, verdict
-from fcsd.text import items_text, plus_minus, scored_row, stopping_text
+from fcsd.text import items_text, nats, plus_minus, scored_row, stopping_text
 
 _TEXT = """\
 # {title}
@@ -224,7 +224,7 @@ def _results(facts: Facts) -> str:
         )
     kl = facts.result.get("kl_to_original")
     if kl and kl["kl"] is not None:
-        parts.append(f"KL(original || this model) on held-out text: {kl['kl']:.4f} nats per token.")
+        parts.append(f"KL(original || this model) on held-out text: {nats(kl['kl'])} nats per token.")
     return "\n\n".join(parts)
 
 
