@@ -26,7 +26,7 @@ from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig, is_loss
 from fcsd.distill.heldout import HeldoutCE, HeldoutKL
-from fcsd.distill.models import check_own_teacher, student_of, teacher_of
+from fcsd.distill.models import check_models, student_of, teacher_of
 from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
 from fcsd.distill.python_words import python_words, with_known_names
@@ -108,8 +108,7 @@ class FCSDTrainer(DistillTrainer):
         with engine_environment(launch.engine, launch.device):
             set_seed(args.seed)
             self._fit_to_engine(args, launch)
-            if teacher is None and objective.has_teacher:
-                check_own_teacher(model, args)
+            check_models(model, teacher, args, launch)
             # Of a path the data are checked before it is loaded.
             student = None if isinstance(model, str | Path) else student_of(model, args, launch)
             path: Any = model if student is None else student.config._name_or_path

@@ -166,6 +166,30 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
         make(model=calibrated)
 
 
+def test_rows_longer_than_the_positions_of_a_model_are_told_or_refused(
+    make: Callable[..., FCSDTrainer], base_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = "max_length 256: rows are longer than the 128 positions of"
+    for model in (None, str(base_checkpoint)):
+        capfd.readouterr()
+        make(max_length=128, **({"model": model, "layers": "all"} if model else {}))
+        assert "positions" not in capfd.readouterr().err
+        rows = [{"text": "1 + 1 is 2. " * 200}] * 4
+        make(max_length=256, train_dataset=rows, **({"model": model, "layers": "all"} if model else {}))
+        assert f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
+
+    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table.save_pretrained(tmp_path / "table")
+    message = "max_length 32: rows are longer than the 16 positions of .*, which are a table of that length"
+    for teacher in (table, str(tmp_path / "table")):
+        with pytest.raises(
+            UserError, match=rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
+        ):
+            make(teacher=teacher)
+
+
 def test_a_regular_model_that_was_trained_is_an_original(
     make: Callable[..., FCSDTrainer], original: Any
 ) -> None:
