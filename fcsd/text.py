@@ -43,9 +43,19 @@ def metric_words(metric: str) -> str:
 def plus_minus(value: float, error: float | None, sign: str = "") -> str:
     """Format `0.4120 ± 0.0250`, with as many digits as small figures need; without an error where there is none."""
     size = max(abs(value), error or 0.0)
-    digits = 4 if size >= 0.01 or not size else min(12, 2 - math.floor(math.log10(size)))
+    digits = 4 if size >= 0.01 else _decimals(size)
     text = f"{value:{sign}.{digits}f}"
     return text if error is None else f"{text} ± {error:.{digits}f}"
+
+
+def nats(value: float) -> str:
+    """Format a KL or a loss with four significant digits, however small it is: `1.062`, `0.00001234`; 0 is `0`."""
+    return f"{value:.{_decimals(value)}f}" if value else "0"
+
+
+def _decimals(value: float) -> int:
+    """Count the decimals that give a number four significant digits, 12 at most."""
+    return min(12, max(0, 3 - math.floor(math.log10(abs(value))))) if value and math.isfinite(value) else 4
 
 
 def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:

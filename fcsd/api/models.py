@@ -169,6 +169,8 @@ def load(
     """
     from fcsd.config.model import ModelConfig
 
+    if "torch_dtype" in options:
+        raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")
     found = find_model(ModelConfig(path=str(path), revision=revision))
     tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
     wanted = None if layers is None else connectivity_of(layers, attention, mlp)

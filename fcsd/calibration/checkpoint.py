@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from fcsd.calibration.model import FIELD, batches_of, check_enough, check_vocabulary, shown
+from fcsd.calibration.model import batches_of, check_enough, check_vocabulary, shown
 from fcsd.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.calibration.state import State
 from fcsd.calibration.steps import Stream
@@ -29,7 +29,7 @@ from fcsd.calibration.walk import walk
 from fcsd.connectivity import convert_checkpoint
 from fcsd.connectivity.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_checkpoint_json
 from fcsd.connectivity.rewire import rewired_layers
-from fcsd.connectivity.spec import Connectivity
+from fcsd.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import Ranks
@@ -108,7 +108,7 @@ def calibratable(original: ModelFolder) -> Checkpoint:
         UserError: it is converted, calibrated or quantised.
     """
     checkpoint, where = read_checkpoint(original.folder), original.config.path
-    if FIELD in checkpoint.config:
+    if CALIBRATED in checkpoint.config:
         raise UserError(
             f"{where}: is calibrated already, and a second round makes it worse; give the original"
         )
@@ -133,7 +133,7 @@ def _prepare(
 
 
 def _finish(model: Path, out: Path, facts: dict[str, Any]) -> None:
-    write_json(model / CONFIG, read_checkpoint_json(model / CONFIG) | {FIELD: facts})
+    write_json(model / CONFIG, read_checkpoint_json(model / CONFIG) | {CALIBRATED: facts})
     os.replace(model, out)
     shutil.rmtree(model.parent)
 

@@ -16,14 +16,12 @@ from fcsd.calibration.state import State
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.walk import walk
 from fcsd.connectivity.convert import farskip_layers
+from fcsd.connectivity.spec import CALIBRATED
 from fcsd.data.batches import Batch, Collator, real_tokens
 from fcsd.distributed.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.errors import UserError
 from fcsd.families import base_model_type, family_of
 from fcsd.losses.head import refuse_packing
-
-FIELD = "farskip_calibration"
-"""Key of a config: its checkpoint's weights were changed by a calibration."""
 
 RIDGE = 1e-3
 BATCH_TOKENS = 4096
@@ -100,7 +98,7 @@ def calibrate_model(
     finally:
         student.train(modes[0]), teacher.train(modes[1])
     tokens = sum(int(real_tokens(batch).sum()) for batch in batches)
-    student.config.farskip_calibration = {"tokens": tokens, "ridge": ridge, "layers": layers}
+    setattr(student.config, CALIBRATED, {"tokens": tokens, "ridge": ridge, "layers": layers})
     return state.results
 
 
@@ -121,7 +119,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
         raise UserError(
             f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
         )
-    if hasattr(student.config, FIELD):
+    if hasattr(student.config, CALIBRATED):
         raise UserError(f"{type(student).__name__}: is calibrated already, and a second round makes it worse")
     one, other = (base_model_type(model.config.model_type) for model in (student, teacher))
     widths = [model.config.get_text_config().hidden_size for model in (student, teacher)]

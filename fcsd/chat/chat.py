@@ -74,7 +74,9 @@ class Speaker:
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model's config says it takes."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        from fcsd.models.positions import num_positions
+
+        return num_positions(self.model.config)
 
     def settings(self, greedy: bool) -> str:
         """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""

@@ -187,6 +187,12 @@ class TrainConfig(Strict):
             raise ValueError(f"no meaning for lr_scheduler_type {name!r}, only for {', '.join(_SCHEDULES)}")
         return None
 
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
+        """Read what transformers reads: one name, or "none"."""
+        return [] if value == "none" else [value] if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _the_schedule_has_room(self) -> "TrainConfig":
         if self.warmup_steps > self.max_steps:

@@ -31,6 +31,7 @@ def load_model(
     experts_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    any_family: bool = False,
     weights: bool = True,
     **options: Any,
 ) -> Any:
@@ -50,6 +51,7 @@ def load_model(
         trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
             used); with connectivity None it allows a model type that fcsd does not know, loaded by
             transformers with the code in its repository.
+        any_family: with connectivity None, a dense model or another that fcsd cannot convert is loaded by transformers.
         weights: False gives the model on the meta device, without reading tensors (its dtypes may differ).
         options: passed on to `from_pretrained` (`device_map`, `distributed_config`, `quantization_config`,
             …).
@@ -61,7 +63,8 @@ def load_model(
             missing or unexpected. Weights are never left at random values, pickles are never read.
     """
     folder = find_folder(path, revision)
-    checkpoint = read_checkpoint(folder, any_family=trust_remote_code and connectivity is None)
+    any_family = (any_family or trust_remote_code) and connectivity is None
+    checkpoint = read_checkpoint(folder, any_family=any_family)
     if checkpoint.family is not None:
         _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
     chosen = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
@@ -72,7 +75,12 @@ def load_model(
 
         if not weights:
             raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, **options
+            )
+        except ValueError as error:  # no such model type, or one whose code is in its repository
+            raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
     else:
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)

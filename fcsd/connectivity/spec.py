@@ -13,6 +13,9 @@ Selection = str | dict[str, int | str] | list[int]
 VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
 
+CALIBRATED, TRAINED = "farskip_calibration", "farskip_trained"
+"""Keys of a config: what has changed its weights since they were the original's. They stay when the wiring goes."""
+
 _ALLOWED = "all, moe, none, first:N, last:N, first:P%, last:P%, or layer indices such as 0,2,5 or 1-5"
 
 
@@ -221,3 +224,12 @@ def resolve_layers(selection: Selection, moe_mask: Sequence[bool]) -> list[int]:
 def field_text(field: Mapping[str, Any]) -> str:
     """Format the `farskip` field of a config for an error."""
     return f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"
+
+
+def changed_by(config: Any) -> str | None:
+    """Return "trained" or "calibrated" where a config, or its dictionary, says that the weights are not the original's.
+
+    None: nothing is recorded; a training outside fcsd records nothing.
+    """
+    values = config if isinstance(config, Mapping) else vars(config)
+    return "trained" if TRAINED in values else "calibrated" if CALIBRATED in values else None

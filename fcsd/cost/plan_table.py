@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fcsd.text import markdown, size
+from fcsd.text import markdown, nats, size
 
 
 def plan_table(facts: Mapping[str, Any]) -> str:
@@ -115,7 +115,7 @@ def _study(rows: Sequence[Mapping[str, Any]]) -> str:
             row["weights"],
             str(row["num_layers"]),
             f"{row['speed_up']:.3f}",
-            f"{row['loss']:.4g}",
+            nats(row["loss"]),
         ]
         for row in rows
     ]

@@ -18,6 +18,11 @@ class BadExample(UserError):
     """An example that cannot be tokenized, while others of its data set can."""
 
 
+def tokenizer_name(tokenizer: Any) -> str:
+    """Name a tokenizer in an error: by its folder, or by its class where it was made in memory."""
+    return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}"
+
+
 def tokenize_example(
     example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str = "response"
 ) -> dict[str, list]:
@@ -37,16 +42,14 @@ def tokenize_example(
         return _tokenized(example, columns)
     if "text" in columns:
         if tokenizer.eos_token_id is None:
-            raise UserError(
-                f"tokenizer {tokenizer.name_or_path}: no end-of-sequence token, needed after each text"
-            )
+            raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
         ids = tokenizer(_string(example, columns["text"]))["input_ids"]
         if not ids or ids[-1] != tokenizer.eos_token_id:
             ids = [*ids, tokenizer.eos_token_id]
         return {"input_ids": ids, "loss_mask": [True] * len(ids)}
     if not tokenizer.chat_template:
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: no chat template, needed for prompts and messages; use the "
+            f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
             "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
             "`columns: {text: …}`"
         )
@@ -102,7 +105,7 @@ def _mask_by_text(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: its chat template does not write a conversation as a "
+            f"{tokenizer_name(tokenizer)}: its chat template does not write a conversation as a "
             "continuation of its beginning, and it is not a fast tokenizer, which could say where the response "
             "is; mark responses in the template with {% generation %} … {% endgeneration %}, or set loss_on: all"
         )
@@ -154,7 +157,7 @@ def _template(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **
         LookupError,
     ) as error:  # what a template's expressions raise
         raise BadExample(
-            f"tokenizer {tokenizer.name_or_path}: its chat template refuses an example: {one_line(error)}"
+            f"{tokenizer_name(tokenizer)}: its chat template refuses an example: {one_line(error)}"
         ) from error
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from fcsd.config.data import SourceConfig
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.chat import BadExample, tokenize_example
+from fcsd.data.chat import BadExample, tokenize_example, tokenizer_name
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.reading import StreamSource, places
 from fcsd.data.sources import Source, limited, open_source
@@ -73,7 +73,7 @@ def build_dataset(
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
-        raise UserError(f"tokenizer {tokenizer.name_or_path}: neither a padding nor an end-of-sequence token")
+        raise UserError(f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence token")
     packed = {"max_length": max_length, "pad_token_id": pad_token_id, "packing": packing}
     if any(isinstance(examples, datasets.IterableDataset) for examples in opened):
         stream = RowStream(

@@ -7,6 +7,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.distributed.failure import in_step
+from fcsd.text import nats
 
 _SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
 
@@ -40,7 +41,7 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         """Show the newest figures."""
         if self.bar is not None and "tokens_per_second" in logs:
-            shown = {name: f"{logs[name]:.4f}" for name in _SHOWN if name in logs}
+            shown = {name: nats(logs[name]) for name in _SHOWN if name in logs}
             shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
             done = (state.global_step - self._first_step) / max(1, state.max_steps - self._first_step)
             if self.left is not None and (left := self.left(done)):

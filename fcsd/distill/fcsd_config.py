@@ -16,6 +16,7 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.distill.python_words import with_known_names
 from fcsd.distill.schedule import ScheduledArguments
 from fcsd.errors import UserError
 
@@ -39,6 +40,33 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
+LOSSES = ("loss", "kl", "ce")
+"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or eval_NAME_kl of a dict of data sets."""
+_SCORES = ("accuracy", "acc", "agreement", "precision", "recall", "f1", "exact_match", "em", "bleu", "rouge")
+
+
+def _greater_is_better(metric: str) -> bool:
+    """Return the direction of a metric whose last word says it.
+
+    Raises:
+        UserError: it does not.
+    """
+    if is_loss(metric):
+        return False
+    if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
+        return True
+    raise UserError(
+        f"FCSDConfig: metric_for_best_model: {metric!r} does not say whether more of it is better; set"
+        " greater_is_better=True or False, or use eval_loss, eval_kl or eval_ce (of a dict of data sets"
+        " eval_NAME_kl and so on), of which less is better"
+    )
+
+
+def is_loss(metric: str) -> bool:
+    """Tell whether a metric is, by its last word, one of ours, of which less is better."""
+    return any(f"_{metric}".endswith(f"_{word}") for word in LOSSES)
+
+
 def _argument(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -51,6 +79,7 @@ class Sections(Strict):
     safety: SafetyConfig
 
 
+@with_known_names
 @dataclass
 class FCSDConfig(ScheduledArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
@@ -143,8 +172,9 @@ class FCSDConfig(ScheduledArguments):
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu, self.dataloader_pin_memory = True, False
-        if self.metric_for_best_model in ("kl", "eval_kl") and self.greater_is_better is None:
-            self.greater_is_better = False  # transformers would take all but "loss" for better when greater
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            # transformers would take all but "loss" for better when greater
+            self.greater_is_better = _greater_is_better(self.metric_for_best_model)
         super().__post_init__()
         for name, (neutral, instead) in _REFUSED.items():
             if getattr(self, name) not in neutral:

@@ -9,7 +9,6 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,12 @@ from fcsd.data.stream import RowStream
 from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
 from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
-from fcsd.distill.fcsd_config import FCSDConfig
+from fcsd.distill.fcsd_config import FCSDConfig, is_loss
 from fcsd.distill.heldout import HeldoutCE, HeldoutKL
-from fcsd.distill.models import student_of, teacher_of
+from fcsd.distill.models import check_models, student_of, teacher_of
 from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
+from fcsd.distill.python_words import python_words, with_known_names
 from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.trainer import DistillTrainer
@@ -44,6 +44,7 @@ from fcsd.losses.head import attach_loss_head, detach_loss_head
 from fcsd.models.load import dtype_of, find_model, load_tokenizer, to_dtype
 
 
+@with_known_names
 class FCSDTrainer(DistillTrainer):
     """A `transformers.Trainer` that distils a model with FarSkip connectivity back to its original.
 
@@ -68,7 +69,7 @@ class FCSDTrainer(DistillTrainer):
     `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` loads without fcsd.
 
     Raises:
-        UserError: what a recipe would refuse, with the same message.
+        UserError: what a recipe would refuse, with the names that arguments have here.
     """
 
     _tag_names = ("farskip", "fcsd")
@@ -107,16 +108,16 @@ class FCSDTrainer(DistillTrainer):
         with engine_environment(launch.engine, launch.device):
             set_seed(args.seed)
             self._fit_to_engine(args, launch)
-            student: PreTrainedModel | None = None
-            if isinstance(model, str | Path):  # the data are checked before it is loaded
-                path: str | Path = model
-            else:
-                student = student_of(model, args, launch)
-                path = student.config._name_or_path
+            check_models(model, teacher, args, launch)
+            # Of a path the data are checked before it is loaded.
+            student = None if isinstance(model, str | Path) else student_of(model, args, launch)
+            path: Any = model if student is None else student.config._name_or_path
             self._tokenizer = processing_class or _tokenizer_beside(path, args)
             self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
             rows = self._rows(train_dataset, "train_dataset", self.bad_rows, shuffle=True)
             heldout = self._heldout_rows(eval_dataset)
+            if compute_metrics is None:
+                _check_metric(args, heldout, teacher)
             student = student if student is not None else student_of(model, args, launch)
             compared = None
             if objective.has_teacher or teacher is not None:
@@ -232,6 +233,7 @@ class FCSDTrainer(DistillTrainer):
                 if not attached:
                     detach_loss_head(model)
 
+    @python_words()
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -294,6 +296,7 @@ class FCSDTrainer(DistillTrainer):
 
     # ---- evaluation
 
+    @python_words()
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -301,12 +304,14 @@ class FCSDTrainer(DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
-        start = time.perf_counter()
-        with self._with_loss_head():
+        with (
+            self.meters.paused(),
+            self._with_loss_head(),
+        ):  # of a dict of data sets called for each, inside itself
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        self.meters.leave_out_time(time.perf_counter() - start)
         return found
 
+    @python_words()
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return logits (rows, tokens, vocabulary) and labels of a data set's packed rows, and its held-out loss."""
         with self._with_loss_head():
@@ -459,7 +464,25 @@ def _fcsd_config(args: TrainingArguments | None) -> FCSDConfig:
     if isinstance(args, FCSDConfig):
         return args
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+    if is_loss(args.metric_for_best_model or ""):
+        given["greater_is_better"] = None  # what is there is transformers' guess
     return FCSDConfig(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+
+
+def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
+    """Raise UserError where the best model is to be chosen by a loss that the evaluation of `heldout` does not give."""
+    metric = args.metric_for_best_model
+    if metric is None or heldout is None or not is_loss(metric):
+        return
+    losses = ["loss", "kl" if args.sections().objective.has_teacher else "ce"]
+    losses += ["kl"] if teacher is not None else []
+    names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]
+    measured = [f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)]
+    if f"eval_{metric.removeprefix('eval_')}" not in measured:
+        raise UserError(
+            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this training;"
+            f" allowed: {', '.join(measured)}"
+        )
 
 
 def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:

@@ -1,6 +1,8 @@
 """What the steps of a training leave for the next line of its log."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from fcsd.errors import UserError
 from fcsd.losses.quantiles import bin_counts, quantile
+from fcsd.text import nats
 
 
 class Meters:
@@ -35,9 +38,12 @@ class Meters:
         """Go back to what `kept` gave."""
         self._sums, self._counts = kept
 
-    def leave_out_time(self, seconds: float) -> None:
-        """Do not count this time, in which nothing was trained, in `tokens_per_second`."""
-        self._since += seconds
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time within the block, in which nothing is trained, out of `tokens_per_second`; blocks may nest."""
+        before, start = self._since, time.perf_counter()
+        yield
+        self._since = before + time.perf_counter() - start
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a micro-batch's share of a mean."""
@@ -85,6 +91,6 @@ class Meters:
             median = logs[f"{self.divergence}_p50"]
             raise UserError(
                 f"training stopped at step {step}: every token's {self.divergence} is above objective.clip"
-                f" ({self.clip}; its median is {median:.3g} nats), so that nothing is learnt; raise objective.clip or"
+                f" ({self.clip}; its median is {nats(median)} nats), so that nothing is learnt; raise objective.clip or"
                 " leave it out"
             )

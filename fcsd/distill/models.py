@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fcsd.connectivity import convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_config
-from fcsd.connectivity.spec import field_text
+from fcsd.connectivity.spec import changed_by, field_text
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.teachers.load import load_model_teacher
 from fcsd.distributed.engine import distributed_config
@@ -19,6 +19,7 @@ from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families import family_of, moe_mask
 from fcsd.models.load import find_model, load_checkpoint
+from fcsd.models.positions import check_positions
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -70,6 +71,33 @@ def _not_converted(what: str) -> UserError:
         f"{what}: is not converted; set layers in FCSDConfig (for example layers='last:90%'), or convert it with"
         " fcsd.convert (layers='none' trains the regular model)"
     )
+
+
+def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
+    """Check, before anything is loaded or tokenized, what models and arguments say; the student may be its own teacher.
+
+    Raises:
+        UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
+    """
+    for each, is_teacher in ((model, False), (teacher, True)):
+        if isinstance(each, str | Path):
+            source = find_model(args.model_config(str(each), teacher=is_teacher))
+            check_positions(source, args.max_length, tell=launch.first)
+        elif isinstance(each, PreTrainedModel):
+            check_positions(each, args.max_length, tell=launch.first)
+    if teacher is None and args.sections().objective.has_teacher:
+        _check_own_teacher(model, args)
+
+
+def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
+    name, config = type(model).__name__, getattr(model, "config", {})
+    if isinstance(model, str | Path):
+        name, config = str(model), read_config(find_model(args.model_config(str(model))).folder)[0]
+    if (how := changed_by(config)) is not None:
+        raise UserError(
+            f"teacher: {name} was {how} already, so that a copy of it is not the original; give the original as"
+            " teacher=, a model or its path"
+        )
 
 
 def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from fcsd.config.training import ObjectiveConfig, TrainConfig
+from fcsd.connectivity.spec import TRAINED
 from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import InStep
@@ -230,6 +231,7 @@ class DistillTrainer(GuardedTrainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
+        self._note_training()
         # What `Trainer` would load, and when, depends on the engine; `restore` is the same for all.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, train_dataloader, None)
         if self.terms is not None:
@@ -239,6 +241,12 @@ class DistillTrainer(GuardedTrainer):
             self._known_checkpoints.add(Path(resume_from_checkpoint).name)
         self.reset_meters()
         return prepared
+
+    def _note_training(self) -> None:
+        """Let the config say that these are no longer an original's weights; those of a regular model are one's."""
+        config = self.plain_model.config
+        if (getattr(config, "farskip", None) or {}).get("layers"):
+            setattr(config, TRAINED, True)
 
     # ---- optimiser
 
@@ -388,6 +396,7 @@ class DistillTrainer(GuardedTrainer):
             done = (done or self.stopper.should_stop) and not is_due
         if not done:
             return False
+        self._note_training()
         read_state(checkpoint, self.plain_model, None, self.launch.ranks)
         if self.average is not None:
             self.average.load(checkpoint)

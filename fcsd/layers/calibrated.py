@@ -19,9 +19,10 @@ from typing import Any
 
 from torch import nn
 
-from fcsd.calibration.model import FIELD, calibrate_model
+from fcsd.calibration.model import calibrate_model
 from fcsd.connectivity.convert import farskip_layers
 from fcsd.connectivity.rewire import decoder_layers
+from fcsd.connectivity.spec import CALIBRATED
 from fcsd.distributed.ranks import Ranks
 from fcsd.families import family_of
 
@@ -57,4 +58,4 @@ class Calibrations:
         finally:
             for module, name, parameter in shared:
                 module.register_parameter(name, parameter)
-            vars(self.model.config).pop(FIELD, None)
+            vars(self.model.config).pop(CALIBRATED, None)

@@ -28,7 +28,7 @@ from fcsd.inspect.table import ranges
 from fcsd.layers.settings import KL, Study
 from fcsd.layers.study import difference, layers_stage, measuring, read_study
 from fcsd.models.load import find_model
-from fcsd.text import markdown
+from fcsd.text import markdown, nats
 
 
 def plan_layers(
@@ -299,7 +299,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         [
             row["name"],
             row["selection"],
-            f"{row['sum_of_sensitivities']:.3g}",
+            nats(row["sum_of_sensitivities"]),
             _number(row["measured"]) if row["measured"] else "-",
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
@@ -348,7 +348,7 @@ def _verdict(plan: dict[str, Any]) -> str:
 
 
 def _number(row: dict[str, Any]) -> str:
-    return f"{row['value']:.3g} ± {row['stderr']:.1g}"  # KLs span orders of magnitude
+    return f"{nats(row['value'])} ± {row['stderr']:.1g}"  # KLs span orders of magnitude
 
 
 def study_table(study: dict[str, Any]) -> str:

@@ -76,12 +76,14 @@ def load_checkpoint(
     connectivity: Connectivity | None = None,
     *,
     weights: bool = True,
+    any_family: bool = False,
     distributed_config: Any = None,
     device_map: Any = None,
 ) -> "PreTrainedModel":
     """Load a checkpoint as its `model` section says, as it is or with the connectivity given.
 
     weights: False gives the same model without storage, for a rank that will be sent its shard.
+    any_family: as `load_model`.
     distributed_config: transformers' `DistributedConfig`, for weights sharded over ranks while they are loaded.
     device_map: transformers' own, for a model that this process spreads over several devices.
 
@@ -103,6 +105,7 @@ def load_checkpoint(
             attn_implementation=config.attn_implementation,
             experts_implementation=config.experts_implementation,
             trust_remote_code=config.trust_remote_code,
+            any_family=any_family,
             weights=weights,
             **options,
         )

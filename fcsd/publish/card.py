@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from fcsd.connectivity.modeling import supported_transformers
+from fcsd.connectivity.spec import CALIBRATED
 from fcsd.families import FAMILIES, base_model_type, serve_command
 from fcsd.files import write_text
 from fcsd.publish.facts import Facts, hub_id
@@ -17,7 +18,7 @@ from fcsd.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.verdict import quick_look, verdict
-from fcsd.text import items_text, plus_minus, scored_row, stopping_text
+from fcsd.text import items_text, nats, plus_minus, scored_row, stopping_text
 
 _TEXT = """\
 # {title}
@@ -223,7 +224,7 @@ def _results(facts: Facts) -> str:
         )
     kl = facts.result.get("kl_to_original")
     if kl and kl["kl"] is not None:
-        parts.append(f"KL(original || this model) on held-out text: {kl['kl']:.4f} nats per token.")
+        parts.append(f"KL(original || this model) on held-out text: {nats(kl['kl'])} nats per token.")
     return "\n\n".join(parts)
 
 
@@ -300,7 +301,7 @@ def _training(facts: Facts) -> str:
 
 def _calibrated(facts: Facts) -> str:
     """Say how a calibration changed the weights; "" where there was none."""
-    found = facts.config.get("farskip_calibration")
+    found = facts.config.get(CALIBRATED)
     if found is None:
         return ""
     return (

@@ -14,7 +14,7 @@ from fcsd.config.layout import RunLayout
 from fcsd.config.recipe import Recipe
 from fcsd.files import read_json
 from fcsd.report.table import percent, with_error
-from fcsd.text import markdown
+from fcsd.text import markdown, nats
 
 Points = list[dict[str, Any]]
 
@@ -55,7 +55,7 @@ def steering_parts(points: Points, models: Mapping[str, Mapping[str, Any]]) -> l
     if rows := at_equal_time(points):
         header = ["at the time of", "time", "camoe, output KL", "bottleneck, output KL", "ratio"]
         cells = [
-            [row["name"], _change(row["time"]), *(f"{row[kind]:.5f}" for kind in ("camoe", "bottleneck")),
+            [row["name"], _change(row["time"]), *(nats(row[kind]) for kind in ("camoe", "bottleneck")),
              f"{row['ratio']:.2f}"]
             for row in rows
         ]  # fmt: skip
@@ -94,8 +94,9 @@ def _table2(points: Points) -> str:
     rows = []
     for point in points:
         found = {"kl": 0.0, "avg_layer_kl": 0.0, "routes_moved": 0.0} | point["routing"]
-        cells = [f"{found[key]:.4f}" for key in ("cv", "avg_layer_cv", "kl", "avg_layer_kl")]
-        moved, kl = f"{percent(found['routes_moved'])} %", f"{point['kl']['kl']:.5f}"
+        cells = [f"{found[key]:.4f}" for key in ("cv", "avg_layer_cv")]
+        cells += [nats(found[key]) for key in ("kl", "avg_layer_kl")]
+        moved, kl = f"{percent(found['routes_moved'])} %", nats(point["kl"]["kl"])
         rows.append([point["kind"] or "none", f"{point['strength']:g}", *cells, moved, kl])
     return markdown(header, rows)
 

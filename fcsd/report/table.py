@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.report.verdict import interval_text, p_text, quick_look, signed
-from fcsd.text import markdown, metric_words
+from fcsd.text import markdown, metric_words, nats
 
 
 def percent(value: float | None) -> str:
@@ -33,7 +33,7 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
         result = model["result"]
         kl = (result.get("kl_to_original") or {}).get("kl")
         scores = [with_error(percent(row["value"]), row["stderr"]) for row in result["tasks"].values()]
-        ends = [percent(result["mean"]), "-" if kl is None else f"{kl:.4f}"]
+        ends = [percent(result["mean"]), "-" if kl is None else nats(kl)]
         rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]

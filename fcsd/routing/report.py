@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fcsd.text import markdown
+from fcsd.text import markdown, nats
 
 _PLACEMENTS = {"contiguous": "in order", "balanced": "by load", "topology_aware": "by traffic and links"}
 
@@ -58,7 +58,7 @@ def _loads(models: Sequence[Mapping[str, Any]]) -> str:
 def _shift(result: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     model, base = (facts["name"] for facts in result["models"])
     rows = [
-        [str(layer), f"{moved:.2%}", f"{kl:.4f}", f"{one:.3f}", f"{other:.3f}"]
+        [str(layer), f"{moved:.2%}", nats(kl), f"{one:.3f}", f"{other:.3f}"]
         for layer, moved, kl, one, other in zip(
             result["models"][0]["layers"],
             found["layer_moved"],
@@ -71,13 +71,13 @@ def _shift(result: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return (
         f"## What changed against {base}\n\n"
         f"{found['routes_moved']:.2%} of the (token, expert) pairs of {base} are not among those of {model}, on the"
-        f" same tokens. KL of the experts' loads {found['kl']:.4f}, by layer and averaged {found['avg_layer_kl']:.4f}"
-        f" nats (epsilon {result['epsilon']:g} pairs).\n\n"
+        f" same tokens. KL of the experts' loads {nats(found['kl'])}, by layer and averaged"
+        f" {nats(found['avg_layer_kl'])} nats (epsilon {result['epsilon']:g} pairs).\n\n"
         + markdown(["layer", "routes moved", "KL", "cv before", "cv"], rows)
         + "\n\nAfter drops:\n\n"
         + markdown(
             ["capacity factor", "KL", "avg_layer_kl"],
-            [[f"{r['factor']:g}", f"{r['kl']:.4f}", f"{r['avg_layer_kl']:.4f}"] for r in found["capacity"]],
+            [[f"{r['factor']:g}", nats(r["kl"]), nats(r["avg_layer_kl"])] for r in found["capacity"]],
         )
     )
 

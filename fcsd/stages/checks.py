@@ -30,6 +30,8 @@ from fcsd.evaluate.stage import check_server
 from fcsd.evaluate.suites import dataset_location
 from fcsd.families import expert_counts, family_of, moe_mask
 from fcsd.families.family import read_field, text_config
+from fcsd.models.load import ModelFolder
+from fcsd.models.positions import check_positions
 from fcsd.overlap import check_connections, check_transformers, refusal
 from fcsd.routing.placement import contiguous
 from fcsd.stages.context import Run
@@ -48,6 +50,8 @@ def check_run(run: Run) -> None:
         check_settings(plan.train, plan.data, run.launch.with_copies(), "pretrain.")
         config = model_config(plan.config)
         family = family_of(config)
+        check_rows_fit(run, config, plan.data.max_length, "pretrain.")
+        check_rows_fit(run, config, recipe.data.max_length)
     else:
         checkpoint = read_checkpoint(run.original.folder)
         assert checkpoint.family is not None
@@ -92,11 +96,30 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         refuse_what_cannot_be_sharded(
             recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
         )
+    if recipe.pretrain is None or not _unfinished(run.layout.pretrain):  # else its config was looked at
+        check_rows_fit(run, run.original, recipe.data.max_length)
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        check_rows_fit(run, run.teacher, recipe.data.max_length, model_key="teacher.path")
     for tokens in batches or [recipe.train.batch_size_tokens]:
         train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
         check_settings(train, recipe.data, launch)
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
         dataset_location(recipe.early_stopping.task, run.data_root)
+
+
+def check_rows_fit(
+    run: Run,
+    model: ModelFolder | PreTrainedConfig,
+    max_length: int,
+    where: str = "",
+    model_key: str = "model",
+) -> None:
+    """Check rows against the positions of a model, once in a run; `where` is what the key begins with."""
+    key = f"{where}data.max_length"
+    run.once(
+        ("positions", key, model_key, max_length),
+        lambda: check_positions(model, max_length, key=key, tell=run.launch.first),
+    )
 
 
 def check_overlap(run: Run) -> None:

@@ -13,7 +13,7 @@ from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.run import remove_checkpoints, train
 from fcsd.errors import UserError
 from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
-from fcsd.stages.checks import check_settings, model_config
+from fcsd.stages.checks import check_rows_fit, check_settings, model_config
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 
@@ -33,6 +33,7 @@ def pretrain(run: Run) -> Stage:
         remove_checkpoints(folder, launch)
         return stage
     check_settings(plan.train, plan.data, launch, "pretrain.")
+    check_rows_fit(run, model_config(plan.config), plan.data.max_length, "pretrain.")
     tokenizer = load_tokenizer(plan.tokenizer)
     rows, record = training_rows(plan.data, tokenizer, run)
     set_seed(recipe.seed)

@@ -143,7 +143,15 @@ def test_data_and_tokenizers_are_refused_as_in_a_recipe(
     said = printed(capsys, "distill", str(bench.recipe("plain", model={"path": str(plain)})))
     messages = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     own = fcsd.load(plain)[1]
-    assert raised(lambda: trainer(messages, own)) == said and "no chat template, needed" in said
+    here = said.replace("`columns: {text: …}`", "columns={'text': …}")
+    assert raised(lambda: trainer(messages, own)) == here and "no chat template, needed" in said
+
+
+def test_the_dtype_of_a_model_that_is_loaded_has_one_name(base_checkpoint: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^fcsd\.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'"
+    ):
+        fcsd.load(base_checkpoint, torch_dtype=torch.bfloat16)
 
 
 def suite() -> SuiteConfig:

@@ -14,7 +14,7 @@ from fcsd.config.overrides import to_yaml
 from fcsd.config.recipe import Recipe
 from fcsd.config.strict import Strict, validate
 from fcsd.config.suite import TaskConfig, load_suite
-from fcsd.config.training import ObjectiveConfig
+from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.errors import UserError
 from fcsd.files import data_dir
 
@@ -608,3 +608,12 @@ def test_no_value_of_a_schema_can_be_changed(tmp_path: Path) -> None:
     for record, key in ((recipe, "teacher"), (recipe.objective, "temperature"), (recipe.teacher, "path")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(record, key, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("tensorboard", ["tensorboard"]), ("none", []), (["wandb", "trackio"], ["wandb", "trackio"])]
+)  # fmt: skip
+def test_one_tracker_needs_no_list(given: Any, read: list[str]) -> None:
+    assert validate(TrainConfig, {"report_to": given}, "train").report_to == read
+    with pytest.raises(UserError, match=r"report_to\.0: .*'wandb', 'trackio' or 'tensorboard', got 'mlflow'"):
+        validate(TrainConfig, {"report_to": "mlflow"}, "train")

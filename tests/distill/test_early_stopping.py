@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fcsd.distill.early_stopping import EarlyStopper, Score, TimeSpent
-from fcsd.text import items_text, plus_minus, stopping_text
+from fcsd.text import items_text, nats, plus_minus, stopping_text
 
 
 def run(scores: list[float], patience: int = 2, min_delta: float = 0.02) -> tuple[EarlyStopper, list[int]]:
@@ -228,10 +228,19 @@ def test_a_line_states_items_errors_and_the_change() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [(0.4123, 0.025, "0.4123 ± 0.0250"), (0.5, None, "0.5000"), (0, 0, "0.0000 ± 0.0000"),
-     (0.000123, 0.0000456, "0.000123 ± 0.000046"), (1e-30, None, "0.000000000000")],
+     (0.000123, 0.0000456, "0.0001230 ± 0.0000456"), (1e-30, None, "0.000000000000")],
 )  # fmt: skip
 def test_small_figures_are_printed_with_more_digits(value: float, error: float | None, text: str) -> None:
     assert plus_minus(value, error) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1.25, "1.250"), (0.18704, "0.1870"), (12.3456, "12.35"), (123456.7, "123457"), (4.2e-5, "0.00004200"),
+     (0.99999, "1.0000"), (-0.00123456, "-0.001235"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_a_kl_is_printed_with_four_significant_digits_however_small_it_is(value: float, text: str) -> None:
+    assert nats(value) == text
 
 
 def test_what_is_scored_is_said_in_words() -> None:

@@ -1,7 +1,9 @@
 """FCSDTrainer: what a recipe trains, a Trainer in every respect, and errors in one line."""
 
 import copy
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -133,6 +135,88 @@ def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_tra
     assert type(teacher.model) is type(original)
 
 
+def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
+    make: Callable[..., FCSDTrainer], original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    fresh = copy.deepcopy(original)
+    fresh.save_pretrained(tmp_path / "original")
+    tokenizer.save_pretrained(tmp_path / "original")
+    fcsd.convert_checkpoint(tmp_path / "original", tmp_path / "converted")
+    first = make(
+        model=str(tmp_path / "converted"), max_steps=1
+    )  # a fresh conversion has the original's weights
+    model: Any = first.model
+    make(model=model, max_steps=1)  # the trainer before it has not trained
+    first.train()
+    first.save_model(str(tmp_path / "trained"))
+    told = r"was trained already, so that a copy of it is not the original; give the original as teacher="
+    for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
+        with pytest.raises(UserError, match=told):
+            make(model=again)
+    with pytest.raises(UserError, match=told):  # another wiring of the same weights
+        make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
+    given = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
+    teacher: Any = given.teacher
+    assert same(teacher.model.state_dict(), original.state_dict())
+    make(model=str(tmp_path / "trained"), objective="sft")  # has no teacher
+
+    calibrated = fcsd.convert(copy.deepcopy(original), "all")
+    fcsd.calibrate(calibrated, original, torch.arange(3, 259).repeat(8, 1))
+    with pytest.raises(UserError, match="FarSkipQwen2MoeForCausalLM was calibrated already"):
+        make(model=calibrated)
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_told_or_refused(
+    make: Callable[..., FCSDTrainer], base_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = "max_length 256: rows are longer than the 128 positions of"
+    for model in (None, str(base_checkpoint)):
+        capfd.readouterr()
+        make(max_length=128, **({"model": model, "layers": "all"} if model else {}))
+        assert "positions" not in capfd.readouterr().err
+        rows = [{"text": "1 + 1 is 2. " * 200}] * 4
+        make(max_length=256, train_dataset=rows, **({"model": model, "layers": "all"} if model else {}))
+        assert f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
+
+    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table.save_pretrained(tmp_path / "table")
+    message = "max_length 32: rows are longer than the 16 positions of .*, which are a table of that length"
+    for teacher in (table, str(tmp_path / "table")):
+        with pytest.raises(
+            UserError, match=rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
+        ):
+            make(teacher=teacher)
+
+
+def test_a_regular_model_that_was_trained_is_an_original(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    regular = make(model=copy.deepcopy(original), layers="none", objective="sft", max_steps=1)
+    regular.train()
+    make(model=fcsd.convert(regular.model, "all"))
+
+
+def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
+    make: Callable[..., FCSDTrainer], tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    heldout = datasets.Dataset.from_list(examples(10))
+    trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
+    student = copy.deepcopy(trainer.model).double()
+    expected = reference_kl(student, copy.deepcopy(dense).double(), trainer.eval_dataset)
+    assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
+    trainer.train()
+    given = make("given", teacher=dense, eval_dataset=heldout, packing=False)
+    given.train()
+    assert curve(given) == curve(trainer)
+
+
 def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
     """Mean over kept tokens of all rows, one example a row, from full float64 logits."""
     total, count = 0.0, 0
@@ -203,6 +287,86 @@ def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
     assert trainer.state.best_model_checkpoint is not None
     assert Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{2 * (best + 1)}"
     assert trainer.evaluate()["eval_kl"] == pytest.approx(min(scores), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "names"),
+    [("sft", "ce", None), ("kl", "eval_a_kl", ("a", "b")), ("kl", "b_loss", ("a", "b"))],
+)
+def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_sets(
+    make: Callable[..., FCSDTrainer], objective: str, metric: str, names: tuple[str, ...] | None
+) -> None:
+    rows = datasets.Dataset.from_list(examples(70)[60:])
+    trainer = make(
+        objective=objective,
+        eval_dataset=rows if names is None else dict.fromkeys(names, rows),
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+    )
+    trainer.train()
+    name = f"eval_{metric.removeprefix('eval_')}"
+    scores = curve(trainer, name)
+    assert len(scores) == 3 and scores[-1] < scores[0]
+    assert trainer.state.best_metric == min(scores)
+    assert trainer.evaluate()[name] == pytest.approx(min(scores), rel=1e-6)
+
+
+def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from fcsd.distill.fcsd_trainer import _fcsd_config
+
+    def arguments(metric: str, **more: Any) -> FCSDConfig:
+        return FCSDConfig(output_dir=str(tmp_path), metric_for_best_model=metric, **more)
+
+    assert arguments("accuracy").greater_is_better is True
+    assert arguments("eval_math_f1").greater_is_better is True
+    assert arguments("eval_math_ce").greater_is_better is False
+    assert arguments("perplexity", greater_is_better=False).greater_is_better is False
+    with pytest.raises(
+        UserError,
+        match=r"metric_for_best_model: 'perplexity' does not say .* set greater_is_better=True or False, or use"
+        " eval_loss, eval_kl or eval_ce",
+    ):
+        arguments("perplexity")
+    # Plain TrainingArguments have guessed True already.
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl")
+    assert _fcsd_config(plain).greater_is_better is False
+
+
+def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(make: Callable[..., FCSDTrainer]) -> None:
+    one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
+    with pytest.raises(
+        UserError, match=r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
+    ):
+        make(**one)
+    several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
+    with pytest.raises(UserError, match=r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
+        make(**several)
+
+
+def test_the_time_of_evaluations_is_left_out_of_the_throughput_once(
+    make: Callable[..., FCSDTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd.distill import meters
+
+    clock = [0.0]
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
+    trainer = make(eval_dataset={"a": examples(4), "b": examples(4)}, max_steps=2)
+    measure = trainer._heldout_metrics
+
+    def slow(*args: Any) -> dict[str, float]:
+        clock[0] += 100.0  # seconds of each data set
+        return measure(*args)
+
+    trainer._heldout_metrics = slow  # type: ignore[method-assign]
+    trainer.meters.reset()
+    trainer.meters.num_tokens = 50
+    trainer.evaluate()
+    clock[0] += 10.0  # seconds of training
+    assert trainer.meters.tokens_per_second() == 5.0
 
 
 class StopAt(TrainerCallback):
@@ -472,12 +636,16 @@ def test_two_ranks_train_what_one_process_trains(
         ({"train_dataset": []}, "data set train_dataset: it is empty"),
         ({"train_dataset": {"train": [], "test": []}}, "holds several \\('train', 'test'\\); give one of them"),
         ({"columns": {"text": "words"}}, "no column 'words'; it has 'messages'; name the right ones under `columns`"),
-        ({"batch_size_tokens": 100}, "train.batch_size_tokens: 100 is not a multiple of 64 "),
+        ({"batch_size_tokens": 100}, r"^batch_size_tokens: 100 is not a multiple of 64 \(per_.* 2 x max_length 32 x"),
         ({"train_dataset": examples(3)}, "train_dataset: gives 3 rows of 32 tokens, .* 128 needs 4; use more data"),
         ({"train_dataset": examples(40), "max_length": 2}, "not one of 40 examples has a response token"),
-        ({"objective": "kl2"}, "FCSDConfig: objective.name"),
-        ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: objective.jsd_beta"),
-        ({"clip": -1.0}, "FCSDConfig: objective.clip"),
+        ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
+        ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
+        ({"clip": -1.0}, "FCSDConfig: clip: must be greater than 0, got -1.0"),
+        ({"learning_rate": 0.0}, "FCSDConfig: learning_rate: must be greater than 0, got 0"),
+        ({"learning_rat": 0.1}, "FCSDConfig: learning_rat: no such argument; did you mean 'learning_rate'"),
+        ({"max_seq_length": 64}, r"FCSDConfig: max_seq_length: is here `FCSDConfig\(max_length=…\)`"),
+        ({"vocab_size": 999}, "^vocab_size 999: must be between the"),
         ({"layers": "lasst:1"}, "layers: 'lasst:1' is not a selection; allowed: all, moe, none, first:N"),
         ({"layers": "first:1"}, "is already converted with layers \\[0, 1\\].*, but layers \\[0\\].* is asked for"),
         ({"loss_on": "answer"}, "FCSDConfig: loss_on: must be 'response' or 'all', got 'answer'"),
@@ -503,6 +671,13 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_told(
     make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
 ) -> None:
     plain = tiny_tokenizer(300, chat_template=False)
+    nameless = copy.deepcopy(plain)
+    nameless.name_or_path = ""
+    with pytest.raises(
+        UserError,
+        match=rf"tokenizer {type(plain).__name__}: no chat template, .* under columns=\{{'text': …\}}",
+    ):
+        make(processing_class=nameless)
     with pytest.raises(
         UserError, match="no chat template, needed for prompts and messages; use the tokenizer of an"
     ):
@@ -528,6 +703,37 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_told(
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(UserError, match="is no checkpoint that can be gone on from"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def other_names() -> list[str]:
+    from fcsd.distill.python_words import OTHER_NAMES
+
+    return list(OTHER_NAMES)
+
+
+@pytest.mark.parametrize("name", other_names())
+def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
+    from fcsd.distill.python_words import OTHER_NAMES
+
+    for cls in (FCSDConfig, FCSDTrainer):
+        with pytest.raises(UserError) as caught:
+            cls(**{name: object()})
+        assert str(caught.value) == f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}"
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {OTHER_NAMES[name]} |" in page
+    arguments = re.findall(r"(FCSD\w+)\((\w+)=", OTHER_NAMES[name])
+    for door, argument in arguments:
+        assert argument in inspect.signature(getattr(fcsd, door)).parameters
+
+
+def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    with pytest.raises(UserError, match=r"above clip \(1e-09; .* nats\), .*; raise clip or leave it out"):
+        make(clip=1e-9).train()
+    with pytest.raises(UserError, match=r"^eval_dataset: no row has a token to predict"):
+        row = {"input_ids": [5] * 32, "position_ids": [*range(32)], "labels": [-100] * 32}
+        make(eval_dataset=[row]).evaluate()
 
 
 def test_arguments_of_transformers_are_taken_for_ones_own(

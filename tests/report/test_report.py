@@ -120,8 +120,8 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
         if "|" in line
     }
     assert rows["model"] == ["rewired", "training", "code pass@1", "choice acc", "mean", "KL to original"]
-    assert rows["original"] == ["0", "-", "75.0 ± 25.0", "50.0 ± 28.9", "50.0", "0.0000"]
-    assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.2500"
+    assert rows["original"] == ["0", "-", "75.0 ± 25.0", "50.0 ± 28.9", "50.0", "0"]
+    assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.250"
     assert rows["fcsd"][:3] == ["2/4", "kl, 10 steps, best at 10, 2 skipped steps, 1 spike", "75.0 ± 25.0"]
     said = table.split("\n\n")[-1].splitlines()  # what the run is for comes before the untrained model
     assert said[0].startswith("fcsd: the mean over 2 tasks changed by 0.0 points")

@@ -33,8 +33,8 @@ def test_both_tables_of_camoe_are_written() -> None:
     text = re.sub(" +", " ", "\n".join(steering_parts(POINTS, MODELS)))
     assert "| camoe | 0.25 | 8.000 (-20.0 %) | 12.000 (-20.0 %) | 75.0 ± 2.0 | 50.0 |" in text
     assert "| none | 0 | 10.000 | 15.000 | 75.0 ± 2.0 | 50.0 |" in text
-    assert "| camoe | 0.1 | 0.2500 | 0.5000 | 0.0100 | 0.0200 | 12.5 % | 0.01000 |" in text
-    assert "| none | 0 | 0.2500 | 0.5000 | 0.0000 | 0.0000 | 0.0 % | 0.00000 |" in text
+    assert "| camoe | 0.1 | 0.2500 | 0.5000 | 0.01000 | 0.02000 | 12.5 % | 0.01000 |" in text
+    assert "| none | 0 | 0.2500 | 0.5000 | 0 | 0 | 0.0 % | 0 |" in text
     assert "8 exchanges of 2,048 tokens at each endpoint" in text
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from fcsd.cli.main import main
 from fcsd.errors import UserError
@@ -64,3 +65,35 @@ def test_fcsd_run_checks_first(bench: Bench, capsys: pytest.CaptureFixture[str])
     assert main(["run", str(bench.recipe("r", variants={"v": {"data": DATA}}))]) == 2
     assert "gone/rows.jsonl: no such file" in capsys.readouterr().err
     assert not (bench.folder / "r" / "convert").exists()
+
+
+def test_rows_longer_than_the_models_positions_are_told_once_and_beyond_a_table_refused(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 256}
+    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 512, "per_device_train_batch_size": 2}
+    run = run_of(bench.recipe("long", data=data, train=train))
+    for _ in range(2):
+        check_run(run)
+    text = f"data.max_length 256: rows are longer than the 128 positions of {bench.base}: what an example has"
+    assert capfd.readouterr().err.count(text) == 1
+    check_run(run_of(bench.recipe("short")))
+    assert "positions" not in capfd.readouterr().err
+
+    pretrain = {
+        "config": {"model_type": "qwen2_moe", "max_position_embeddings": 24},
+        "tokenizer": str(bench.base),
+        "data": {"train": [{"path": str(bench.rows)}], "max_length": 32},
+        "train": train | {"batch_size_tokens": 64},
+    }
+    check_run(run_of(bench.recipe("new", model=None, pretrain=pretrain)))
+    told = capfd.readouterr().err
+    assert "pretrain.data.max_length 32: rows are longer than the 24 positions of a qwen2_moe" in told
+
+    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table.save_pretrained(bench.folder / "table")
+    run = run_of(bench.recipe("table", teacher={"path": str(bench.folder / "table")}))
+    with pytest.raises(
+        UserError, match=r"data\.max_length 32: rows are longer than the 16 positions of .*table, which"
+    ):
+        check_run(run)

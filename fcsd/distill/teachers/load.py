@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.config.model import CachedTeacherConfig, TeacherConfig
 from fcsd.connectivity.checkpoint import read_config
+from fcsd.connectivity.spec import changed_by
 from fcsd.distill.prepare import place_teacher
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
@@ -71,6 +72,7 @@ def load_model_teacher(model: ModelFolder, launch: Launch) -> PreTrainedModel:
     """Load a teacher's model as this rank of the launch begins with it."""
     return load_checkpoint(
         model,
+        any_family=True,
         weights=launch.loads_weights,
         distributed_config=distributed_config(launch.engine, launch.ranks.size),
     )
@@ -157,11 +159,16 @@ def _endless(rows: Any) -> Iterator[Any]:
 
 
 def _check_is_original(source: TeacherSource) -> None:
-    """Raise UserError when the student would be compared with itself: its checkpoint is rewired already."""
+    """Raise UserError when the student would be compared with itself: its checkpoint is rewired or trained already."""
     folder = source.model.folder
-    if source.settings.path is None and read_config(folder, any_family=True)[2] is not None:
+    if source.settings.path is not None:
+        return
+    config, _, connectivity = read_config(folder, any_family=True)
+    how = changed_by(config)
+    if connectivity is not None or how is not None:
+        what = "is a FarSkip checkpoint" if connectivity is not None else f"was {how} as a FarSkip checkpoint"
         raise UserError(
-            f"{folder}: is a FarSkip checkpoint, and as its own teacher it would teach nothing; set teacher.path to"
+            f"{folder}: {what}, and as its own teacher it would teach nothing; set teacher.path to"
             " the original (backend sharded or cache), or model.path to the original"
         )
 

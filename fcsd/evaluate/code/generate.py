@@ -16,6 +16,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSize, BatchSizer
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.suites import require_chat_template
+from fcsd.models.positions import num_positions
 from fcsd.models.preserve import preserved
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def prompt_tokens(
     # A chat template writes its own special tokens.
     tokens = [tokenizer(text, add_special_tokens=not task.chat_template)["input_ids"] for text in texts]
     longest = max(map(len, tokens), default=0)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(config)
     if positions is not None and longest + task.max_new_tokens > positions:
         raise UserError(
             f"task {task.task}: a prompt of {longest} tokens and max_new_tokens {task.max_new_tokens} do not fit"
