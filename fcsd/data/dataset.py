@@ -18,7 +18,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import datasets
-from tqdm import tqdm
 
 from fcsd.config.data import SourceConfig
 from fcsd.data.bad_rows import BadRows
@@ -28,6 +27,7 @@ from fcsd.data.reading import StreamSource, places
 from fcsd.data.sources import Source, limited, open_source
 from fcsd.data.stream import RowStream
 from fcsd.errors import UserError
+from fcsd.text import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ def build_dataset(
     loaded = [limited(source, examples) for source, examples in zip(sources, opened, strict=True)]
     examples = _in_memory(sources, loaded, tokenize, decontaminator, bad_rows, seed, shuffle, num_proc)
     stats = PackingStats()
-    bar = tqdm(examples, desc="Packing", unit="example", leave=False)
+    bar = progress_bar(examples, desc="Packing", unit="example", leave=False)
     rows = PackedRows(pack(bar, **packed, stats=stats), stats)
     if len(rows) == 0:
         raise UserError(
