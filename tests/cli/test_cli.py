@@ -307,6 +307,28 @@ def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Ref
     assert [path.name for path in own.iterdir()] == ["thesis.txt"]
 
 
+def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way(
+    bench: Bench, refused: Refused
+) -> None:
+    model, recipe, text = str(bench.base), str(bench.recipe("r")), str(bench.rows)
+    (bench.folder / "afile").write_text("x")
+    out = str(bench.folder / "afile" / "x")
+    for command in (
+        ["distill", recipe, "--set", f"output_dir={out}"],
+        ["run", recipe, "--set", f"output_dir={out}"],
+        ["run", recipe, "--rehearse", out],
+        ["evaluate", model, "--suite", "tiny", "--output", out],
+        ["layers", model, "--text", text, "--output", out],
+        ["routing", model, "--text", text, "--endpoints", "2", "--output", out],
+        ["calibrate", model, out, "--text", text],
+        ["convert", model, out],
+        ["tiny-data", out],
+    ):
+        refused(
+            *command, message=r"afile/x\S*: cannot be made, \S*/afile is no folder; choose another output"
+        )
+
+
 def test_a_mistake_in_a_command_line_is_argparse_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["convert"], ["convert", "a", "b", "--attention", "half"], ["nonsense"]):
         with pytest.raises(SystemExit) as ended:

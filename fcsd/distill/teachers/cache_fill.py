@@ -33,7 +33,7 @@ from fcsd.distill.teachers.cache import (
 )
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.files import write_json
+from fcsd.files import check_folder_place, write_json
 from fcsd.temporary import sweep
 from fcsd.text import progress_bar
 
@@ -127,9 +127,10 @@ def fill_cache(
 
 
 def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
+    check_folder_place(folder)
     if (folder / TEACHER).is_file():
         check_teacher(folder, identity)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty and holds no teacher cache; choose another folder")
     launch.wait()
     if launch.first:
