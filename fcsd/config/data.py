@@ -1,12 +1,23 @@
 """Schema of training data, held-out text and the test items that are kept out of them."""
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict, parse_yaml, validate
 
-Column = Literal["messages", "prompt", "input", "response", "text"]
+Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
+_KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
+
+
+def check_meanings(columns: Collection[str]) -> None:
+    """Raise ValueError where columns of these meanings make no example."""
+    if set(columns) - {"tools"} not in _KINDS or {"text", "tools"} <= set(columns):
+        raise ValueError(
+            "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'), with 'tools'"
+            f" beside messages and prompts where there are any, got {', '.join(sorted(columns)) or 'nothing'}"
+        )
 
 
 class SourceConfig(Strict):
@@ -17,27 +28,26 @@ class SourceConfig(Strict):
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
-    columns: dict[Column, str] = Field({"messages": "messages"})
+    columns: dict[Column, str] | None = Field({"messages": "messages"})  # null: seen from their names
     weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
     max_examples: int | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _columns_make_an_example(self) -> "SourceConfig":
-        kinds = set(self.columns)
-        if kinds not in ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"}):
-            raise ValueError(
-                "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'),"
-                f" got {', '.join(sorted(kinds)) or 'nothing'}"
-            )
+        if self.columns is not None:
+            check_meanings(self.columns)
         return self
 
 
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:
-    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds."""
+    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds.
+
+    Where `columns` are not said they are seen from their names.
+    """
     if text is None:
         return None
-    found = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
-    return validate(SourceConfig, found, option).model_dump()
+    source = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    return validate(SourceConfig, {"columns": None} | source, option).model_dump()
 
 
 class TestSetConfig(Strict):

@@ -69,7 +69,7 @@ def build_dataset(
     Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
     """
     bad_rows = bad_rows or BadRows()
-    opened = [open_source(source) for source in sources]
+    sources, opened = zip(*map(open_source, sources), strict=True)
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:

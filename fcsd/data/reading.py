@@ -99,7 +99,7 @@ def _as_stream(source: Source) -> datasets.IterableDataset | None:
     if not isinstance(source, SourceConfig):
         return None
     try:
-        opened = open_source(source.model_copy(update={"streaming": True}))
+        _, opened = open_source(source.model_copy(update={"streaming": True}))
     except UserError:
         return None
     return opened if isinstance(opened, datasets.IterableDataset) else None

@@ -285,7 +285,8 @@ def _write_data(recipe: Recipe, place: Path) -> None:
     """Write rows for everything that the recipe reads."""
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
-        rows = [training_row(source.path, source.columns, index) for index in range(number)]
+        columns = source.columns or {"messages": "messages"}
+        rows = [training_row(source.path, columns, index) for index in range(number)]
         target = _place(source.path, place, name)
         if _is_file(source.path):
             _write_rows(target, rows)
