@@ -1,5 +1,6 @@
 """Schema of training data, held-out text and the test items that are kept out of them."""
 
+import re
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -37,6 +38,17 @@ class SourceConfig(Strict):
         if self.columns is not None:
             check_meanings(self.columns)
         return self
+
+
+def making_of(*places: str | None) -> str:
+    """Say which command makes the data of recipes/tiny, the first of `places` being one of them; "" of other data.
+
+    places: a path or the id of a data set, and where it may lie.
+    """
+    folder = next((part for place in places if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))), None)
+    if folder is None and not (places[0] or "").startswith("fcsd/tiny-"):
+        return ""
+    return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
 
 
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:

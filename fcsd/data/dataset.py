@@ -197,4 +197,4 @@ def heldout_rows(
     """Build rows of the first `num_examples` of held-out text, in order; options as `build_dataset`."""
     limit = min(num_examples, source.max_examples or num_examples)
     plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset([plain], tokenizer, shuffle=False, **options)
+    return build_dataset([plain], tokenizer, shuffle=False, bad_rows=BadRows(setting=None), **options)

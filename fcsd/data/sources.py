@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import datasets
 
-from fcsd.config.data import SourceConfig
+from fcsd.config.data import SourceConfig, making_of
 from fcsd.data.local import fresh_cache
 from fcsd.errors import UserError, one_line
 
@@ -59,7 +59,7 @@ def check_place(source: SourceConfig) -> None:
         return
     if path.suffix in _FILE_FORMATS:
         if not path.is_file():
-            raise UserError(f"data set {source.path}: no such file")
+            raise UserError(f"data set {source.path}: no such file{making_of(source.path)}")
         if not source.split.startswith("train"):
             raise UserError(
                 f"data set {source.path}: no split {source.split!r}; a file has the split 'train' only"

@@ -25,6 +25,7 @@ from fcsd.calibration.checkpoint import take_rows
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
+from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
@@ -188,7 +189,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     if study.calibrated is not None:
         found = build_dataset(
             [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
-            loss_on=study.loss_on,
+            loss_on=study.loss_on, bad_rows=BadRows(setting=None),
         )  # fmt: skip
         calibrations = Calibrations(model, take_rows(found, study.calibration_tokens), ranks)
     rows = None
