@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from fcsd.config.strict import Strict, parse_yaml, validate
 
 Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
+_MESSAGES: dict[Column, str] = {"messages": "messages"}
 _KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
 
 
@@ -29,7 +30,7 @@ class SourceConfig(Strict):
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
-    columns: dict[Column, str] | None = Field({"messages": "messages"})  # null: seen from their names
+    columns: dict[Column, str] | None = Field(_MESSAGES)  # null: seen from their names
     weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
     max_examples: int | None = Field(None, gt=0)
 

@@ -62,7 +62,7 @@ def given_rows(
             check_meanings(columns)
         except ValueError as error:
             raise UserError(str(error)) from None
-    source = GivenSource(name, column_meanings(name, names, columns), plain)
+    source = GivenSource(name, column_meanings(name, names, columns, form="columns={1}"), plain)
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 

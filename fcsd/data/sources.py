@@ -68,7 +68,12 @@ def check_place(source: SourceConfig) -> None:
         raise UserError(f"data set {source.path}: no such folder, and not the name of a data set on the Hub")
 
 
-def column_meanings(path: str, names: Sequence[str], columns: Mapping[Any, str] | None) -> dict[Any, str]:
+def column_meanings(
+    path: str,
+    names: Sequence[str],
+    columns: Mapping[Any, str] | None,
+    form: str = "{{path: {}, columns: {}}}",
+) -> dict[Any, str]:
     """Return what each column that is read means: meaning -> its name.
 
     A column of tools is read beside messages and prompts, said or not: chat templates write it into the prompt.
@@ -76,6 +81,7 @@ def column_meanings(path: str, names: Sequence[str], columns: Mapping[Any, str] 
     Args:
         names: of all columns.
         columns: what was said of them; None: seen from the names.
+        form: how a caller writes path and columns, for the advice of an error.
 
     Raises:
         UserError: one is not there; the names say nothing.
@@ -92,7 +98,7 @@ def column_meanings(path: str, names: Sequence[str], columns: Mapping[Any, str] 
         raise UserError(
             f"data set {path}: no column {', '.join(map(repr, missing)) or kinds}; it has"
             f" {', '.join(map(repr, names))}; name the right ones under `columns`"
-            + (f", for example columns: {example}" if example else "")
+            + (f", for example {form.format(path, example)}" if example else "")
         )
     tools = {"tools": "tools"} if "tools" in names and {"messages", "prompt"} & set(columns) else {}
     return tools | dict(columns)

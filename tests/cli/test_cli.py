@@ -257,6 +257,27 @@ def test_a_missing_data_file_is_refused(bench: Bench, refused: Refused) -> None:
     refused("distill", str(bench.recipe("r", data=data)), message=r"none\.jsonl.*no such file")
 
 
+def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
+    bench: Bench, refused: Refused
+) -> None:
+    file, out = bench.rows.parent / "texts.jsonl", str(bench.folder / "out")
+    for row, message in (
+        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, found 5; correct it$"),
+        (
+            {"story": "a"},
+            r"no column 'messages', .*; it has 'story'; name the right ones under `columns`, for example"
+            r" \{path: \S*texts\.jsonl, columns: \{'text': 'content'\}\}$",
+        ),
+    ):
+        file.write_text(json.dumps(row) + "\n")
+        for command in (
+            ["calibrate", str(bench.base), f"{out}-c-{[*row][0]}"],
+            ["layers", str(bench.base), "--output", f"{out}-l-{[*row][0]}"],
+            ["routing", str(bench.base), "--endpoints", "2", "--output", f"{out}-r-{[*row][0]}"],
+        ):
+            refused(*command, "--text", str(file), message=message)
+
+
 def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> None:
     recipe = str(bench.recipe("r", variants={"sft": {"objective.name": "sft"}}))
 
