@@ -327,5 +327,7 @@ def first_rows(source: StreamSource, index: int, number: int) -> Iterator[Item]:
 
 def _json(source: StreamSource, example: Mapping[str, Any]) -> str:
     """Keep the columns that are read; sources of different columns are mixed as JSON."""
-    values = {name: example.get(name) for name in source.settings.columns.values()}
+    columns = source.settings.columns
+    assert columns is not None  # it was opened
+    values = {name: example.get(name) for name in columns.values()}
     return json.dumps(values, ensure_ascii=False, default=str)

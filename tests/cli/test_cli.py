@@ -271,9 +271,9 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
     ):
         file.write_text(json.dumps(row) + "\n")
         for command in (
-            ["calibrate", str(bench.base), f"{out}-c-{[*row][0]}"],
-            ["layers", str(bench.base), "--output", f"{out}-l-{[*row][0]}"],
-            ["routing", str(bench.base), "--endpoints", "2", "--output", f"{out}-r-{[*row][0]}"],
+            ["calibrate", str(bench.base), f"{out}-c-{next(iter(row))}"],
+            ["layers", str(bench.base), "--output", f"{out}-l-{next(iter(row))}"],
+            ["routing", str(bench.base), "--endpoints", "2", "--output", f"{out}-r-{next(iter(row))}"],
         ):
             refused(*command, "--text", str(file), message=message)
 

@@ -27,7 +27,7 @@ WRONG = {
     "column": (
         {"variants": {"v": {"data.train": [{"path": "alpaca.jsonl"}]}}},
         r"variants\.v: data set alpaca\.jsonl: no column 'messages'; it has 'instruction', 'output'; name the right"
-        r" ones under `columns`, for example \{path: alpaca\.jsonl, columns: \{'prompt': 'instruction', 'response': 'out",
+        r" ones under `columns`, for example \{path: alpaca\.jsonl, columns: \{'prompt': 'instruction', 'response': ",
     ),
     "empty file": (
         {"variants": {"v": {"data.train": [{"path": "empty.jsonl", "split": "train[:50%]"}]}}},
