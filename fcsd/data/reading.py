@@ -22,7 +22,7 @@ import datasets
 import numpy as np
 
 from fcsd.config.data import SourceConfig
-from fcsd.data.sources import Source, open_source, shard_file
+from fcsd.data.sources import Source, columns_of, open_source, shard_file
 from fcsd.errors import UserError, one_line
 
 BUFFER = 10_000
@@ -327,7 +327,5 @@ def first_rows(source: StreamSource, index: int, number: int) -> Iterator[Item]:
 
 def _json(source: StreamSource, example: Mapping[str, Any]) -> str:
     """Keep the columns that are read; sources of different columns are mixed as JSON."""
-    columns = source.settings.columns
-    assert columns is not None  # it was opened
-    values = {name: example.get(name) for name in columns.values()}
+    values = {name: example.get(name) for name in columns_of(source.settings).values()}
     return json.dumps(values, ensure_ascii=False, default=str)

@@ -52,6 +52,12 @@ _PART_OF_SPLIT = r"[\[+]"  # begins what a stream cannot read: train[:90%], trai
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
+def columns_of(source: Source) -> Mapping[Any, str]:
+    """Return the meanings of the columns of a source that was opened: meaning -> name."""
+    assert source.columns is not None
+    return source.columns
+
+
 def check_place(source: SourceConfig) -> None:
     """Refuse, before anything is read, a file or folder that is not there, and a split that a file does not have."""
     path = Path(source.path).expanduser()
