@@ -147,7 +147,7 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
             f"rows: a data set with {', '.join(map(repr, first))}; give the model's tokenizer, too, which makes tokens"
             " of it: fcsd.calibrate(student, teacher, rows, tokenizer=tokenizer)"
         )
-    options = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
+    options: dict[str, Any] = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
     made = given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
     return made if hasattr(made, "__len__") else list(made)
 

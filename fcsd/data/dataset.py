@@ -24,7 +24,7 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import BadExample, tokenize_example
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.reading import StreamSource, places
-from fcsd.data.sources import Source, limited, open_source
+from fcsd.data.sources import Source, columns_of, limited, open_source
 from fcsd.data.stream import RowStream
 from fcsd.errors import UserError
 from fcsd.text import progress_bar
@@ -129,7 +129,7 @@ def _in_memory(
             dataset = dataset.shuffle(seed=seed)
         # In memory and never from the cache of `datasets`, which does not notice a changed version of this file.
         dataset = dataset.map(
-            partial(_tokenized, tokenize=tokenize, columns=source.columns),
+            partial(_tokenized, tokenize=tokenize, columns=columns_of(source)),
             remove_columns=dataset.column_names,
             features=datasets.Features(_EXAMPLE | {"problem": datasets.Value("string")}),
             desc=f"Tokenizing {source.path}",
@@ -173,7 +173,9 @@ def _check_sample(
 
     Raises: UserError where `bad_rows` would.
     """
-    found = [_tokenized(example, tokenize, source.columns)["problem"] for example in islice(dataset, _SAMPLE)]
+    found = [
+        _tokenized(example, tokenize, columns_of(source))["problem"] for example in islice(dataset, _SAMPLE)
+    ]
     problems = {row: problem for row, problem in enumerate(found) if problem is not None}
     check = BadRows(bad_rows.policy, bad_rows.setting)
     check.add([*zip(places(source, [*problems]), problems.values(), strict=True)], len(found))
