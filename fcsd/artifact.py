@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.errors import UserError
-from fcsd.files import read_json, write_json
+from fcsd.files import check_folder_place, read_json, write_json
 
 SCHEMA_VERSION = (
     3  # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train
@@ -60,6 +60,7 @@ class Stage:
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder}: is a file; stage '{self.name}' needs a folder of its own")
+        check_folder_place(self.folder)
         if not any(path.is_file() and path.name != "stage.json" for path in self.folder.rglob("*")):
             return "absent"
         for file in ("manifest.json", "stage.json"):

@@ -68,6 +68,30 @@ def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> N
             ) from None
 
 
+def check_folder_place(folder: Path) -> None:
+    """Refuse a place that cannot become a folder, before the work whose result it is to hold.
+
+    Raises:
+        UserError: a file is there or on the way to it; a folder on the way may not be written.
+    """
+    above = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
+    if not above.is_dir():
+        raise UserError(f"{folder}: cannot be made, {above} is no folder; choose another output folder")
+    if above != folder and not os.access(above, os.W_OK):
+        raise UserError(f"{folder}: cannot be made, {above} may not be written; choose another output folder")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where there is none.
+
+    Raises:
+        UserError: as `check_folder_place`; the disk is full.
+    """
+    check_folder_place(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
@@ -75,13 +99,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     An existing `path` is replaced only at the end.
 
     Raises:
-        UserError: the disk is full, or the place may not be written.
+        UserError: the disk is full, or the place cannot become a folder.
     """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside(path) as temporary:
-            yield temporary
-            replace_folder(temporary, path)
+    check_folder_place(path)
+    make_folder(path.parent)
+    with writing(path), beside(path) as temporary:
+        yield temporary
+        replace_folder(temporary, path)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Format what people read: Markdown rows, sizes, durations, scores with their standard errors."""
 
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,3 +108,18 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
 def fold(summary: str, text: str) -> str:
     """Hide a part of a Markdown page behind a line that opens it."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> Any:
+    """Make a bar of tqdm over `values`; one that is not shown, or with TQDM_DISABLE=1, draws nothing.
+
+    tqdm reads its variables as defaults: what is said outright, `disable=False` too, overrules them.
+    """
+    from tqdm import tqdm
+
+    return tqdm(values, **options) if shown else tqdm(values, disable=True, **options)
+
+
+def draws_foreign_bars() -> bool:
+    """Tell whether libraries may draw a bar for each of many small parts: on a terminal, without TQDM_DISABLE=1."""
+    return sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")

@@ -43,6 +43,10 @@ ONLY_IN = {
     "vllm": [],
     "sglang": [],
     "evalplus": ["evaluate/code/*"],
+    "tqdm": [
+        "text.py",
+        "distill/guarded.py",
+    ],  # bars are made in one place, so that TQDM_DISABLE=1 holds for all
 }
 
 

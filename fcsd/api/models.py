@@ -3,7 +3,7 @@
 Not covered: models that are wrapped already (PEFT, FSDP, DDP): convert them before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -85,7 +85,13 @@ def unconvert(model: Model) -> Model:
 
 
 def calibrate(
-    student: Model, teacher: Any, rows: "Sequence[Any] | torch.Tensor", *, ridge: float = 1e-3
+    student: Model,
+    teacher: Any,
+    rows: "Sequence[Any] | torch.Tensor",
+    *,
+    ridge: float = 1e-3,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    max_length: int = 1024,
 ) -> list[dict[str, Any]]:
     """Fold closed-form maps into the weights of a converted model, in place, that bring it back towards its original.
 
@@ -99,20 +105,51 @@ def calibrate(
     Args:
         student: a converted model that is not sharded, with the original's weights.
         teacher: the original.
-        rows: token ids (N, T), every token of which is text; or rows of a training set (input_ids, position_ids,
-            labels). At least 4 x hidden size tokens; 128 x are better.
+        rows: token ids (N, T), every token of which is text; packed rows (input_ids, position_ids, labels); or a data
+            set as `FCSDTrainer` takes it. At least 4 x hidden size tokens; 128 x are better.
         ridge: pull of the maps towards the identity, relative to the mean diagonal of the Gram matrix.
+        tokenizer, max_length: of a data set, which is packed into rows of so many tokens.
 
     Returns:
         What was solved, layer by layer: squared residuals before and after, and what could not be folded.
 
     Raises:
         UserError: a student that is not converted, or calibrated already; models that do not belong together; too
-            little text, or text of another tokenizer; sums that are singular or not finite.
+            little text, or text of another tokenizer; a data set without a tokenizer, or one that cannot be tokenized;
+            sums that are singular or not finite.
     """
     from fcsd.calibration.model import calibrate_model
 
+    rows = _token_rows(rows, tokenizer, max_length)
     return calibrate_model(student, teacher, rows, ridge=ridge)
+
+
+def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
+    """Return rows of tokens as they are, and those that are made of a data set."""
+    import torch
+
+    from fcsd.data.bad_rows import BadRows
+    from fcsd.data.batches import ROW_FEATURES
+    from fcsd.data.given import given_rows
+
+    first = next(iter(rows), None) if hasattr(rows, "__iter__") or hasattr(rows, "__getitem__") else None
+    if isinstance(first, torch.Tensor) and all(row.shape == first.shape and row.dim() == 1 for row in rows):
+        return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
+    if not isinstance(first, Mapping):
+        raise UserError(
+            f"rows: {type(rows).__name__} of {type(first).__name__}; token ids (N, T), tensors (T,) of one length,"
+            f" packed rows with {', '.join(ROW_FEATURES)}, or a data set with its tokenizer are needed"
+        )
+    if set(ROW_FEATURES) <= set(first):
+        return rows
+    if tokenizer is None:
+        raise UserError(
+            f"rows: a data set with {', '.join(map(repr, first))}; give the model's tokenizer, too, which makes tokens"
+            " of it: fcsd.calibrate(student, teacher, rows, tokenizer=tokenizer)"
+        )
+    options: dict[str, Any] = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
+    made = given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
+    return made if hasattr(made, "__len__") else list(made)
 
 
 def convert_checkpoint(

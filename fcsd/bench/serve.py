@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from fcsd.artifact import Stage
 from fcsd.bench.gains import served_gains, write_gains
 from fcsd.bench.plan import Benchmark, check_models
@@ -32,6 +30,7 @@ from fcsd.bench.times import TIMES_VARIABLE, communication_between, settled_time
 from fcsd.bench.trace import TRACED, profiler_flags, read_trace
 from fcsd.errors import UserError
 from fcsd.files import hold_folder, read_json, release_folder, write_json, write_text
+from fcsd.text import progress_bar
 
 
 def bench_serve(
@@ -117,7 +116,7 @@ class _Bench:
         missing = {row.name: row.missing for row in rows if row.missing is not None}
         rounds = self.benchmark.rounds
         steps = 1 + 2 * len(self.benchmark.prompt_tokens)  # the start of a server, and its measurements
-        with tqdm(total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1) as bar:
+        with progress_bar(total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1) as bar:
             for number in range(1, rounds + 1):
                 first = (number - 1) % len(rows)
                 for index, row in enumerate([*rows[first:], *rows[:first]]):

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
 from fcsd.calibration.model import batches_of, check_enough, check_vocabulary, shown
 from fcsd.calibration.shards import Layerwise, own_copies, write_changed
@@ -37,6 +36,7 @@ from fcsd.errors import UserError
 from fcsd.files import read_json, write_json, writing
 from fcsd.losses.head import refuse_packing
 from fcsd.models.load import ModelFolder
+from fcsd.text import progress_bar
 
 
 def calibrate_checkpoint(
@@ -81,12 +81,12 @@ def calibrate_checkpoint(
     with writing(work):
         ranks.from_first(lambda: _prepare(original, connectivity, model, models, layers))
         state = _resume(work, models, batches, ranks)
-        bar = tqdm(
+        bar = progress_bar(
             total=max(layers) + 1,
             initial=state.next_layer,
             desc="calibrate",
             unit="layer",
-            disable=not ranks.first,
+            shown=ranks.first,
         )
         with bar:
             for result in walk(models, state, batches, layers=layers, ridge=ridge, ranks=ranks):

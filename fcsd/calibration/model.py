@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fcsd.calibration.fold import fold
 from fcsd.calibration.follow import Place
@@ -22,6 +21,7 @@ from fcsd.distributed.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.errors import UserError
 from fcsd.families import base_model_type, family_of
 from fcsd.losses.head import refuse_packing
+from fcsd.text import progress_bar
 
 RIDGE = 1e-3
 BATCH_TOKENS = 4096
@@ -88,8 +88,8 @@ def calibrate_model(
     try:
         streams = [_begin(models.teacher, batch, models.device) for batch in batches]
         state = State(0, streams, [_begin(models.student, batch, models.device) for batch in batches])
-        with tqdm(
-            total=max(layers) + 1, desc="calibrate", unit="layer", disable=not (progress and ranks.first)
+        with progress_bar(
+            total=max(layers) + 1, desc="calibrate", unit="layer", shown=progress and ranks.first
         ) as bar:
             for result in walk(models, state, batches, layers=layers, ridge=ridge, ranks=ranks):
                 bar.update()

@@ -1,12 +1,25 @@
 """Schema of training data, held-out text and the test items that are kept out of them."""
 
+import re
+from collections.abc import Collection
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict, parse_yaml, validate
 
-Column = Literal["messages", "prompt", "input", "response", "text"]
+Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
+_MESSAGES: dict[Column, str] = {"messages": "messages"}
+_KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
+
+
+def check_meanings(columns: Collection[str]) -> None:
+    """Raise ValueError where columns of these meanings make no example."""
+    if set(columns) - {"tools"} not in _KINDS or {"text", "tools"} <= set(columns):
+        raise ValueError(
+            "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'), with 'tools'"
+            f" beside messages and prompts where there are any, got {', '.join(sorted(columns)) or 'nothing'}"
+        )
 
 
 class SourceConfig(Strict):
@@ -17,27 +30,37 @@ class SourceConfig(Strict):
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
-    columns: dict[Column, str] = Field({"messages": "messages"})
+    columns: dict[Column, str] | None = Field(_MESSAGES)  # null: seen from their names
     weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
     max_examples: int | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _columns_make_an_example(self) -> "SourceConfig":
-        kinds = set(self.columns)
-        if kinds not in ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"}):
-            raise ValueError(
-                "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'),"
-                f" got {', '.join(sorted(kinds)) or 'nothing'}"
-            )
+        if self.columns is not None:
+            check_meanings(self.columns)
         return self
 
 
+def making_of(*places: str | None) -> str:
+    """Say which command makes the data of recipes/tiny, the first of `places` being one of them; "" of other data.
+
+    places: a path or the id of a data set, and where it may lie.
+    """
+    folder = next((part for place in places if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))), None)
+    if folder is None and not (places[0] or "").startswith("fcsd/tiny-"):
+        return ""
+    return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
+
+
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:
-    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds."""
+    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds.
+
+    Where `columns` are not said they are seen from their names.
+    """
     if text is None:
         return None
-    found = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
-    return validate(SourceConfig, found, option).model_dump()
+    source = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    return validate(SourceConfig, {"columns": None} | source, option).model_dump()
 
 
 class TestSetConfig(Strict):

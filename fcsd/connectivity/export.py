@@ -16,6 +16,7 @@ from fcsd.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, moe_mask
+from fcsd.files import check_folder_place, make_folder
 from fcsd.temporary import beside
 
 
@@ -137,7 +138,8 @@ def _new_folder(destination: Path) -> Iterator[Path]:
             f"{destination}: exists and is not empty; choose another destination or remove it first"
         )
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
+        check_folder_place(destination)
+        make_folder(destination.parent)
         with beside(destination) as temporary:
             yield temporary
             os.replace(temporary, destination)

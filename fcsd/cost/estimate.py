@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fcsd.config.recipe import Recipe
+from fcsd.config.training import ObjectiveConfig
 from fcsd.cost.calibration import calibration_flops, calibration_row
 from fcsd.cost.changes import activation_bytes, changes, is_supported
 from fcsd.cost.hardware import Gpu, find_gpu
@@ -84,7 +85,7 @@ def estimate(
     layout = Layout(
         hardware.sharding,
         hardware.num_gpus,
-        step_tokens=training.train.batch_size_tokens,
+        step_tokens=training.train.batch_size_tokens if _prepares_whole_steps(training.objective) else 0,
         averages=training.train.ema_decay is not None,
     )
     trace_of = tracer(training)
@@ -127,6 +128,12 @@ def estimate(
         ],
         "assumptions": list(_assumptions(training, setting, hardware, trace)),
     }
+
+
+def _prepares_whole_steps(objective: ObjectiveConfig) -> bool:
+    """Tell whether a teacher gives the hidden states of all micro-batches of a step at once, if only in the end."""
+    ends = objective.router_kl_coefficient is None and objective.l2_until is not None
+    return not objective.has_hidden_terms or ends
 
 
 def _settings(training: Training, setting: Setting, micro_batches: int) -> dict[str, Any]:

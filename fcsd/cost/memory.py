@@ -28,8 +28,9 @@ ZERO3_BUCKET = 5 * 10**8
 class Layout:
     """The layout of the models on the ranks.
 
-    offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: of an optimiser
-    step, over all ranks: the teacher's hidden states of all of them are there before the student runs.
+    offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: over all ranks,
+    those of an optimiser step whose teacher's hidden states are there before the student runs; 0 where each micro-batch
+    has its own only (objectives that compare more than the distributions).
     """
 
     sharding: Sharding
@@ -107,14 +108,16 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
         moving = dict(trace.transient)
     if setting.has_teacher:
         each = trace.hidden_size * setting.teacher_dtype.itemsize
-        others = max(0, layout.step_tokens // layout.num_gpus - setting.num_rows * setting.num_tokens)
-        parts["teacher hidden states"] = each * others
+        own = setting.num_rows * setting.num_tokens  # of the micro-batch that was traced
+        parts["teacher hidden states"] = each * max(own, layout.step_tokens // layout.num_gpus)
+        moving["teacher forward"] = max(0, moving.get("teacher forward", 0) - each * own)
     parts |= {
         "activations": sum(n for kind, n in moving.items() if kind != "loss"),
         "loss": moving.get("loss", 0),
     }
     coming_and_going = parts["activations"] + parts["loss"]
-    coming_and_going += parts.get("gathered weights", 0) + parts.get("gradients being reduced", 0)
+    others = ("gathered weights", "gradients being reduced", "teacher hidden states")
+    coming_and_going += sum(parts.get(name, 0) for name in others)
     parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}

@@ -1,13 +1,13 @@
 """Say which training of a recipe is estimated, and trace its optimiser step."""
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from fcsd.config.model import AdapterConfig
 from fcsd.config.recipe import Recipe
@@ -24,6 +24,7 @@ from fcsd.families import Family, family_of
 from fcsd.inspect import inspect_model
 from fcsd.inspect.checkpoint import checkpoint_dtype, config_object, find_source
 from fcsd.models.load import dtype_of, load_tokenizer
+from fcsd.text import progress_bar
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,9 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
     def trace(setting: Setting) -> Trace:
         if setting not in known:
             try:
-                with tqdm(desc="Tracing a step", unit="layer", leave=False, disable=None) as bar:
+                with progress_bar(
+                    desc="Tracing a step", unit="layer", leave=False, shown=sys.stderr.isatty()
+                ) as bar:
                     known[setting] = trace_step(
                         build,
                         rewire,

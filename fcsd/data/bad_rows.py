@@ -23,10 +23,10 @@ class BadRows:
     Args:
         policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read,
             and ten in any case.
-        setting: what errors call the setting that chooses the policy.
+        setting: what errors call the setting that chooses the policy; None: there is none.
     """
 
-    def __init__(self, policy: Policy = "error", setting: str = "data.on_bad_row"):
+    def __init__(self, policy: Policy = "error", setting: str | None = "data.on_bad_row"):
         self.policy, self.setting = policy, setting
         self.num_examples = 0
         self.num_bad = 0
@@ -56,9 +56,8 @@ class BadRows:
                 if others
                 else ""
             )
-            raise UserError(
-                f"{where}: {reason}{more}; correct it, or set {self.setting}: skip to leave out such rows"
-            )
+            skip = f", or set {self.setting}: skip to leave out such rows" if self.setting else ""
+            raise UserError(f"{where}: {reason}{more}; correct it{skip}")
         if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):
             raise UserError(
                 f"{self.num_bad} of {self.num_examples} examples cannot be tokenized, and {self.setting}: skip leaves"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fcsd.data.batches import NO_LOSS
@@ -29,14 +31,16 @@ def tokenize_example(
     """Tokenize one example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
 
     columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
-    "labels": … (optional), "attention_mask": … (optional)}, names of columns. Messages, and prompt (with `input` in a
-    paragraph of its own) and response, go through the chat template, and loss is on what the assistant says, its end of
-    turn included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
-    Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are, without those that the
-    attention mask leaves out; loss is on those whose label is not -100.
+    "labels": … (optional), "attention_mask": … (optional)}, names of columns; "tools": … may stand beside messages and
+    prompts. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat template,
+    which is given the tools (a list, or JSON text of one), and loss is on what the assistant says, its end of turn
+    included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
+    Prompt and response may be lists of messages; the response's alone carry loss. Text gets an end-of-sequence token,
+    and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
+    those whose label is not -100.
 
-    Raises: UserError when the tokenizer has no chat template where one is needed; BadExample when the template refuses
-    the example, or a column does not hold what it should.
+    Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
+    there are some; BadExample when the template refuses the example, or a column does not hold what it should.
     """
     if "input_ids" in columns:
         return _tokenized(example, columns)
@@ -53,14 +57,62 @@ def tokenize_example(
             "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
             "`columns: {text: …}`"
         )
-    messages = _messages(example, columns)
+    messages, answered = _messages(example, columns)
+    chat = _Chat(tokenizer, _tools(example, columns))
     if loss_on == "all":
-        ids = _template(tokenizer, messages)["input_ids"]
+        ids = chat.encoded(messages)["input_ids"]
         return {"input_ids": ids, "loss_mask": [True] * len(ids)}
-    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
-        encoded = _template(tokenizer, messages, return_assistant_tokens_mask=True)
+    earlier = any(message["role"] == "assistant" for message in messages[:answered])
+    if not earlier and re.search(r"\{%-?\s*generation\s*-?%\}", chat.template):
+        encoded = chat.encoded(messages, return_assistant_tokens_mask=True)
         return {"input_ids": encoded["input_ids"], "loss_mask": [bool(m) for m in encoded["assistant_masks"]]}
-    return _mask_by_prefix(tokenizer, messages)
+    return _mask_by_prefix(chat, messages, answered)
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A tokenizer's chat template, and the tools that one example gives to it.
+
+    Raises: UserError: there are tools, and the template writes none.
+    """
+
+    tokenizer: Any
+    tools: list[Any] | None
+
+    def __post_init__(self) -> None:
+        if self.tools and "tools" not in self.template:
+            raise UserError(
+                f"{tokenizer_name(self.tokenizer)}: its chat template writes no tools, and the data have a"
+                " column of them; use a template that does, or remove the column 'tools' from the data"
+            )
+
+    @property
+    def template(self) -> str:
+        """The template of conversations with these tools; a tokenizer may have another one for those without."""
+        return str(self.tokenizer.get_chat_template(tools=self.tools))
+
+    def text(self, messages: list[dict], **options: Any) -> str:
+        """Write a conversation."""
+        return str(self._applied(messages, tokenize=False, **options))
+
+    def encoded(self, messages: list[dict], **options: Any) -> Any:
+        """Return the token ids of a conversation, and what goes with them."""
+        return self._applied(messages, tokenize=True, return_dict=True, **options)
+
+    def _applied(self, messages: list[dict], **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
+        except (
+            TemplateError,
+            TypeError,
+            AttributeError,
+            LookupError,
+        ) as error:  # of a template's expressions
+            raise BadExample(
+                f"{tokenizer_name(self.tokenizer)}: its chat template refuses an example: {one_line(error)}"
+            ) from error
 
 
 def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
@@ -79,57 +131,61 @@ def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[s
     return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
 
 
-def _mask_by_prefix(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
-    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it."""
-    ids = _template(tokenizer, messages)["input_ids"]
+def _mask_by_prefix(chat: _Chat, messages: list[dict], answered: int) -> dict[str, list]:
+    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it.
+
+    answered: the message from which on there is loss.
+    """
+    ids = chat.encoded(messages)["input_ids"]
     mask = [False] * len(ids)
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i < answered:
             continue
         if i == 0:  # a template writes nothing without a message
-            return _mask_by_text(tokenizer, messages)
-        prompt = _template(tokenizer, messages[:i], add_generation_prompt=True)["input_ids"]
-        whole = ids if i == len(messages) - 1 else _template(tokenizer, messages[: i + 1])["input_ids"]
+            return _mask_by_text(chat, messages, answered)
+        prompt = chat.encoded(messages[:i], add_generation_prompt=True)["input_ids"]
+        whole = ids if i == len(messages) - 1 else chat.encoded(messages[: i + 1])["input_ids"]
         if whole[: len(prompt)] != prompt or ids[: len(whole)] != whole:
-            return _mask_by_text(tokenizer, messages)
+            return _mask_by_text(chat, messages, answered)
         mask[len(prompt) : len(whole)] = [True] * (len(whole) - len(prompt))
     return {"input_ids": ids, "loss_mask": mask}
 
 
-def _mask_by_text(tokenizer: Any, messages: list[dict]) -> dict[str, list]:
+def _mask_by_text(chat: _Chat, messages: list[dict], answered: int) -> dict[str, list]:
     """Do the same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
     turns but the last), and for conversations that begin with the assistant: it says what changes with the content of
     its message, and its end of turn.
 
     The end of turn is what stands behind the content both here and where the conversation ends with this turn.
     """
+    tokenizer = chat.tokenizer
     if not tokenizer.is_fast:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: its chat template does not write a conversation as a "
             "continuation of its beginning, and it is not a fast tokenizer, which could say where the response "
             "is; mark responses in the template with {% generation %} … {% endgeneration %}, or set loss_on: all"
         )
-    text = _template_text(tokenizer, messages)
+    text = chat.text(messages)
     spans = []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i < answered:
             continue
-        begin, end = _content_span(tokenizer, messages, i, text)
-        prompt = _template_text(tokenizer, messages[:i], add_generation_prompt=True) if i else ""
+        begin, end = _content_span(chat, messages, i, text)
+        prompt = chat.text(messages[:i], add_generation_prompt=True) if i else ""
         if prompt and text.startswith(prompt) and len(prompt) <= begin:
             begin = len(prompt)
-        whole = _template_text(tokenizer, messages[: i + 1])
-        end_of_turn = whole[_content_span(tokenizer, messages[: i + 1], i, whole)[1] :]
+        whole = chat.text(messages[: i + 1])
+        end_of_turn = whole[_content_span(chat, messages[: i + 1], i, whole)[1] :]
         spans.append((begin, end + _common(end_of_turn, text[end:])))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]]
     return {"input_ids": encoded["input_ids"], "loss_mask": mask}
 
 
-def _content_span(tokenizer: Any, messages: list[dict], index: int, text: str) -> tuple[int, int]:
+def _content_span(chat: _Chat, messages: list[dict], index: int, text: str) -> tuple[int, int]:
     """Begin and end, in the conversation's `text`, of what changes when one message says something else."""
     other = [*messages[:index], messages[index] | {"content": "\ue000"}, *messages[index + 1 :]]
-    changed = _template_text(tokenizer, other)
+    changed = chat.text(other)
     begin = _common(text, changed)
     return begin, max(begin, len(text) - _common(text[::-1], changed[::-1]))
 
@@ -140,36 +196,27 @@ def _common(one: str, other: str) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _template_text(tokenizer: Any, messages: list[dict], **options: Any) -> str:
-    return str(_template(tokenizer, messages, tokenize=False, **options))
+def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> tuple[list[dict], int]:
+    """Return the conversation, and the number of its first message that the loss may be on."""
+    if "messages" in columns:
+        return _turns(example, columns["messages"]), 0
+    prompt, response = (
+        _turns(example, columns[name]) if isinstance(example[columns[name]], list) else None
+        for name in ("prompt", "response")
+    )
+    extra = example.get(columns["input"]) if "input" in columns else None
+    if prompt is None:
+        asked = _string(example, columns["prompt"])
+        more = f"\n\n{_string(example, columns['input'])}" if extra else ""
+        prompt = [{"role": "user", "content": asked + more}]
+    elif extra:
+        raise BadExample(f"column {columns['input']!r}: goes with a prompt that is text, not with messages")
+    if response is None:
+        response = [{"role": "assistant", "content": _string(example, columns["response"])}]
+    return [*prompt, *response], len(prompt)
 
 
-def _template(tokenizer: Any, messages: list[dict], *, tokenize: bool = True, **options: Any) -> Any:
-    """Apply the chat template: token ids and what goes with them; with tokenize=False the text."""
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=tokenize, **options)
-    except (
-        TemplateError,
-        TypeError,
-        AttributeError,
-        LookupError,
-    ) as error:  # what a template's expressions raise
-        raise BadExample(
-            f"{tokenizer_name(tokenizer)}: its chat template refuses an example: {one_line(error)}"
-        ) from error
-
-
-def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[dict]:
-    if "messages" not in columns:
-        prompt = _string(example, columns["prompt"])
-        extra = example.get(columns["input"]) if "input" in columns else None
-        return [
-            {"role": "user", "content": f"{prompt}\n\n{extra}" if extra else prompt},
-            {"role": "assistant", "content": _string(example, columns["response"])},
-        ]
-    column = columns["messages"]
+def _turns(example: Mapping[str, Any], column: str) -> list[dict]:
     messages = example[column]
     if not isinstance(messages, list) or not messages:
         raise BadExample(
@@ -182,8 +229,10 @@ def _messages(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[di
 def _message(message: Any, column: str) -> dict:
     """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
     if isinstance(message, Mapping):
-        if isinstance(message.get("role"), str) and message.get("content") is not None:
-            return dict(message)
+        message = _without_none(message)
+        content = message.get("content", "" if message.get("tool_calls") else None)
+        if isinstance(message.get("role"), str) and isinstance(content, str | list):
+            return message | {"content": content}
         if isinstance(message.get("from"), str) and isinstance(message.get("value"), str):
             if message["from"] not in _SHAREGPT_ROLES:
                 raise BadExample(
@@ -191,9 +240,31 @@ def _message(message: Any, column: str) -> dict:
                 )
             return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
     raise BadExample(
-        f"column {column!r}: a message with 'role' and 'content', or 'from' and 'value', is needed, found"
+        f"column {column!r}: a message with 'role' and 'content', both text, or 'from' and 'value', is needed, found"
         f" {_short(message)}"
     )
+
+
+def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] | None:
+    """Return the tools of an example, for its chat template; None where it has none."""
+    value = tools = example.get(columns["tools"]) if "tools" in columns else None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools else None
+        except ValueError:
+            tools = value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        raise BadExample(
+            f"column {columns['tools']!r}: a list of tools, or JSON text of one, is needed, found {_short(value)}"
+        )
+    return _without_none(tools) or None
+
+
+def _without_none(value: Any) -> Any:
+    """Take out the keys without a value, with which `datasets` fills up mappings of different keys."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
@@ -203,9 +274,8 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
     """
     if "text" in columns:
         return [_string(example, columns["text"])]
-    return [
-        message["content"] for message in _messages(example, columns) if isinstance(message["content"], str)
-    ]
+    messages, _ = _messages(example, columns)
+    return [message["content"] for message in messages if isinstance(message["content"], str)]
 
 
 def _string(example: Mapping[str, Any], column: str) -> str:

@@ -18,16 +18,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import datasets
-from tqdm import tqdm
 
 from fcsd.config.data import SourceConfig
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import BadExample, tokenize_example, tokenizer_name
 from fcsd.data.packing import PackedRows, PackingStats, pack
 from fcsd.data.reading import StreamSource, places
-from fcsd.data.sources import Source, limited, open_source
+from fcsd.data.sources import Source, columns_of, limited, open_source
 from fcsd.data.stream import RowStream
 from fcsd.errors import UserError
+from fcsd.text import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ def build_dataset(
     Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
     """
     bad_rows = bad_rows or BadRows()
-    opened = [open_source(source) for source in sources]
+    sources, opened = zip(*map(open_source, sources), strict=True)
     tokenize = partial(tokenize_example, tokenizer=tokenizer, loss_on=loss_on)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
@@ -91,7 +91,7 @@ def build_dataset(
     loaded = [limited(source, examples) for source, examples in zip(sources, opened, strict=True)]
     examples = _in_memory(sources, loaded, tokenize, decontaminator, bad_rows, seed, shuffle, num_proc)
     stats = PackingStats()
-    bar = tqdm(examples, desc="Packing", unit="example", leave=False)
+    bar = progress_bar(examples, desc="Packing", unit="example", leave=False)
     rows = PackedRows(pack(bar, **packed, stats=stats), stats)
     if len(rows) == 0:
         raise UserError(
@@ -129,7 +129,7 @@ def _in_memory(
             dataset = dataset.shuffle(seed=seed)
         # In memory and never from the cache of `datasets`, which does not notice a changed version of this file.
         dataset = dataset.map(
-            partial(_tokenized, tokenize=tokenize, columns=source.columns),
+            partial(_tokenized, tokenize=tokenize, columns=columns_of(source)),
             remove_columns=dataset.column_names,
             features=datasets.Features(_EXAMPLE | {"problem": datasets.Value("string")}),
             desc=f"Tokenizing {source.path}",
@@ -173,7 +173,9 @@ def _check_sample(
 
     Raises: UserError where `bad_rows` would.
     """
-    found = [_tokenized(example, tokenize, source.columns)["problem"] for example in islice(dataset, _SAMPLE)]
+    found = [
+        _tokenized(example, tokenize, columns_of(source))["problem"] for example in islice(dataset, _SAMPLE)
+    ]
     problems = {row: problem for row, problem in enumerate(found) if problem is not None}
     check = BadRows(bad_rows.policy, bad_rows.setting)
     check.add([*zip(places(source, [*problems]), problems.values(), strict=True)], len(found))
@@ -197,4 +199,4 @@ def heldout_rows(
     """Build rows of the first `num_examples` of held-out text, in order; options as `build_dataset`."""
     limit = min(num_examples, source.max_examples or num_examples)
     plain = SourceConfig.model_validate(source.model_dump() | {"max_examples": limit, "streaming": False})
-    return build_dataset([plain], tokenizer, shuffle=False, **options)
+    return build_dataset([plain], tokenizer, shuffle=False, bad_rows=BadRows(setting=None), **options)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fcsd.data.chat import BadExample, example_texts
-from fcsd.data.sources import Source
+from fcsd.data.sources import Source, columns_of
 
 SHORTEST = 8
 COMMON = 10
@@ -184,7 +184,7 @@ class Decontaminator:
 
         Raises: BadExample as `example_texts`.
         """
-        texts = example_texts(example, source.columns)
+        texts = example_texts(example, columns_of(source))
         for text in texts:
             found = self.index.find(text)
             if found is not None:

@@ -12,22 +12,11 @@ from typing import Any
 
 import datasets
 
+from fcsd.config.data import check_meanings
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.dataset import build_dataset
-from fcsd.data.sources import GivenSource
+from fcsd.data.sources import GivenSource, column_meanings
 from fcsd.errors import UserError
-
-# The first of these whose columns are all there is what a data set holds: what each column means, by its name.
-_KNOWN: tuple[dict[str, str], ...] = (
-    {"input_ids": "input_ids"},
-    {"messages": "messages"},
-    {"messages": "conversations"},
-    {"prompt": "prompt", "response": "response"},
-    {"prompt": "prompt", "response": "completion"},
-    {"text": "text"},
-)
-_BESIDE = {"input_ids": ("labels", "attention_mask"), "prompt": ("input",)}  # taken where they are there
-_KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
 
 
 def given_rows(
@@ -46,7 +35,8 @@ def given_rows(
     Args:
         name: what errors call the data, for example "train_dataset".
         columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …}, names of
-            columns; None: seen from the names. input_ids (and labels) are tokens, and are packed as they are.
+            columns, and "tools" beside messages and prompts; None: seen from the names. input_ids (and labels) are
+            tokens, and are packed as they are.
         options: as `build_dataset`.
 
     Raises:
@@ -67,7 +57,12 @@ def given_rows(
         )
     # Tensors of a format that was set would not tokenize.
     plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
-    source = GivenSource(name, _meaning(names, name, columns), plain)
+    if columns is not None:
+        try:
+            check_meanings(columns)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    source = GivenSource(name, column_meanings(name, names, columns, form="columns={1}"), plain)
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
@@ -83,31 +78,6 @@ def _column_names(data: Any, name: str) -> list[str]:
     if first is None:
         raise UserError(f"data set {name}: {'it is empty' if iterable else repr(data)}")
     return list(first) if isinstance(first, Mapping) else []
-
-
-def _meaning(names: Sequence[str], name: str, columns: Mapping[str, str] | None) -> dict[str, str]:
-    """Return what each column that is read means: meaning -> its name."""
-    shown = ", ".join(map(repr, names))
-    if columns is not None:
-        if set(columns) not in _KINDS:
-            raise UserError(
-                "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'),"
-                f" got {', '.join(sorted(columns)) or 'nothing'}"
-            )
-        if missing := [column for column in columns.values() if column not in names]:
-            raise UserError(
-                f"data set {name}: no column {', '.join(map(repr, missing))}; it has {shown}; name the right ones under"
-                " `columns`"
-            )
-        return dict(columns)
-    found = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
-    if found is None:
-        raise UserError(
-            f"data set {name}: no column 'messages', 'text', 'prompt' with 'response', or 'input_ids'; it has {shown};"
-            " name the right ones under `columns`, for example columns={'text': 'content'}"
-        )
-    beside = [column for key in found for column in _BESIDE.get(key, ()) if column in names]
-    return found | {column: column for column in beside}
 
 
 def _packed(data: Any, name: str, max_length: int) -> Any:

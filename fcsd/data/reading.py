@@ -22,7 +22,7 @@ import datasets
 import numpy as np
 
 from fcsd.config.data import SourceConfig
-from fcsd.data.sources import Source, open_source, shard_file
+from fcsd.data.sources import Source, columns_of, open_source, shard_file
 from fcsd.errors import UserError, one_line
 
 BUFFER = 10_000
@@ -99,7 +99,7 @@ def _as_stream(source: Source) -> datasets.IterableDataset | None:
     if not isinstance(source, SourceConfig):
         return None
     try:
-        opened = open_source(source.model_copy(update={"streaming": True}))
+        _, opened = open_source(source.model_copy(update={"streaming": True}))
     except UserError:
         return None
     return opened if isinstance(opened, datasets.IterableDataset) else None
@@ -327,5 +327,5 @@ def first_rows(source: StreamSource, index: int, number: int) -> Iterator[Item]:
 
 def _json(source: StreamSource, example: Mapping[str, Any]) -> str:
     """Keep the columns that are read; sources of different columns are mixed as JSON."""
-    values = {name: example.get(name) for name in source.settings.columns.values()}
+    values = {name: example.get(name) for name in columns_of(source.settings).values()}
     return json.dumps(values, ensure_ascii=False, default=str)

@@ -23,6 +23,7 @@ from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.mixture import Mixture
 from fcsd.data.packing import pack
 from fcsd.data.reading import Item, StreamSource
+from fcsd.data.sources import columns_of
 from fcsd.data.workers import default_workers, in_order
 
 _PIECE = 1000  # examples that are tokenized at a time
@@ -180,7 +181,7 @@ class RowStream(torch.utils.data.IterableDataset):
             "sources": [
                 {
                     "path": source.settings.path,
-                    "columns": dict(source.settings.columns),
+                    "columns": dict(columns_of(source.settings)),
                     "files": source.examples.num_shards,
                     "weight": source.settings.weight,
                     "limit": source.limit,

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.distributed.failure import in_step
-from fcsd.text import nats
+from fcsd.text import nats, progress_bar
 
 _SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
 
@@ -26,10 +26,8 @@ class ProgressBar(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Open the bar at the step at which training begins."""
         if state.is_world_process_zero:
-            from tqdm import tqdm
-
             self._first_step = state.global_step
-            self.bar = tqdm(
+            self.bar = progress_bar(
                 total=state.max_steps, initial=state.global_step, desc=self.description, unit="step"
             )
 

@@ -197,7 +197,7 @@ class FCSDTrainer(DistillTrainer):
         """Return rows in order, those of a stream in memory; of a dict of data sets a dict of them."""
         if isinstance(data, Mapping):
             return {key: self._heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
-        rows = self._rows(data, name, shuffle=False)
+        rows = self._rows(data, name, BadRows(setting=None), shuffle=False)
         return rows if rows is None or hasattr(rows, "__len__") else list(rows)
 
     def _whole_steps(self, rows: Any) -> Any:

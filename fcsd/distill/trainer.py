@@ -116,6 +116,7 @@ class DistillTrainer(GuardedTrainer):
         if settings.ema_decay is not None:
             self.average = WeightAverage(model, settings.ema_decay, skipped=lambda: self._verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which `train` adds
+        self._prepared: list[dict[str, Tensor]] = []  # the micro-batches of the step that is under way
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
         self.meters = Meters(self.accelerator, self._divergence, objective.clip)
 
@@ -129,6 +130,8 @@ class DistillTrainer(GuardedTrainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
         """All micro-batches of a step, with the teacher's hidden states, and the step's number of kept tokens."""
+        for batch in self._prepared:  # transformers' loop holds the last step until it has this one
+            batch.pop("teacher_hidden", None)
         batches, num_kept = super().get_batch_samples(epoch_iterator, num_batches, device)
         model: Any = self.model
         for batch in batches:
@@ -136,6 +139,7 @@ class DistillTrainer(GuardedTrainer):
         if self.teacher is not None and not self._coefficients and batches:
             in_step()
             self.teacher.prepare(batches)
+        self._prepared = batches
         return batches, num_kept
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.suites import first_line
-from fcsd.files import read_json, write_json, writing
+from fcsd.files import make_folder, read_json, write_json, writing
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
 # Loading scripts are dead since datasets 4, and one that lies in the folder makes the folder unreadable.
@@ -76,8 +76,8 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
 def _fetch(row: TaskConfig, root: Path) -> None:
     folder = root / row.dataset
     beside = folder.with_name(f".{folder.name}.fetch")
+    make_folder(beside)
     with writing(folder):
-        beside.mkdir(parents=True, exist_ok=True)
         try:
             commit = _download(row.dataset, row.revision, beside)
         except Exception as error:

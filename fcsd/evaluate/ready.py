@@ -20,7 +20,7 @@ from fcsd.evaluate.code.ready import evalplus_outcomes, programs_of
 from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.lm_eval.chosen import chosen_suite
 from fcsd.evaluate.results import code_sample, evaluation_versions, task_result, whole_result, write_result
-from fcsd.files import file_sha256
+from fcsd.files import check_folder_place, file_sha256
 
 _SUITE = "score "  # begins the name of the suite in a result
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
@@ -154,7 +154,7 @@ def _lines(path: Path) -> Lines:
 def _refuse_foreign(output: Path) -> None:
     """Refuse a folder that is no earlier result of this command: a result may replace such a one, and nothing else."""
     if not output.exists():
-        return
+        return check_folder_place(output)
     try:
         earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["suite"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,7 +19,7 @@ from fcsd.evaluate.code.scorer import Outcome, pass_at_k
 from fcsd.evaluate.fetch import fetched_revision
 from fcsd.evaluate.question import end_of
 from fcsd.evaluate.suites import dataset_location
-from fcsd.files import write_text
+from fcsd.files import make_folder, write_text
 from fcsd.stats import plain_mean, standard_error
 
 SCHEMA_VERSION = 1
@@ -149,7 +149,7 @@ def write_result(
     result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
 ) -> None:
     """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for task, items in samples.items():
         lines = [json.dumps(item, allow_nan=False) + "\n" for item in items]
         write_text(folder / f"samples_{task}.jsonl", "".join(lines))

@@ -17,8 +17,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from fcsd.config.suite import CodeTaskConfig, TaskConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.code.generate import (
@@ -34,6 +32,7 @@ from fcsd.evaluate.server import Body, Server
 from fcsd.evaluate.store import Journal
 from fcsd.models.load import ModelFolder
 from fcsd.models.preserve import quiet
+from fcsd.text import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -186,11 +185,11 @@ class ServedBackend:
         missing = [number for number, answer in enumerate(found) if answer is None]
         read = self._read_likelihood if what == "likelihood" else self._read_generation
         requests = [self._request(what, bodies[number]) for number in missing]
-        with tqdm(
+        with progress_bar(
             total=len(bodies),
             initial=len(bodies) - len(missing),
             desc=f"{what} by {self.server.facts['engine']}",
-            disable=quietly,
+            shown=not quietly,
         ) as bar:
 
             def note(place: int, answer: Any) -> None:

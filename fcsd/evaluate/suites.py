@@ -7,6 +7,7 @@ root).
 from pathlib import Path
 from typing import Any
 
+from fcsd.config.data import making_of
 from fcsd.config.suite import TaskBase
 from fcsd.errors import UserError
 
@@ -21,13 +22,15 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     """
     if Path(row.dataset).is_absolute() or data_root is None:
         return row.dataset
+    making = making_of(row.dataset, str(data_root))
     if not data_root.is_dir():
-        raise UserError(f"{data_root}: no such folder (data root)")
+        raise UserError(f"{data_root}: no such folder (data root){making}")
     folder = data_root / row.dataset
     if not folder.exists():
         raise UserError(
             f"task {row.task}: {folder}: no such folder; the data root must hold the data set {row.dataset}"
-            " in the layout of its hub repository; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it"
+            " in the layout of its hub repository"
+            + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
         )
     return str(folder.resolve())
 

@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
+from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.distributed.launch import Launch
@@ -41,6 +40,7 @@ from fcsd.layers.settings import KL, Study, metrics, selections, suite_of
 from fcsd.losses.kl import kl_by_row, read_original
 from fcsd.models.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
 from fcsd.stats import ratio, standard_error
+from fcsd.text import progress_bar
 
 SCHEMA_VERSION = 1
 
@@ -111,7 +111,9 @@ def study_layers(
         # Zero rewired layers have no KL, but tasks have a score.
         wanted = [("none", []), *plan] if study.tasks else plan
         num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
-        with tqdm(total=num_new, desc="layers", unit="point", smoothing=0.1, disable=not ranks.first) as bar:
+        with progress_bar(
+            total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
+        ) as bar:
             for side, layers in wanted:
                 if (key := tuple(layers)) not in known:
                     bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
@@ -187,7 +189,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     if study.calibrated is not None:
         found = build_dataset(
             [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
-            loss_on=study.loss_on,
+            loss_on=study.loss_on, bad_rows=BadRows(setting=None),
         )  # fmt: skip
         calibrations = Calibrations(model, take_rows(found, study.calibration_tokens), ranks)
     rows = None

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fcsd.data.batches import Batch, Collator, next_token_targets, trim_padding
@@ -22,6 +21,7 @@ from fcsd.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.losses.fused import fused_linear_kl
 from fcsd.losses.head import attach_loss_head, batch_hidden, detach_loss_head, refuse_packing
 from fcsd.stats import ratio
+from fcsd.text import progress_bar
 
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -108,7 +108,7 @@ def _around(
 
 
 def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
-    return tqdm(values, desc=bar, unit="row", disable=bar is None or not ranks.first, leave=False)
+    return progress_bar(values, desc=bar, unit="row", shown=bar is not None and ranks.first, leave=False)
 
 
 @dataclass(frozen=True)

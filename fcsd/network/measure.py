@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from fcsd.artifact import versions
 from fcsd.distributed.launch import Launch
@@ -15,6 +14,7 @@ from fcsd.network.compare import REPEATS, Comparison, compare, patterns
 from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import Array, Collective, LinkModel, read_links, write_links
 from fcsd.network.profile import num_exchanges, profile
+from fcsd.text import progress_bar
 
 LARGEST_BYTES = {"cpu": 1 << 20}
 """Of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
@@ -54,7 +54,7 @@ def profile_launch(
     exchange = GroupExchange(None, collective, device)
     given = patterns(ranks.size, largest) if check else []
     total = num_exchanges(ranks.size) + REPEATS * len(given)
-    with tqdm(total=total, desc="links", unit="exchange", disable=not ranks.first) as bar:
+    with progress_bar(total=total, desc="links", unit="exchange", shown=ranks.first) as bar:
 
         def timed(num_bytes: Array) -> float:
             seconds = exchange(num_bytes)

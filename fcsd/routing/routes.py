@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.routing.capacity import capacity, kept_pairs
 from fcsd.routing.counts import routed_batches
 from fcsd.routing.metrics import Array
 from fcsd.routing.routers import find_routers
+from fcsd.text import progress_bar
 
 Counts = NDArray[np.int64]
 
@@ -91,7 +91,7 @@ def read_routes(
 
     def own_share() -> list[tuple[NDArray[np.int16], Array]]:
         own = ranks.deal(batches)
-        shown = tqdm(own, desc=bar, unit="batch", disable=bar is None or not ranks.first, leave=False)
+        shown = progress_bar(own, desc=bar, unit="batch", shown=bar is not None and ranks.first, leave=False)
         idle = [batches[0]] * ranks.idle_passes(len(batches))
         return [_summed(routed) for routed in routed_batches(model, chain(shown, idle))][: len(own)]
 

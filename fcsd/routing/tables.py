@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fcsd.config.router_bias import PlacedBy
 from fcsd.config.strict import Strict, read_json_object, validate
@@ -34,6 +33,7 @@ from fcsd.routing.exchanges import exchange_counts
 from fcsd.routing.placement import contiguous, placed
 from fcsd.routing.routers import find_routers
 from fcsd.routing.study import RoutingStudy, Rows, batches_of, network_of
+from fcsd.text import progress_bar
 
 
 class BiasSettings(RoutingStudy):
@@ -98,7 +98,7 @@ class Calibration:
         idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
 
         def run() -> list[tuple[NDArray[np.int64], Array]]:
-            shown = tqdm(own, desc="routing", unit="batch", disable=not self._ranks.first, leave=False)
+            shown = progress_bar(own, desc="routing", unit="batch", shown=self._ranks.first, leave=False)
             with router_bias(self.model, tables) as steering:
                 steering.heard = []
 

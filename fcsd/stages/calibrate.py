@@ -13,14 +13,17 @@ from fcsd.config.recipe import Recipe
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families.structure import packing_of
-from fcsd.files import read_json, write_json
+from fcsd.files import check_folder_place, read_json, write_json
 from fcsd.models.load import ModelFolder
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
 
 
-def calibrate(run: Run, variant: str | None = None) -> Stage:
-    """Leave the converted model with calibrated weights; a variant with the same settings shares the main one's."""
+def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = "data.on_bad_row") -> Stage:
+    """Leave the converted model with calibrated weights; a variant with the same settings shares the main one's.
+
+    on_bad_row: see `fcsd.data.bad_rows.BadRows`.
+    """
     one = run.variant(variant)
     if variant is not None and _settings(one.recipe) == _settings(run.recipe):
         variant, one = None, run
@@ -37,7 +40,7 @@ def calibrate(run: Run, variant: str | None = None) -> Stage:
         return stage
     if data.packing and packing_of(one.original.load_config()) == "leaks":
         data = data.model_copy(update={"packing": False})
-    rows, record = training_rows(data, one.tokenizer, one)
+    rows, record = training_rows(data, one.tokenizer, one, on_bad_row)
     results = calibrate_checkpoint(
         one.original,
         folder / "model",
@@ -73,8 +76,9 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     run = Run(recipe, launch)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
+    check_folder_place(out)
     calibratable(run.original)
-    stage = calibrate(run)
+    stage = calibrate(run, on_bad_row=None)
 
     def leave() -> None:
         record = read_json(stage.folder / "manifest.json")

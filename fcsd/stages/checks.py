@@ -1,6 +1,7 @@
 """Refuse, before the first model is loaded, what recipe, launch and machine rule out and would end a run hours later.
 
-Not covered: what only the data say (columns, templates, lengths); a stage checks those when it begins.
+Not covered: what only all of the data say (templates, lengths), and columns of data on the Hub; a stage checks those
+when it begins.
 """
 
 import sys
@@ -20,7 +21,7 @@ from fcsd.config.training import TrainConfig
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
 from fcsd.connectivity.spec import resolve_layers
-from fcsd.data.sources import check_place
+from fcsd.data.sources import check_source
 from fcsd.distill.arguments import accumulation_steps, check_reporters, refuse_what_cannot_be_sharded
 from fcsd.distributed.engine import check_precision
 from fcsd.distributed.launch import Launch
@@ -166,7 +167,7 @@ def check_settings(train: TrainConfig, data: DataConfig, launch: Launch, where: 
         check_reporters(train)
         accumulation_steps(train, data.max_length, launch.ranks.size)
         for source in [*data.train, *([data.heldout] if data.heldout is not None else [])]:
-            check_place(source)
+            check_source(source)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
 

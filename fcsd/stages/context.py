@@ -19,6 +19,7 @@ from fcsd.config.recipe import Recipe
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.progress import Progress
+from fcsd.files import check_folder_place
 from fcsd.models.load import ModelFolder, find_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,12 +30,19 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it."""
+    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it.
+
+    Raises:
+        UserError: the recipe's output_dir cannot become a folder.
+    """
 
     recipe: Recipe
     launch: Launch
     progress: Progress | None = None  # of `fcsd run`, on the first rank
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_folder_place(self.recipe.folder)
 
     def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
         """Return what `look_up` gave the first time that it was called for `key`."""

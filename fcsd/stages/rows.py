@@ -33,11 +33,11 @@ class Record:
 
 
 def training_rows(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, run: Run
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, run: Run, on_bad_row: str | None = "data.on_bad_row"
 ) -> tuple[PackedRows | RowStream, Record]:
     """Return packed rows of a `data` section of the recipe, and the record of what was left out of them.
 
-    They stay in memory, for the next stage of the run that reads the same data.
+    They stay in memory, for the next stage of the run that reads the same data. on_bad_row: see `BadRows`.
     """
     plan = data.model_dump(exclude={"heldout", "heldout_examples"})
     # What the rows depend on; two stages of one run may find the same tokenizer in different folders.
@@ -47,7 +47,7 @@ def training_rows(
 
     def make() -> tuple[PackedRows | RowStream, Record]:
         overlapping = _decontaminator(data.decontaminate, tokenizer, run.data_root)
-        record = Record(overlapping, BadRows(data.on_bad_row))
+        record = Record(overlapping, BadRows(data.on_bad_row, on_bad_row))
         rows = build_dataset(
             data.train,
             tokenizer,

@@ -22,6 +22,7 @@ from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.distributed.engine import checkpoints_activations, distributed_config
 from fcsd.errors import UserError
 from fcsd.families import family_of
+from fcsd.files import make_folder
 from fcsd.models.load import dtype_of, free_memory, load_checkpoint, to_dtype
 from fcsd.overlap import attach, detach
 from fcsd.overlap.exchange import Record
@@ -49,7 +50,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     if not launch.engine.spreads_experts:
         raise UserError("trace: there is nothing to trace without --expert-parallel N; add it")
     check_overlap(run)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     found, timelines = {}, {}
     for name, connectivity in (("regular", None), ("farskip", recipe.connectivity.spec())):
         model = load_checkpoint(

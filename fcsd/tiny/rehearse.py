@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from fcsd.config.data import DataConfig, SourceConfig
+from fcsd.config.data import DataConfig, SourceConfig, making_of
 from fcsd.config.graded import split_names
 from fcsd.config.overrides import set_dotted, to_yaml
 from fcsd.config.recipe import Recipe, router_loss_keys
@@ -84,11 +84,18 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
         raise UserError(
             f"--rehearse {folder}: holds the rehearsal of other settings; choose another folder or remove it"
         )
-    if not ready.is_file() and launch.first:
-        with new_folder(folder) as place:
-            _write_models(recipe, place)
-            _write_data(recipe, place)
-            (place / "recipe.yaml").write_text(text, encoding="utf-8")
+    if launch.first:
+        known, own = _test_sets(recipe)
+        if not ready.is_file():
+            with new_folder(folder) as place:
+                _write_models(recipe, place)
+                _write_data(recipe, place, known)
+                (place / "recipe.yaml").write_text(text, encoding="utf-8")
+        for path, source in own.items():  # those that were made since, too
+            link = folder / "hub" / path
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(source)
     launch.wait()
     return small
 
@@ -288,22 +295,19 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix in (".jsonl", ".json", ".parquet")
 
 
-def _write_data(recipe: Recipe, place: Path) -> None:
-    """Write rows for everything that the recipe reads."""
+def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
+    """Write rows for everything that the recipe reads; known: the test sets of which there are some."""
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
-        rows = [training_row(source.path, source.columns, index) for index in range(number)]
+        columns = source.columns or {"messages": "messages"}
+        rows = [training_row(source.path, columns, index) for index in range(number)]
         target = _place(source.path, place, name)
         if _is_file(source.path):
             _write_rows(target, rows)
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
-    known, own = _test_sets(recipe)
     (place / "hub").mkdir(exist_ok=True)
-    for path, folder in own.items():
-        (place / "hub" / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / "hub" / path).symlink_to(folder)
     for path in sorted(known):
         files = repositories.setdefault(place / "hub" / path, {})
         made = BENCHMARKS[path]
@@ -355,10 +359,11 @@ def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
         if there := [place for place in places if place.exists()]:
             own[path] = there[0].resolve()
         else:
+            filling = "; `fcsd evaluate --fetch ROOT --suite SUITE` fills one"
             print(
                 f"--rehearse: {by}: no rows of the data set {path} are known to fcsd, and evaluation.data_root"
                 f" ({root or 'not set'}) does not have it; nothing can be evaluated on it before that names a folder"
-                " that does (`fcsd evaluate --fetch ROOT --suite SUITE` fills one)",
+                f" that does{making_of(path, root) or filling}",
                 file=sys.stderr,
             )
     return found.keys() & BENCHMARKS.keys(), own

@@ -209,6 +209,7 @@ def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
         "messages": conversation(index),
         "prompt": question,
         "input": "",
+        "tools": [],
         "response": answer,
         "text": f"{question} {answer}, and so on to the end of the line.",
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fcsd.config.model import ModelConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.data.batches import real_tokens
+from fcsd.data.given import given_rows
 from fcsd.data.packing import PackingStats, pack
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import Launch
@@ -452,6 +454,44 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
 def pair() -> Iterator[tuple[Any, Any]]:
     teacher = tiny_model("qwen3_moe")
     yield converted(teacher), teacher
+
+
+def test_a_data_set_is_made_into_the_rows_that_a_training_would_have(pair: tuple[Any, Any]) -> None:
+    student, teacher = pair
+    tokenizer = tiny_tokenizer(99)
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": f"{n + 1}"}]}
+        for n in range(60)
+    ]
+    options: dict[str, Any] = {"max_length": 32, "shuffle": False, "loss_on": "all"}
+    packed = given_rows(chats, tokenizer, name="rows", **options)
+    others = [copy.deepcopy(student) for _ in range(3)]
+    expected = fcsd.calibrate(student, teacher, packed)
+    data = datasets.Dataset.from_list(chats)
+    assert fcsd.calibrate(others[0], teacher, data, tokenizer=tokenizer, max_length=32) == expected
+    assert fcsd.calibrate(others[1], teacher, list(text(24))) == fcsd.calibrate(others[2], teacher, text(24))
+
+
+def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(pair: tuple[Any, Any]) -> None:
+    chats = [{"messages": [{"role": "user", "content": "a"}]}]
+    for rows, message in (
+        (chats, "rows: a data set with 'messages'; give the model's tokenizer, too"),
+        (
+            datasets.Dataset.from_list(chats),
+            "rows: a data set with 'messages'; give the model's tokenizer, too",
+        ),
+        (
+            [torch.arange(3), torch.arange(4)],
+            r"rows: list of Tensor; token ids \(N, T\), tensors \(T,\) of one",
+        ),
+        (torch.arange(3), "rows: Tensor of Tensor; token ids"),
+        ([[3, 4], [5, 6]], "rows: list of list; token ids"),
+        (5, "rows: int of NoneType; token ids"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fcsd.calibrate(*pair, rows)
+    with pytest.raises(UserError, match=r"data set rows, row 1: .*'content': 5}; correct it$"):
+        fcsd.calibrate(*pair, [{"messages": [{"role": "user", "content": 5}]}], tokenizer=tiny_tokenizer(99))
 
 
 def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path) -> None:

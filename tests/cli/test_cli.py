@@ -257,6 +257,27 @@ def test_a_missing_data_file_is_refused(bench: Bench, refused: Refused) -> None:
     refused("distill", str(bench.recipe("r", data=data)), message=r"none\.jsonl.*no such file")
 
 
+def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
+    bench: Bench, refused: Refused
+) -> None:
+    file, out = bench.rows.parent / "texts.jsonl", str(bench.folder / "out")
+    for row, message in (
+        ({"text": 5}, r"texts\.jsonl, row 1: column 'text': text is needed, found 5; correct it$"),
+        (
+            {"story": "a"},
+            r"no column 'messages', .*; it has 'story'; name the right ones under `columns`, for example"
+            r" \{path: \S*texts\.jsonl, columns: \{'text': 'content'\}\}$",
+        ),
+    ):
+        file.write_text(json.dumps(row) + "\n")
+        for command in (
+            ["calibrate", str(bench.base), f"{out}-c-{next(iter(row))}"],
+            ["layers", str(bench.base), "--output", f"{out}-l-{next(iter(row))}"],
+            ["routing", str(bench.base), "--endpoints", "2", "--output", f"{out}-r-{next(iter(row))}"],
+        ):
+            refused(*command, "--text", str(file), message=message)
+
+
 def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> None:
     recipe = str(bench.recipe("r", variants={"sft": {"objective.name": "sft"}}))
 
@@ -305,6 +326,28 @@ def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Ref
     )
     refused("convert", str(bench.base), str(own), message=r"exists|not empty")
     assert [path.name for path in own.iterdir()] == ["thesis.txt"]
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way(
+    bench: Bench, refused: Refused
+) -> None:
+    model, recipe, text = str(bench.base), str(bench.recipe("r")), str(bench.rows)
+    (bench.folder / "afile").write_text("x")
+    out = str(bench.folder / "afile" / "x")
+    for command in (
+        ["distill", recipe, "--set", f"output_dir={out}"],
+        ["run", recipe, "--set", f"output_dir={out}"],
+        ["run", recipe, "--rehearse", out],
+        ["evaluate", model, "--suite", "tiny", "--output", out],
+        ["layers", model, "--text", text, "--output", out],
+        ["routing", model, "--text", text, "--endpoints", "2", "--output", out],
+        ["calibrate", model, out, "--text", text],
+        ["convert", model, out],
+        ["tiny-data", out],
+    ):
+        refused(
+            *command, message=r"afile/x\S*: cannot be made, \S*/afile is no folder; choose another output"
+        )
 
 
 def test_a_mistake_in_a_command_line_is_argparse_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,6 +252,22 @@ def test_a_parameter_takes_sixteen_bytes_with_fsdp2_and_eighteen_with_zero3(
         assert ("master weights" in parts) == (sharding == "zero3")
 
 
+@pytest.mark.usefixtures("own_setting_only")
+def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_them(
+    recipe: Callable[..., Path],
+) -> None:
+    two = {"batch_size_tokens": 2 * 2 * 1024, "per_device_train_batch_size": 2}
+    # Qwen3-30B-A3B's width, in bfloat16; the objective, and how many of a step's two micro-batches are held at once.
+    each = 2 * 1024 * 2048 * 2
+    router = {"name": "kl", "router_kl_coefficient": 1.0}
+    blocks = {"name": "kl+l2", "l2_coefficient": 1.0}
+    for objective, number in (
+        ({"name": "kl"}, 2), (router, 1), (blocks, 1), (blocks | {"l2_until": 0.5}, 2),
+    ):  # fmt: skip
+        facts = estimate(load_recipe(few_layers(recipe(train=two, objective=objective), 2)), Hardware("h100"))
+        assert facts["memory"]["parts"]["teacher hidden states"] == number * each
+
+
 def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(train={"ema_decay": 0.99}))
     facts = estimate(load_recipe(path), Hardware("h100", 1, "none"))

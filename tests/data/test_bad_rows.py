@@ -10,6 +10,7 @@ from fcsd.cli.main import main
 from fcsd.config.data import SourceConfig
 from fcsd.data import reading, stream
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.batches import NO_LOSS
 from fcsd.data.chat import tokenize_example
 from fcsd.data.dataset import build_dataset
 from fcsd.data.given import given_rows
@@ -89,6 +90,28 @@ def test_too_many_bad_rows_are_an_error_whatever_the_recipe_says(tmp_path: Path,
         UserError, match=r"11 of 1\d\d examples cannot be tokenized, .*skip leaves out 1% at most"
     ):
         list(build(path, streaming, bad_rows=BadRows("skip"), shuffle=False))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_they_are(
+    tmp_path: Path, streaming: bool
+) -> None:
+    def chat(answer: Any) -> dict[str, Any]:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        return {"messages": turns, "other": "x" * 2_000_000}
+
+    # `datasets` takes the types of what it reads first, 10 MB.
+    rows = [*map(chat, "abcdef"), chat(5), chat("h")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(path=str(file), streaming=streaming)
+    options: dict[str, Any] = {"max_length": 64, "shuffle": False}
+    with pytest.raises(UserError, match=r"row 7: column 'messages': .* found .*'content': 5"):
+        list(build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options))
+    record = BadRows("skip")
+    (row,) = build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options, bad_rows=record)
+    text = make_tokenizer().decode([token for token in row["labels"] if token != NO_LOSS])
+    assert record.num_bad == 1 and text == "".join(f"{letter}<|eos|>" for letter in "abcdefh")
 
 
 def test_a_file_that_cannot_be_read_to_its_end_is_named(

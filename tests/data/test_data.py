@@ -139,6 +139,75 @@ def test_a_conversation_in_the_words_of_sharegpt_is_the_same_conversation():
     assert one == other
 
 
+# Says which tools there are before the conversation, as those of Qwen3 and Llama do.
+TOOL_TEMPLATE = "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{% endif %}" + (
+    "{% for message in messages %}" + TURN + "{{ message['content'] }}"
+    "{% if 'tool_calls' in message %}[{{ message.tool_calls[0].function.name }}]{% endif %}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "add", "parameters": None}},
+]
+CALL = [
+    {"role": "user", "content": "time?", "tool_calls": None},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]},
+]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["a list", "as JSON text"])
+@pytest.mark.parametrize(
+    "columns", [{"messages": "m", "tools": "t"}, {"prompt": "p", "response": "r", "tools": "t"}]
+)
+def test_the_chat_template_writes_the_tools_of_an_example_and_loss_is_on_the_call(tools, columns):
+    tokenizer = make_tokenizer(TOOL_TEMPLATE)
+    example = {"m": CALL, "p": CALL[:1], "r": CALL[1:], "t": tools}
+    encoded = tokenize_example(example, columns, tokenizer)
+    by_transformers = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "time?"}, CALL[1] | {"content": ""}], tools=TOOLS, tokenize=False
+    )
+    assert tokenizer.decode(encoded["input_ids"]) == by_transformers
+    assert by_transformers == "<clock><add><|user|>time?<|eos|><|assistant|>[clock]<|eos|>"
+    assert said(encoded, tokenizer) == "[clock]<|eos|>"
+    none = tokenize_example(example | {"t": None}, columns, tokenizer)
+    assert tokenizer.decode(none["input_ids"]).startswith("<|user|>time?")
+
+
+def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
+    tokenizer = make_tokenizer(PLAIN_TEMPLATE)
+    for wrong in ("clock", 5, ["clock"], '"clock"'):
+        with pytest.raises(
+            UserError, match="column 't': a list of tools, or JSON text of one, is needed, found"
+        ):
+            tokenize_example({"m": CONVERSATION, "t": wrong}, {"messages": "m", "tools": "t"}, tokenizer)
+    message = (
+        "its chat template writes no tools, and the data have a column of them; use a template that does"
+    )
+    # A column of this name is read whether the recipe names it or not.
+    path = write_jsonl(tmp_path / "tools.jsonl", [{"messages": CONVERSATION, "tools": TOOLS}])
+    for streaming in (False, True):
+        source = Source(path, columns={"messages": "messages"}, streaming=streaming)
+        with pytest.raises(UserError, match=message):
+            build_dataset([source], tokenizer, max_length=64)
+    source = Source(path, columns={"messages": "messages"})
+    (row,) = build_dataset([source], make_tokenizer(TOOL_TEMPLATE), max_length=128)
+    assert make_tokenizer().decode(row["input_ids"]).startswith("<clock><add><|system|>be brief")
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, THINKING_TEMPLATE, REWRITING_TEMPLATE])
+def test_of_prompts_and_completions_that_are_conversations_the_loss_is_on_the_completion_alone(template):
+    tokenizer = make_tokenizer(template)
+    columns = {"prompt": "p", "response": "r"}
+    whole = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
+    encoded = tokenize_example({"p": CONVERSATION[:4], "r": CONVERSATION[4:]}, columns, tokenizer)
+    assert encoded["input_ids"] == whole["input_ids"]
+    assert said(encoded, tokenizer).removeprefix("<think></think>") == "8, é<|eos|>"
+    first = tokenize_example({"p": CONVERSATION[:2], "r": CONVERSATION[2:]}, columns, tokenizer)
+    assert first == whole
+    mixed = tokenize_example({"p": CONVERSATION[:2], "r": "4"}, columns, tokenizer)
+    assert mixed == tokenize_example({"m": CONVERSATION[:3]}, {"messages": "m"}, tokenizer)
+
+
 def test_in_a_template_that_rewrites_earlier_turns_the_response_is_what_its_message_changes():
     tokenizer = make_tokenizer(REWRITING_TEMPLATE)
     encoded = tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
@@ -220,6 +289,18 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             "column 'p': text is needed, found 3",
         ),
         (None, {"t": None}, {"text": "t"}, "column 't': text is needed, found None"),
+        (
+            PLAIN_TEMPLATE,
+            {"m": [{"role": "user", "content": 5}]},
+            {"messages": "m"},
+            "'content', both text, .* found {'role': 'user', 'content': 5}",
+        ),
+        (
+            PLAIN_TEMPLATE,
+            {"p": "a", "i": 5, "r": "b"},
+            {"prompt": "p", "input": "i", "response": "r"},
+            "column 'i': text is needed, found 5",
+        ),
     ],
 )
 def test_an_example_that_cannot_be_read_is_refused_with_the_reason(template, example, columns, message):

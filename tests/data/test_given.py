@@ -56,9 +56,25 @@ def given(data: Any, **options: Any) -> list[dict[str, list[int]]]:
             [{"prompt": text, "input": "more", "completion": text} for text in TEXTS],
             {"prompt": "prompt", "input": "input", "response": "completion"},
         ),
+        (
+            [{"instruction": text, "input": "more", "output": text, "text": "all of it"} for text in TEXTS],
+            {"prompt": "instruction", "input": "input", "response": "output"},
+        ),
+        (
+            [{"prompt": chat[:1], "completion": chat[1:]} for chat in CHATS],
+            {"prompt": "prompt", "response": "completion"},
+        ),
         ([{"text": text, "url": "-"} for text in TEXTS], {"text": "text"}),
     ],
-    ids=["messages", "conversations", "prompt and response", "prompt, input and completion", "text"],
+    ids=[
+        "messages",
+        "conversations",
+        "prompt and response",
+        "prompt, input and completion",
+        "Alpaca",
+        "conversations as prompt and completion",
+        "text",
+    ],
 )
 @pytest.mark.parametrize("streaming", [False, True], ids=["in memory", "streamed"])
 def test_rows_are_those_of_a_recipe_of_the_same_examples(

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from fcsd.distill.arguments import TrainingRun
 from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.history import read_history, read_scores
 from fcsd.distill.run import remove_checkpoints, train
+from fcsd.distill.teachers.base import ModelTeacher
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -223,6 +225,21 @@ def test_the_weights_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, teacher
     for one, other in zip(read_history(tmp_path / "1"), read_history(tmp_path / "4"), strict=True):
         assert one["kl"] == pytest.approx(other["kl"], rel=1e-4)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_no_hidden_states_of_one_step_are_held_when_the_teacher_gives_those_of_the_next(
+    tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, held, alive = ModelTeacher.prepare, [], []
+
+    def watched(self: ModelTeacher, batches: list[dict[str, torch.Tensor]]) -> None:
+        alive.append(sum(hidden() is not None for hidden in held))
+        prepare(self, batches)
+        held.extend(weakref.ref(batch["teacher_hidden"]) for batch in batches)
+
+    monkeypatch.setattr(ModelTeacher, "prepare", watched)
+    train(make(tmp_path, teacher, max_steps=3, per_device_train_batch_size=2))
+    assert (alive, len(held)) == ([0, 0, 0], 3 * 2)
 
 
 def test_frozen_embeddings_and_head_stay_bit_identical_while_others_move(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import TaskConfig
@@ -277,3 +278,21 @@ def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.Mon
 
     with pytest.raises(UserError, match="out of memory with batch_size 1: the model leaves no room"):
         batch.run(never)
+
+
+def test_a_log_has_one_line_a_task_and_no_bars(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+    assert main([*words, "--output", str(tmp_path / "out"), "--limit", "2"]) == 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    each = ["[1/3] piqa: 2 items", "[2/3] sciq: 2 items", "[3/3] gsm8k: 2 items"]
+    assert [line.partition(";")[0] for line in lines] == each
+
+
+@pytest.mark.parametrize(("disabled", "drawn"), [("", True), ("1", False)])
+def test_a_bar_is_drawn_unless_tqdms_variable_switches_all_off(disabled: str, drawn: bool) -> None:
+    code = "from fcsd.text import progress_bar; print([*progress_bar('ab', desc='rows', shown=True)])"
+    with start("-c", code, TQDM_DISABLE=disabled) as child:
+        values, bar = child.communicate(timeout=60)
+    assert values == "['a', 'b']\n" and ("rows: 100%" in bar) == drawn

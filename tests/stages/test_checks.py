@@ -1,5 +1,6 @@
 """What recipe and machine rule out is said before any model is loaded, not after hours of training."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,15 @@ WRONG = {
         r"variants\.v: connectivity\.layers: index 9 is out of range: the model has 2 decoder layers",
     ),
     "data": ({"variants": {"v": {"data": DATA}}}, r"variants\.v: data set gone/rows\.jsonl: no such file"),
+    "column": (
+        {"variants": {"v": {"data.train": [{"path": "alpaca.jsonl"}]}}},
+        r"variants\.v: data set alpaca\.jsonl: no column 'messages'; it has 'instruction', 'output'; name the right"
+        r" ones under `columns`, for example \{path: alpaca\.jsonl, columns: \{'prompt': 'instruction', 'response': ",
+    ),
+    "empty file": (
+        {"variants": {"v": {"data.train": [{"path": "empty.jsonl", "split": "train[:50%]"}]}}},
+        r"variants\.v: data set empty\.jsonl, split 'train.*': it is empty",
+    ),
     "test set": (
         {"evaluation": {"suite": "tiny", "data_root": "."}},
         r"task tiny_code: .*: no such folder; the data root must hold",
@@ -33,8 +43,11 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_a_run_that_cannot_end_well_does_not_begin(
-    bench: Bench, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alpaca.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
     find = checks.check_reporters.__globals__["importlib"].util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find(name))
     with pytest.raises(UserError, match=message):

@@ -309,6 +309,25 @@ def test_a_rehearsal_is_made_once_and_never_over_something_else(own_model: str, 
         rehearse(small_recipe("no/such"), tmp_path / "other")
 
 
+def test_data_that_fcsd_makes_are_advised_with_their_command_and_found_when_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "tiny/demo"]) == 2
+    command = "`fcsd tiny-data runs/tiny-data` makes it"
+    assert capsys.readouterr().err.endswith(f"runs/tiny-data/train.jsonl: no such file; {command}\n")
+    assert main(["run", "tiny/demo", "--rehearse", "small"]) == 2
+    *warnings, line = capsys.readouterr().err.splitlines()
+    assert [each.rpartition("; ")[2] for each in warnings] == [command] * 3
+    assert line.endswith("in the layout of its hub repository; `fcsd tiny-data OUT` makes it")
+    for name in ("code", "choice", "answers"):
+        (tmp_path / "runs" / "tiny-data" / "data" / "fcsd" / f"tiny-{name}").mkdir(parents=True)
+    small = rehearse(load_recipe("tiny/demo"), Path("small"))
+    assert capsys.readouterr().err == ""
+    for row in load_suite(small.evaluation.suite).tasks:
+        assert dataset_location(row, Path("small/hub")).endswith(f"runs/tiny-data/data/{row.dataset}")
+
+
 def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_training(
     own_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

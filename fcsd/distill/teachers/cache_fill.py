@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.distill.teachers.base import Teacher
@@ -34,8 +33,9 @@ from fcsd.distill.teachers.cache import (
 )
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.files import write_json
+from fcsd.files import check_folder_place, write_json
 from fcsd.temporary import sweep
+from fcsd.text import progress_bar
 
 SHARD_BYTES = 1 << 30
 _FREE_BYTES = 1 << 28  # stays free on the disk
@@ -127,9 +127,10 @@ def fill_cache(
 
 
 def _begin(folder: Path, identity: dict[str, Any], launch: Launch) -> None:
+    check_folder_place(folder)
     if (folder / TEACHER).is_file():
         check_teacher(folder, identity)
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty and holds no teacher cache; choose another folder")
     launch.wait()
     if launch.first:
@@ -173,7 +174,7 @@ def _compute(
     """Run the teacher on all batches; the first `num_rows` rows are kept."""
     held: list[tuple[bytes, Tensor]] = []
     size, num_done = 0, 0
-    with tqdm(total=num_rows, desc="Teacher", unit="row", disable=not show) as bar:
+    with progress_bar(total=num_rows, desc="Teacher", unit="row", shown=show) as bar:
         for some in batches:
             found = _hidden_of_rows(teacher, [row for _, row in some], launch.device)
             if num_done == num_rows:
@@ -203,7 +204,7 @@ def verify_cache(cache: HiddenCache) -> None:
 
     Raises: UserError that names the first shard whose content has changed; the file is left where it is.
     """
-    for name in tqdm(cache.manifest["shards"], desc="Verifying", unit="shard"):
+    for name in progress_bar(cache.manifest["shards"], desc="Verifying", unit="shard"):
         try:
             verify_shard(cache.folder / name)
         except UserError as error:

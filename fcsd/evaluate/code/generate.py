@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from fcsd.config.suite import CodeTaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
@@ -18,6 +16,7 @@ from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.suites import require_chat_template
 from fcsd.models.positions import num_positions
 from fcsd.models.preserve import preserved
+from fcsd.text import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -116,10 +115,10 @@ def generate_completions(
     def own_share() -> list[list[str]]:
         own, made = ranks.deal(list(enumerate(batches))), []
         of_ranks = f" (the first of {ranks.size} ranks)" if ranks.size > 1 else ""
-        bar = tqdm(
+        bar = progress_bar(
             total=sum(len(batch) for _, batch in own),
             desc=f"generation{of_ranks}",
-            disable=not (progress and ranks.first),
+            shown=progress and ranks.first,
         )
         with bar:
             for number, batch in own:

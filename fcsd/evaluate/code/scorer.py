@@ -27,12 +27,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code
 from fcsd.evaluate.code.problems import PROBE, Problem
 from fcsd.temporary import scratch_folder
+from fcsd.text import progress_bar
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
 OUTCOME_CLASSES: tuple[OutcomeClass, ...] = ("passed", "wrong", "error", "timeout", "memory")
@@ -253,7 +252,7 @@ class CodeScorer:
         idle: SimpleQueue[_Server] = SimpleQueue()
         for server in self._servers:
             idle.put(server)
-        bar = tqdm(total=len(jobs), desc=what, disable=not progress)
+        bar = progress_bar(total=len(jobs), desc=what, shown=progress)
 
         def grade(job: tuple[Problem, str, float]) -> Outcome:
             server = idle.get()

@@ -17,18 +17,21 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
-from tqdm import tqdm
 
 from fcsd.distributed.ranks import Ranks, input_device
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSizer
+from fcsd.text import draws_foreign_bars, progress_bar
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
 
 
 class LanguageModel(HFLM):
-    """HFLM with bars that can be switched off, thoughts on or off, and notes of the prompts that were cut."""
+    """HFLM with thoughts on or off, notes of the prompts that were cut, and its bars on a terminal only.
+
+    In a log the line that each task begins with stands for them (`fcsd.evaluate.progress`).
+    """
 
     def __init__(self, model: Any, tokenizer: Any, *, silent: bool):
         super().__init__(
@@ -37,7 +40,7 @@ class LanguageModel(HFLM):
             batch_size=1,  # set for each share
         )
         self.think(False)
-        self.silent = silent
+        self.silent = silent or not draws_foreign_bars()
         self.cut: set[str] = set()  # the prompts of which the model has seen the end only
 
     @property
@@ -173,7 +176,7 @@ class InMemory(LanguageModel):
 
         def one_by_one(begin: Callable[[int], None]) -> list[Any]:
             found: dict[int, Any] = {}
-            for place, numbers in tqdm(dealt, desc="batches", disable=self.silent):
+            for place, numbers in progress_bar(dealt, desc="batches", shown=not self.silent):
                 begin(place)
                 found |= zip(numbers, self.batch.run(functools.partial(sized, numbers)), strict=True)
             return [found[number] for number in own]
