@@ -45,10 +45,11 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary / "file", path)
 
 
-def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> None:
+def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     """Refuse a place that cannot become a file, before the work whose result it is to hold.
 
-    read: reads what the file will hold; a file that it refuses is not overwritten.
+    read: reads what the file will hold, and refuses everything else: what fcsd writes never replaces a file that it did
+    not write.
 
     Raises:
         UserError: a folder is there, or another kind of file; there is no such folder, or nobody may write in it.
@@ -59,7 +60,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> N
         raise UserError(f"{path}: {what}; name the file that is to be written")
     if not os.access(parent, os.W_OK):
         raise UserError(f"{path}: the folder may not be written; name another place")
-    if read is not None and path.exists():
+    if path.exists():
         try:
             read(path)
         except UserError:
@@ -68,15 +69,30 @@ def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> N
             ) from None
 
 
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
+def check_folder_place(path: Path, mark: str, what: str) -> None:
+    """Refuse a folder of somebody else's, as `check_file_place` does a file.
 
-    An existing `path` is replaced only at the end.
+    mark: a file that every folder of ours has. what: what such a folder is.
 
     Raises:
-        UserError: the disk is full, or the place may not be written.
+        UserError: a file is there, or a folder that holds something and no `mark`.
     """
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / mark).exists()):
+        raise UserError(f"{path}: exists and is no {what}; choose another folder")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, mark: str | None = None, what: str = "") -> Iterator[Path]:
+    """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
+
+    An existing `path` is replaced only at the end. mark, what: as `check_folder_place` has them; None: `path` has been
+    checked, or lies in a stage's folder.
+
+    Raises:
+        UserError: the disk is full, or the place may not be written; a folder of somebody else's is there.
+    """
+    if mark is not None:
+        check_folder_place(path, mark, what)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside(path) as temporary:

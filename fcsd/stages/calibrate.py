@@ -13,7 +13,7 @@ from fcsd.config.recipe import Recipe
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families.structure import packing_of
-from fcsd.files import read_json, write_json
+from fcsd.files import check_folder_place, read_json, write_json
 from fcsd.models.load import ModelFolder
 from fcsd.stages.context import Run
 from fcsd.stages.rows import data_inputs, left_out, training_rows
@@ -73,6 +73,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     run = Run(recipe, launch)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
+    check_folder_place(recipe.folder, run.layout.calibration(MAIN).parent.name, "unfinished calibration")
     calibratable(run.original)
     stage = calibrate(run)
 

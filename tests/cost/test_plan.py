@@ -167,6 +167,27 @@ def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
     assert min(found["dispatch_s"]) > 0 and found["combine_s"][-1] < found["combine_s"][0]
 
 
+@pytest.mark.parametrize("option", ["--windows", "--figure"])
+def test_a_file_that_plan_did_not_write_stays_and_its_own_is_replaced(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = lite(tmp_path)
+    words = ["plan", folder, "--length", "64"]
+    words += ["--study", str(study(tmp_path / "s", 4))] if option == "--figure" else []
+    foreign = [Path(folder) / "config.json", tmp_path / "picture.png"]
+    foreign[1].write_bytes(b"\x89PNG\r\n\x1a\n" + b"tEXtSoftware\0somebody else's")
+    before = [path.read_bytes() for path in foreign]
+    for path in foreign:
+        assert main([*words, option, str(path)]) == 2
+        assert f"{path}: is there and is something else; name another file" in capsys.readouterr().err
+    assert [path.read_bytes() for path in foreign] == before
+    own = tmp_path / "own"
+    for length in ("64", "128"):
+        assert main([*words, "--length", length, option, str(own)]) == 0
+        before.append(own.read_bytes())
+    assert option == "--figure" or before[-1] != before[-2]
+
+
 def test_a_cluster_file_says_what_the_options_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
