@@ -16,7 +16,7 @@ from fcsd.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.cost.hardware import find_gpu
 from fcsd.cost.operations import ModelWork, trace_layers
 from fcsd.cost.roofline import Machine, Roofline
-from fcsd.cost.training import Training, built
+from fcsd.cost.training import Training, built, config_of
 from fcsd.errors import UserError
 from fcsd.families import text_config
 from fcsd.inspect.checkpoint import find_source
@@ -97,11 +97,11 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"--global-batch: of an optimiser step, which --phase {settings.phase} has not; leave it out"
         )
     source = find_source(settings.model, settings.revision)
-    spec = settings.connectivity
+    spec, config = settings.connectivity, config_of(source)
     if spec is None:
-        own = source.config.get("farskip")
+        own = config.get("farskip")
         spec = Connectivity.from_field(own, source.where) if own else Connectivity()
-    training = _training(settings, source.config, source.where, spec)
+    training = _training(settings, config, source.where, spec)
     family, build = built(training)
     ep, tp = _ranks(settings, machine, links)
     length = 1 if settings.phase == "decode" else settings.length
