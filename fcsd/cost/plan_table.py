@@ -56,7 +56,7 @@ def _result(times: Mapping[str, Any], phase: str) -> str:
         [
             "overlapped",
             _ms(times["overlapped_s"]),
-            f"{times['communication_s'] / times['overlapped_s']:.1%}",
+            f"{times['overlapped_communication_s'] / times['overlapped_s']:.1%}",
             f"{times['exposed_s'] / times['overlapped_s']:.1%}",
             f"{times['speed_up']:.3f}",
         ],

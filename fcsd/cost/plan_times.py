@@ -68,27 +68,34 @@ def _serving_times(planned: Planned, rewired: list[bool], seconds: list[dict[str
     each = roofline.all_reduce(work)
     communication = 2 * len(work.layers) * each
     remaining = sum(exposed(each, window) for beside in found for window in beside)
+    sent = each * sum(
+        map(len, found)
+    )  # one less of a dense layer, one more where shared experts have their own
     # What only an exchange brings there is nothing to sum up of.
     compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
-    return _summary(compute, communication, remaining, planned.values["slowdown"]) | {
-        "overlap": {"forward": 1 - remaining / communication if communication else 0.0},
+    return _summary(compute, communication, remaining, planned.values["slowdown"], sent) | {
+        "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": each},
         "windows": [{"layer": k, "attention_s": found[k][0], "routed_s": found[k][1]} for k in moe],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
 
 
-def _summary(compute: float, communication: float, remaining: float, slowdown: float) -> dict[str, Any]:
+def _summary(
+    compute: float, communication: float, remaining: float, slowdown: float, sent: float | None = None
+) -> dict[str, Any]:
+    """Sum up both steps. sent: what the rewired model communicates; None: as much as the regular one."""
+    sent = communication if sent is None else sent
     regular = compute + communication
-    hidden = communication - remaining
-    overlapped = regular - hidden + slowdown * hidden
+    overlapped = compute + remaining + slowdown * (sent - remaining)
     return {
         "regular_s": regular,
         "overlapped_s": overlapped,
         "speed_up": regular / overlapped,
         "compute_s": compute,
         "communication_s": communication,
+        "overlapped_communication_s": sent,
         "exposed_s": remaining,
         "communication_share": communication / regular,
     }

@@ -23,6 +23,7 @@ from fcsd.inspect.checkpoint import find_source
 from fcsd.inspect.memory import cache_bytes
 from fcsd.network.links import LinkModel
 from fcsd.overlap.support import kept_inside
+from fcsd.text import size
 
 Phase = Literal["train", "prefill", "decode"]
 
@@ -105,6 +106,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     family, build = built(training)
     ep, tp = _ranks(settings, machine, links)
     length = 1 if settings.phase == "decode" else settings.length
+    _check_size(settings, machine, config, length)
     work = trace_layers(build, family, source.where, settings.batch, length)
     if work.num_experts % ep:
         raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
@@ -174,6 +176,17 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
             )
         links.require(collective="all_to_all_single")  # what expert parallelism calls
     return ep, tp
+
+
+def _check_size(settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int) -> None:
+    """Refuse what is far beyond the memory before it is traced, where sizes would overflow."""
+    text = config.get("text_config", config)
+    stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
+    if stream > machine.gpu.memory_gb * 1e9:
+        raise UserError(
+            f"--batch {settings.batch} --length {settings.length}: the stream of these tokens alone takes {size(stream)},"
+            f" the {machine.gpu.name} has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch, shorter rows"
+        )
 
 
 def _micro_batches(settings: PlanSettings, machine: Machine) -> int:

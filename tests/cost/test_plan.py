@@ -285,6 +285,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
+        "far beyond memory": (
+            [model, "--batch", str(10**20)],
+            f"--batch {10**20} --length 4096: the stream of these tokens alone takes",
+        ),
+        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the stream of"),
         "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
         "another collective": (
             [model, "--links", str(tmp_path / "p2p.json")],
@@ -349,7 +354,9 @@ def test_amds_keys_are_read_and_its_gate_is_explained_as_inspect_does(
     folder = real_folder("Instella-MoE-16B-A3B-Think", tmp_path / "amd")
     assert main(["inspect", str(folder)]) == 0
     reason = capsys.readouterr().out.partition("not possible: ")[2].splitlines()[0]
-    assert reason.startswith("gated_attention: ") and reason.endswith("runs with AMD's own code under transformers 4.57")
+    assert reason.startswith("gated_attention: ") and reason.endswith(
+        "AMD's own code under transformers 4.57"
+    )
     assert main(["plan", str(folder)]) == 2
     assert capsys.readouterr().err == f"fcsd plan: error: {folder / 'config.json'}: {reason}\n"
     own = {"gated_attention": False, "mlp_only_farskip": True, "num_hidden_layers": 5, "farskip_end_idx": 3}

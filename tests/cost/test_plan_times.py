@@ -181,6 +181,26 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
     assert times["exposed_s"] == pytest.approx(left)
 
 
+def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
+    """With `mlp: full` shared experts have one of their own, but in the last layer and in the dense one."""
+    settings: dict[str, Any] = {
+        "gpu": "mi300x", "phase": "prefill", "batch": 16, "length": 512,
+        "connectivity": Connectivity("all", mlp="full"),
+    }  # fmt: skip
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25, link=0.01)
+    times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
+    sent = (27 * 2 + 25) * each
+    assert times["communication_s"] == pytest.approx(27 * 2 * each)
+    assert times["overlapped_communication_s"] == pytest.approx(sent)
+    assert (
+        times["exposed_s"] > times["communication_s"]
+    )  # which was called a negative share of what is hidden
+    assert times["overlap"]["forward"] == pytest.approx(1 - times["exposed_s"] / sent)
+    assert times["overlap"]["forward"] > 0
+    hidden = sent - times["exposed_s"]
+    assert times["overlapped_s"] == pytest.approx(times["compute_s"] + times["exposed_s"] + 0.25 * hidden)
+
+
 def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
     settings: dict[str, Any] = {
         "gpu": "h200",
