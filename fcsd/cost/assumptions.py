@@ -44,6 +44,9 @@ ASSUMPTIONS = {
     "row_passes": Assumption(8, 4, 12, "passes over the dispatched rows: sorting before and after, twice", _CHOSEN),
     "logit_passes": Assumption(8, 2, 12, "passes over float32 logits for head and loss, both directions", _CHOSEN),
     "optimizer_bytes": Assumption(32, 20, 48, "bytes moved a parameter that AdamW updates", _CHOSEN),
+    "prefetch": Assumption(0.5, 0.0, 1.0, "share of computation that hides gathered weights and reduced gradients",
+                           f"{_CHOSEN}: FSDP2 gathers a layer ahead, but the host waits once a layer to learn how many"
+                           " rows go where"),
     "last_combine": Assumption(0.0, 0.0, 1.0, "share of the last layer's shared expert that hides its combine",
                                "FarSkip paper 4.1: the last all-to-all forward and the first backward are not hidden;"
                                " fcsd starts it before the shared expert, which would be 1"),

@@ -53,7 +53,7 @@ def plan(planned: Planned, links: LinkModel | None = None) -> dict[str, Any]:
         "machine": asdict(planned.machine) | {"num_gpus": planned.machine.num_gpus},
         "settings": _settings(planned),
         "times": times,
-        "memory": memory(planned),
+        "memory": memory(planned) if planned.settings.sharding == "fsdp2" else None,
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
         "links": links is not None,

@@ -72,6 +72,11 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             "UPPER BOUND: a server takes longer than its roofline, and hides the same communication; measured times"
             " (--measured) give the gain f v / (1 - f v)"
         )
+    if any(sharding := times.get("sharding_s", ())):
+        yield (
+            "FSDP2 gathers weights (forward, backward) and reduces gradients in every micro-batch; exposed of that:"
+            f" {_ms(sharding[0])} ms of the regular step, {_ms(sharding[1])} ms of the overlapped one"
+        )
     if (ratio := times.get("equation_9")) is not None:
         holds = "holds: necessary, not sufficient" if ratio <= 1 else "does not hold: something stays exposed"
         yield f"equation 9: (dispatch + combine) / (layer - experts - router) = {ratio:.2f}, {holds}"

@@ -35,7 +35,9 @@ class PlanSettings:
     batch: in training rows of a rank's micro-batch, in serving requests at once. global_batch: rows of an optimiser
     step; None: one micro-batch of every rank. length: tokens of a row or prompt; in decode of the text so far.
     expert_parallel, tensor_parallel: None: all GPUs where the phase uses it. connectivity: None: that of a converted
-    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system.
+    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system. sharding: fsdp2 as fcsd
+    trains; optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent
+    once a step, and no memory is planned.
     """
 
     model: str
@@ -54,6 +56,7 @@ class PlanSettings:
     fp8: bool = False
     fused_attention: bool = True
     connectivity: Connectivity | None = None
+    sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
 
 
 @dataclass(frozen=True)
@@ -184,8 +187,9 @@ def _check_size(settings: PlanSettings, machine: Machine, config: Mapping[str, A
     stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
     if stream > machine.gpu.memory_gb * 1e9:
         raise UserError(
-            f"--batch {settings.batch} --length {settings.length}: the stream of these tokens alone takes {size(stream)},"
-            f" the {machine.gpu.name} has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch, shorter rows"
+            f"--batch {settings.batch} --length {settings.length}: the stream of these tokens alone takes"
+            f" {size(stream)}, the {machine.gpu.name} has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch,"
+            " shorter rows"
         )
 
 
