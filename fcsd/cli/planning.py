@@ -51,7 +51,10 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_file_place(arguments.figure, check_figure)
     facts = plan_from_files(
         settings,
-        **{name: getattr(arguments, name) for name in ("links", "measured", "study", "metric", "figure")},
+        **{
+            name: getattr(arguments, name)
+            for name in ("links", "measured", "routing", "study", "metric", "figure")
+        },
     )
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
@@ -145,6 +148,12 @@ def add_commands(command: Command) -> None:
         type=Path,
         metavar="FILE",
         help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FOLDER",
+        help="routing study (`fcsd routing`): the imbalance of this model's ranks, not even routing",
     )
     parser.add_argument(
         "--study",

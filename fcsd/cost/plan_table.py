@@ -68,9 +68,17 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     times = facts["times"]
     yield "hidden: " + ", ".join(f"{name} {share:.1%}" for name, share in times["overlap"].items())
     if facts["upper_bound"]:
+        least, most = facts["over_prediction"]
+        gain = times["speed_up"] - 1
         yield (
-            "UPPER BOUND: a server takes longer than its roofline, and hides the same communication; measured times"
-            " (--measured) give the gain f v / (1 - f v)"
+            f"UPPER BOUND: measured gains in the time to the first token were {least:g} to {most:g} times smaller,"
+            f" which makes {gain:.1%} {gain / most:.1%} to {gain / least:.1%}: a server takes longer than its"
+            " roofline, and hides the same communication; measured times (--measured) give the gain f v / (1 - f v)"
+        )
+    elif facts["imbalance"] == 1 and "measured" not in facts:
+        yield (
+            "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to 5.1: `fcsd routing` measures"
+            " yours, --routing reads it"
         )
     if any(sharding := times.get("sharding_s", ())):
         yield (

@@ -130,9 +130,12 @@ def _checked(given: Mapping[str, float]) -> dict[str, float]:
             raise UserError(
                 f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
             )
-        if not math.isfinite(value) or value < 0 or (value == 0 and ASSUMPTIONS[name].low > 0):
-            least = "above 0" if ASSUMPTIONS[name].low > 0 else "0 or more"
-            raise UserError(f"assumptions.{name}: {value:g}: must be {least}: {ASSUMPTIONS[name].what}")
+        one = ASSUMPTIONS[name]
+        above = one.low > 0 and one.least == 0
+        if not math.isfinite(value) or not one.least <= value <= one.most or (above and value == 0):
+            least = "above 0" if above else f"{one.least:g} or more"
+            most = f", at most {one.most:g}" if one.most < math.inf else ""
+            raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
     return dict(given)
 
 

@@ -137,6 +137,7 @@ def _times(model: Any, run: Run) -> Times:
     return Times(
         model_type=family_of(model.config).model_type,
         num_layers=model.config.get_text_config().num_hidden_layers,
+        connectivity=recipe.connectivity,
         ranks=eps[0].ep_mesh.size(),
         batch=recipe.train.per_device_train_batch_size,
         length=recipe.data.max_length,
