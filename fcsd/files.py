@@ -45,10 +45,11 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
 
 
-def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> None:
+def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     """Refuse a place that cannot become a file, before the work whose result it is to hold.
 
-    read: reads what the file will hold; a file that it refuses is not overwritten.
+    read: reads what the file will hold, and refuses everything else: what fcsd writes never replaces a file that it did
+    not write.
 
     Raises:
         UserError: a folder is there, or another kind of file; there is no such folder, or nobody may write in it.
@@ -59,7 +60,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> N
         raise UserError(f"{path}: {what}; name the file that is to be written")
     if not os.access(parent, os.W_OK):
         raise UserError(f"{path}: the folder may not be written; name another place")
-    if read is not None and path.exists():
+    if path.exists():
         try:
             read(path)
         except UserError:
@@ -68,12 +69,19 @@ def check_file_place(path: Path, read: Callable[[Path], Any] | None = None) -> N
             ) from None
 
 
-def check_folder_place(folder: Path) -> None:
+def check_folder_place(folder: Path, mark: str | None = None, what: str = "") -> None:
     """Refuse a place that cannot become a folder, before the work whose result it is to hold.
 
+    mark: a file that every folder of ours has, without which one that holds something is somebody else's, as
+    `check_file_place` has it for a file; None: whatever is there has been checked. what: what such a folder is.
+
     Raises:
-        UserError: a file is there or on the way to it; a folder on the way may not be written.
+        UserError: a file is there or on the way to it; a folder on the way may not be written; somebody else's.
     """
+    if mark is not None and (
+        folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists())
+    ):
+        raise UserError(f"{folder}: exists and is no {what}; choose another folder")
     above = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
     if not above.is_dir():
         raise UserError(f"{folder}: cannot be made, {above} is no folder; choose another output folder")
@@ -93,15 +101,15 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, mark: str | None = None, what: str = "") -> Iterator[Path]:
     """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
 
-    An existing `path` is replaced only at the end.
+    An existing `path` is replaced only at the end. mark, what: as `check_folder_place` has them.
 
     Raises:
-        UserError: the disk is full, or the place cannot become a folder.
+        UserError: the disk is full, or what `check_folder_place` refuses.
     """
-    check_folder_place(path)
+    check_folder_place(path, mark, what)
     make_folder(path.parent)
     with writing(path), beside(path) as temporary:
         yield temporary

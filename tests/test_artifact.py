@@ -96,6 +96,23 @@ def test_an_existing_folder_is_replaced_only_when_the_new_one_is_whole(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        with new_folder(tmp_path / "ours", "report.json", "report") as folder:
+            (folder / "report.json").write_text(text)
+    assert (tmp_path / "ours" / "report.json").read_text() == "new"
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "report.md").write_text("years")
+    (tmp_path / "file").write_text("years")
+    for name in ("thesis", "file"):
+        with (
+            pytest.raises(UserError, match=f"{name}: exists and is no report; choose another folder"),
+            new_folder(tmp_path / name, "report.json", "report"),
+        ):
+            raise AssertionError
+    assert (tmp_path / "thesis" / "report.md").read_text() == "years"
+
+
 def test_a_full_disk_is_one_line_and_other_errors_pass(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"model: could not be written \(No space left on device\)"),

@@ -41,6 +41,7 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float
 def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
     """Write what `fcsd plan --measured` reads: times of the blocking mode, and the configuration of its model."""
     from benchmarks.overlap.models import config_of
+    from fcsd.config.model import ConnectivityConfig
     from fcsd.cost.measured import ExchangeTime, Times, write_times
     from fcsd.overlap.measure import median_times
 
@@ -49,6 +50,7 @@ def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
     times = Times(
         model_type=config.model_type,
         num_layers=options.layers,
+        connectivity=ConnectivityConfig(),
         ranks=options.ranks,
         batch=options.rows,
         length=options.length,

@@ -14,10 +14,12 @@ many steps a server takes its requests, as long as each step communicates the sa
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fcsd.bench.summary import FIGURES, Runs, emulated, spread
+from fcsd.connectivity.spec import Connectivity
 from fcsd.families import base_model_type
 
 _FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
@@ -50,6 +52,7 @@ def served_gains(
     regular = ["farskip_blocking"] if emulated(settings["comm"]) else ["stock", "farskip_blocking"]
     served = {
         "model_type": base_model_type(str(config["model_type"])),
+        "connectivity": asdict(Connectivity.from_field(config["farskip"])),
         "num_layers": (config.get("text_config") or config).get("num_hidden_layers"),
         "ranks": settings["tensor_parallel"],
         "batch": settings["requests"],
@@ -65,7 +68,8 @@ def served_gains(
             known = [name for name in regular if _share(spent.get(name, ())) is not None]
             if known and served["num_layers"]:
                 times = served | {"phase": phase, "length": length}
-                found.append({"prompt_tokens": prompt} | _gain(times, points, spent, known[0]))
+                gain = _gain(times, points, spent, known[0])
+                found += [] if gain is None else [{"prompt_tokens": prompt} | gain]
     return found
 
 
@@ -74,7 +78,8 @@ def _gain(
     points: Mapping[str, Sequence[Any]],
     spent: Mapping[str, list[_Spent]],
     regular: str,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
+    """Return one row; None where noise makes more hidden than the computation beside it could hide."""
     from fcsd.cost.measured import Times  # brings torch, which nothing else here needs
     from fcsd.cost.windows import gain
 
@@ -85,7 +90,10 @@ def _gain(
     share, overlap = _share(spent[regular]), _overlap(spent.get(_OVERLAPPED, ()))
     assert share is not None
     step_s = statistics.median(seconds)
-    times = Times(**served, step_s=step_s, communication_s=share * step_s, overlap=overlap)
+    try:
+        times = Times(**served, step_s=step_s, communication_s=share * step_s, overlap=overlap)
+    except ValueError:
+        return None
     return {
         "phase": phase,
         "regular": regular,

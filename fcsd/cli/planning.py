@@ -41,12 +41,20 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train"
         )
-    for path in (arguments.windows, arguments.figure):
-        if path is not None:
-            check_file_place(path)
+    if arguments.windows is not None:
+        from fcsd.routing.tables import read_windows_file
+
+        check_file_place(arguments.windows, read_windows_file)
+    if arguments.figure is not None:
+        from fcsd.report.figure import check_figure
+
+        check_file_place(arguments.figure, check_figure)
     facts = plan_from_files(
         settings,
-        **{name: getattr(arguments, name) for name in ("links", "measured", "study", "metric", "figure")},
+        **{
+            name: getattr(arguments, name)
+            for name in ("links", "measured", "routing", "study", "metric", "figure")
+        },
     )
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
@@ -140,6 +148,12 @@ def add_commands(command: Command) -> None:
         type=Path,
         metavar="FILE",
         help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FOLDER",
+        help="routing study (`fcsd routing`): the imbalance of this model's ranks, not even routing",
     )
     parser.add_argument(
         "--study",

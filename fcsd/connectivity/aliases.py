@@ -31,7 +31,7 @@ from typing import Any
 
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
-from fcsd.families import FAMILIES, PREFIX, moe_mask
+from fcsd.families import FAMILIES, PREFIX, Family, moe_mask
 from fcsd.families.family import MOE_LAYERS
 
 INSTELLA_KEYS = (
@@ -90,6 +90,15 @@ def from_instella(
     )
 
 
+def no_gate(family: Family) -> str:
+    """Explain why AMD's own weights, which have the attention gate, cannot be used."""
+    return (
+        f"gated_attention: transformers' {family.causal_lm} has no attention gate, so these weights"
+        " (self_attn.gate_proj) cannot be loaded as it; the checkpoint already is FarSkip, and runs with AMD's own code"
+        " under transformers 4.57"
+    )
+
+
 def translate_instella(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
     """Return a `config.json` with Instella's keys, rewritten in fcsd's own format: `farskip_<base>` with a `farskip`
     field, or the base family's where nothing is rewired.
@@ -105,11 +114,7 @@ def translate_instella(config: Mapping[str, Any], where: str = "config.json") ->
             f" type '{model_type}'; `fcsd families` lists the supported ones"
         )
     if config.get("gated_attention"):
-        raise UserError(
-            f"{where}: gated_attention: transformers' {family.causal_lm} has no attention gate, so these"
-            " weights (self_attn.gate_proj) cannot be loaded as it; `fcsd inspect` shows the checkpoint, AMD's"
-            " own code in its repository needs transformers 4.57"
-        )
+        raise UserError(f"{where}: {no_gate(family)}")
     try:
         mask = moe_mask(SimpleNamespace(**config), family)
     except (AttributeError, TypeError):

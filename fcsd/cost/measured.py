@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from fcsd.config.model import ConnectivityConfig
 from fcsd.config.strict import Strict, read_json_object, validate
 from fcsd.connectivity.spec import resolve_layers
 from fcsd.cost.plan_times import plan_times
@@ -38,14 +39,16 @@ class ExchangeTime(Strict):
 class Times(Strict):
     """What was measured, and of what. step_s: a micro-batch forward and backward, or the time of a server.
 
-    exchanges: in training. communication_s: of a server, exposed in the regular model; overlap: share of it that is
-    hidden in the converted one, null: what the plan says. slowdown: null: the assumption.
+    connectivity: of the model whose windows or overlap these are. exchanges: in training. communication_s: of a server,
+    exposed in the regular model; overlap: share of it that is hidden in the converted one, null: what the plan says.
+    slowdown: null: the assumption.
     """
 
     version: Literal[1] = 1
     phase: Literal["train", "prefill", "decode"] = "train"
     model_type: str
     num_layers: int = Field(gt=0)
+    connectivity: ConnectivityConfig
     ranks: int = Field(gt=0)
     batch: int = Field(gt=0)
     length: int = Field(gt=0)
@@ -59,11 +62,32 @@ class Times(Strict):
     def _has_what_its_phase_needs(self) -> "Times":
         if self.phase == "train" and not self.exchanges:
             raise ValueError("exchanges: a training step needs at least one")
+        if self.phase == "train" and not self.communication_s == self.overlap is None:
+            raise ValueError("communication_s and overlap: of a server; a training step has exchanges")
         if self.phase != "train" and self.communication_s is None:
             raise ValueError(f"communication_s: needed of a server ({self.phase})")
+        if outside := [each.layer for each in self.exchanges if each.layer >= self.num_layers]:
+            raise ValueError(f"exchanges: layer {outside[0]}, but the model has {self.num_layers}, from 0 on")
+        if self.slowdown is not None and self.slowdown > 1:
+            raise ValueError(
+                f"slowdown: {self.slowdown:g} seconds of computation lost for each second that is hidden; at most 1, or"
+                " nobody would overlap"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _computes_what_it_hides(self) -> "Times":
         sent = self.communication_s or sum(each.seconds for each in self.exchanges)
         if sent >= self.step_s:
             raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
+        hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
+        # Of a server's two all-reduces a layer, one may hide the other.
+        hidden += sent * max(0.0, (self.overlap or 0.0) - 0.5)
+        if hidden > self.step_s - sent:
+            raise ValueError(
+                f"step_s: {self.step_s:g}, of which {sent:g} are communication; the {self.step_s - sent:g} s that are"
+                f" left cannot hide {hidden:g}"
+            )
         return self
 
 
@@ -85,7 +109,7 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
     """Return what `plan_times` does, from measured times.
 
     Raises:
-        UserError: they were measured on another model, number of ranks, batch, length or phase.
+        UserError: they were measured on another model, connectivity, number of ranks, batch, length or phase.
     """
     _check(times, planned)
     slowdown = planned.values["slowdown"] if times.slowdown is None else times.slowdown
@@ -93,6 +117,7 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
         return _served(times, planned, layers, slowdown)
     spec, moe = planned.connectivity, planned.work.moe
     chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
+    _check_layers(times, chosen, moe)
     last = len(moe) - 1
 
     def hides(each: ExchangeTime) -> bool:
@@ -118,6 +143,7 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
         "speed_up": times.step_s / (times.step_s - hidden * (1 - slowdown)),
         "compute_s": times.step_s - sent,
         "communication_s": sent,
+        "overlapped_communication_s": sent,
         "exposed_s": sent - hidden,
         "communication_share": sent / times.step_s,
         "overlap": {name: done / total for name, (done, total) in shares.items() if total},
@@ -131,22 +157,48 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
 
 def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
     assert times.communication_s is not None
+    spec, moe = planned.connectivity, planned.work.moe
+    chosen = resolve_layers(spec.layers, moe) if layers is None else layers
     found = plan_times(planned, layers=layers)
-    overlap = found["overlap"]["forward"] if times.overlap is None else times.overlap
     share = times.communication_s / times.step_s
-    # Hidden seconds cost computation a little; a measured overlap of a whole server has that in it.
-    kept = 1 - (slowdown if times.overlap is None else 0.0)
-    speed_up = 1 + gain(share, overlap * kept)
+    if times.overlap is None:
+        # Seconds of the roofline as parts of its communication; hidden ones cost computation a little.
+        sent, exposed = (
+            found[name] / (found["communication_s"] or 1.0)
+            for name in ("overlapped_communication_s", "exposed_s")
+        )
+        speed_up = 1 + gain(share, 1 - exposed - slowdown * (sent - exposed))
+    else:
+        if resolve_layers(times.connectivity.spec().layers, moe) != list(chosen):
+            raise UserError(
+                "--measured: overlap was measured with other layers rewired"
+                f" ({times.connectivity.layers}) than are planned; measure what is planned, or plan what was measured"
+            )
+        sent, exposed = 1.0, 1 - times.overlap
+        speed_up = 1 + gain(share, times.overlap)  # of a whole server, so that it has the slow-down in it
     return found | {
         "regular_s": times.step_s,
         "overlapped_s": times.step_s / speed_up,
         "speed_up": speed_up,
         "compute_s": times.step_s - times.communication_s,
         "communication_s": times.communication_s,
-        "exposed_s": times.communication_s * (1 - overlap),
+        "overlapped_communication_s": times.communication_s * sent,
+        "exposed_s": times.communication_s * exposed,
         "communication_share": share,
-        "overlap": {"forward": overlap},
+        "overlap": {"forward": 1 - exposed / sent if sent else 0.0},
     }
+
+
+def _check_layers(times: Times, chosen: set[int], moe: list[bool]) -> None:
+    """Refuse exchanges of a layer that has none, and a plan that rewires layers of which nothing was measured."""
+    known = {each.layer for each in times.exchanges}
+    if dense := sorted(k for k in known if not moe[k]):
+        raise UserError(f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE layer")
+    if missing := sorted(k for k in chosen if moe[k] and k not in known):
+        raise UserError(
+            f"--measured: the plan rewires layer {missing[0]}, and the file has no exchange of it; measure with it"
+            " rewired, or plan --layers that were measured"
+        )
 
 
 def _check(times: Times, planned: Planned) -> None:
@@ -164,6 +216,8 @@ def _facts(times: Times, planned: Planned) -> Iterator[tuple[str, Any, Any]]:
     yield "phase", times.phase, settings.phase
     yield "model_type", times.model_type, planned.model_type
     yield "num_layers", times.num_layers, len(planned.work.layers)
+    yield "attention", times.connectivity.attention, planned.connectivity.attention
+    yield "mlp", times.connectivity.mlp, planned.connectivity.mlp
     yield "ranks", times.ranks, planned.expert_parallel if train else planned.tensor_parallel
     yield "batch", times.batch, settings.batch
     yield "length", times.length, settings.length

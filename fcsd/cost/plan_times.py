@@ -46,13 +46,15 @@ def _train_times(
         )
         for name, times in (("forward", 1.0), ("backward", BACKWARD))
     }
-    computing = (1 + BACKWARD) * sum(map(total, seconds)) + roofline.loss(work)
-    once = roofline.optimizer(work, planned.expert_parallel)
-    compute = planned.micro_batches * computing + once
+    forward = sum(map(total, seconds))
+    once = roofline.optimizer(work)
+    compute = planned.micro_batches * ((1 + BACKWARD) * forward + roofline.loss(work)) + once
     communication = planned.micro_batches * 2 * total_each
     remaining = planned.micro_batches * sum(left.values())
+    hidden = [total_each - each for each in left.values()]
+    sharding = [_sharding(planned, forward, beside) for beside in ([0.0, 0.0], hidden)]
     first = moe[len(moe) // 2]  # one in the middle stands for all
-    return _summary(compute, communication, remaining, planned.values["slowdown"]) | {
+    return _summary(compute, communication, remaining, planned.values["slowdown"], sharding=sharding) | {
         "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in left.items()},
         "exchange_s": {"dispatch": dispatch, "combine": combine},
         "outside_layers_s": once + planned.micro_batches * roofline.loss(work),
@@ -62,33 +64,65 @@ def _train_times(
     }
 
 
+def _sharding(planned: Planned, forward: float, hidden: Sequence[float]) -> float:
+    """Return the exposed seconds of a step in which weights are gathered and gradients reduced.
+
+    FSDP2 does both in every micro-batch, a layer ahead of the computation that hides them; a second of computation
+    hides one second of communication. hidden: seconds of exchanges beside the forward and the backward pass.
+    """
+    gather, again, reduce = planned.roofline.sharding(planned.work, planned.expert_parallel)
+    if planned.settings.sharding == "optimizer":
+        return gather + reduce
+    share = planned.values["prefetch"]
+    ways = zip((gather, again + reduce), (forward, BACKWARD * forward), hidden, strict=True)
+    return planned.micro_batches * sum(exposed(sent, share * (time - beside)) for sent, time, beside in ways)
+
+
 def _serving_times(planned: Planned, rewired: list[bool], seconds: list[dict[str, float]]) -> dict[str, Any]:
     spec, work, roofline = planned.connectivity, planned.work, planned.roofline
     found = serving_windows(rewired, work.moe, spec.attention, spec.mlp, seconds)
     each = roofline.all_reduce(work)
     communication = 2 * len(work.layers) * each
     remaining = sum(exposed(each, window) for beside in found for window in beside)
+    sent = each * sum(
+        map(len, found)
+    )  # one less of a dense layer, one more where shared experts have their own
     # What only an exchange brings there is nothing to sum up of.
     compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
-    return _summary(compute, communication, remaining, planned.values["slowdown"]) | {
-        "overlap": {"forward": 1 - remaining / communication if communication else 0.0},
+    return _summary(compute, communication, remaining, planned.values["slowdown"], sent=sent) | {
+        "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": each},
         "windows": [{"layer": k, "attention_s": found[k][0], "routed_s": found[k][1]} for k in moe],
         "layer_s": seconds[moe[len(moe) // 2]],
     }
 
 
-def _summary(compute: float, communication: float, remaining: float, slowdown: float) -> dict[str, Any]:
-    regular = compute + communication
-    hidden = communication - remaining
-    overlapped = regular - hidden + slowdown * hidden
+def _summary(
+    compute: float,
+    communication: float,
+    remaining: float,
+    slowdown: float,
+    *,
+    sent: float | None = None,
+    sharding: Sequence[float] = (0.0, 0.0),
+) -> dict[str, Any]:
+    """Sum up both steps.
+
+    sent: what the rewired model communicates; None: as much as the regular one. sharding: what is exposed of gathers
+    and reductions in both.
+    """
+    sent = communication if sent is None else sent
+    regular = compute + communication + sharding[0]
+    overlapped = compute + remaining + slowdown * (sent - remaining) + sharding[1]
     return {
         "regular_s": regular,
         "overlapped_s": overlapped,
         "speed_up": regular / overlapped,
         "compute_s": compute,
         "communication_s": communication,
+        "overlapped_communication_s": sent,
         "exposed_s": remaining,
+        "sharding_s": list(sharding),
         "communication_share": communication / regular,
     }

@@ -16,13 +16,14 @@ from fcsd.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.cost.hardware import find_gpu
 from fcsd.cost.operations import ModelWork, trace_layers
 from fcsd.cost.roofline import Machine, Roofline
-from fcsd.cost.training import Training, built
+from fcsd.cost.training import Training, built, config_of
 from fcsd.errors import UserError
 from fcsd.families import text_config
 from fcsd.inspect.checkpoint import find_source
 from fcsd.inspect.memory import cache_bytes
 from fcsd.network.links import LinkModel
 from fcsd.overlap.support import kept_inside
+from fcsd.text import size
 
 Phase = Literal["train", "prefill", "decode"]
 
@@ -34,7 +35,9 @@ class PlanSettings:
     batch: in training rows of a rank's micro-batch, in serving requests at once. global_batch: rows of an optimiser
     step; None: one micro-batch of every rank. length: tokens of a row or prompt; in decode of the text so far.
     expert_parallel, tensor_parallel: None: all GPUs where the phase uses it. connectivity: None: that of a converted
-    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system.
+    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system. sharding: fsdp2 as fcsd
+    trains; optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent
+    once a step, and no memory is planned.
     """
 
     model: str
@@ -53,6 +56,7 @@ class PlanSettings:
     fp8: bool = False
     fused_attention: bool = True
     connectivity: Connectivity | None = None
+    sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,15 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"--global-batch: of an optimiser step, which --phase {settings.phase} has not; leave it out"
         )
     source = find_source(settings.model, settings.revision)
-    spec = settings.connectivity
+    spec, config = settings.connectivity, config_of(source)
     if spec is None:
-        own = source.config.get("farskip")
+        own = config.get("farskip")
         spec = Connectivity.from_field(own, source.where) if own else Connectivity()
-    training = _training(settings, source.config, source.where, spec)
+    training = _training(settings, config, source.where, spec)
     family, build = built(training)
     ep, tp = _ranks(settings, machine, links)
     length = 1 if settings.phase == "decode" else settings.length
+    _check_size(settings, machine, config, length)
     work = trace_layers(build, family, source.where, settings.batch, length)
     if work.num_experts % ep:
         raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
@@ -125,9 +130,12 @@ def _checked(given: Mapping[str, float]) -> dict[str, float]:
             raise UserError(
                 f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
             )
-        if not math.isfinite(value) or value < 0 or (value == 0 and ASSUMPTIONS[name].low > 0):
-            least = "above 0" if ASSUMPTIONS[name].low > 0 else "0 or more"
-            raise UserError(f"assumptions.{name}: {value:g}: must be {least}: {ASSUMPTIONS[name].what}")
+        one = ASSUMPTIONS[name]
+        above = one.low > 0 and one.least == 0
+        if not math.isfinite(value) or not one.least <= value <= one.most or (above and value == 0):
+            least = "above 0" if above else f"{one.least:g} or more"
+            most = f", at most {one.most:g}" if one.most < math.inf else ""
+            raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
     return dict(given)
 
 
@@ -174,6 +182,18 @@ def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) ->
             )
         links.require(collective="all_to_all_single")  # what expert parallelism calls
     return ep, tp
+
+
+def _check_size(settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int) -> None:
+    """Refuse what is far beyond the memory before it is traced, where sizes would overflow."""
+    text = config.get("text_config", config)
+    stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
+    if stream > machine.gpu.memory_gb * 1e9:
+        raise UserError(
+            f"--batch {settings.batch} --length {settings.length}: the stream of these tokens alone takes"
+            f" {size(stream)}, the {machine.gpu.name} has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch,"
+            " shorter rows"
+        )
 
 
 def _micro_batches(settings: PlanSettings, machine: Machine) -> int:

@@ -126,18 +126,27 @@ class Roofline:
         """Return the seconds of the output head."""
         return self.matmul(model.head, "gemm", self.tensor_parallel)
 
-    def optimizer(self, model: ModelWork, expert_parallel: int) -> float:
-        """Return the seconds of an optimiser step and of what data parallel ranks send for it, once a step.
+    def optimizer(self, model: ModelWork) -> float:
+        """Return the seconds of an optimiser step, whose states are sharded over all ranks."""
+        share = model.num_parameters / self.machine.num_gpus
+        return share * self.values["optimizer_bytes"] / self._bytes_per_s
 
-        States are sharded over all ranks; gradients are reduced in float32 and weights gathered in two bytes, of the
-        experts among the ranks that have the same ones.
+    def sharding(self, model: ModelWork, expert_parallel: int) -> tuple[float, float, float]:
+        """Return the seconds of gathering weights forward and backward, and of reducing gradients, all of them once.
+
+        Weights are gathered in two bytes and gradients reduced in float32, layer by layer: of the experts among the
+        ranks that have the same ones, of everything else among all. The head is kept for the backward pass.
         """
         ranks = self.machine.num_gpus
-        experts, others = model.num_expert_parameters, model.num_parameters - model.num_expert_parameters
-        moved = model.num_parameters / ranks * self.values["optimizer_bytes"] / self._bytes_per_s
-        same = ranks // expert_parallel
-        between = self.ring(6 * experts / expert_parallel, same, apart=expert_parallel)
-        return moved + self.ring(6 * others, ranks) + between
+        same, moe, num_layers = ranks // expert_parallel, sum(model.moe), len(model.layers)
+        experts = model.num_expert_parameters / expert_parallel / moe
+        others, head = model.num_parameters - model.num_expert_parameters, model.head.weights
+
+        def sent(width: int, kept: float = 0.0) -> float:
+            between = moe * self.ring(width * experts, same, apart=expert_parallel)
+            return between + num_layers * self.ring(width * (others - kept) / num_layers, ranks)
+
+        return sent(2), sent(2, head), sent(4)
 
     def loss(self, model: ModelWork) -> float:
         """Return the seconds of head and loss, forward and backward."""

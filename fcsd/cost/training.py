@@ -13,6 +13,7 @@ from fcsd.config.model import AdapterConfig
 from fcsd.config.recipe import Recipe
 from fcsd.config.training import CrossEntropyObjectiveConfig, ObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity, convert_model
+from fcsd.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.connectivity.modeling import base_model_class
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.cost.memory import Layout
@@ -22,7 +23,7 @@ from fcsd.distributed.engine import checkpoints_activations
 from fcsd.errors import UserError, one_line
 from fcsd.families import Family, family_of
 from fcsd.inspect import inspect_model
-from fcsd.inspect.checkpoint import checkpoint_dtype, config_object, find_source
+from fcsd.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source
 from fcsd.models.load import dtype_of, load_tokenizer
 from fcsd.text import progress_bar
 
@@ -48,6 +49,12 @@ class Training:
     streams: bool = False  # its data is read while it trains
 
 
+def config_of(source: Source) -> Mapping[str, Any]:
+    """Return a checkpoint's config, a connectivity in another project's keys in ours; raises UserError as that does."""
+    keys = has_instella_keys(source.config)
+    return translate_instella(source.config, source.where) if keys else source.config
+
+
 def distillation(recipe: Recipe, variant: str | None) -> Training:
     if variant is not None:
         if variant not in recipe.variants:
@@ -56,7 +63,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         recipe = recipe.variant(variant)
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
-        config, where = source.config, source.where
+        config, where = config_of(source), source.where
         parameters = inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
         num_active = parameters.get("active")
         dtype = checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype

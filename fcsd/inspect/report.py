@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fcsd.connectivity.aliases import from_instella, has_instella_keys
+from fcsd.connectivity.aliases import from_instella, has_instella_keys, no_gate
 from fcsd.connectivity.spec import Connectivity, resolve_layers
 from fcsd.errors import UserError, one_line
 from fcsd.families import (
@@ -94,10 +94,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
         # One square gate a layer, from hidden size to all heads' values (AMD's modeling_instella_moe.py).
         gate = text.hidden_size * text.num_attention_heads * text.v_head_dim
         parameters = add_to(parameters, "attention", len(mask) * gate)
-        reason = (
-            "gated_attention: AMD's attention gate is not in transformers; the checkpoint already is FarSkip,"
-            " and runs with AMD's own code under transformers 4.57"
-        )
+        reason = no_gate(family)
     connectivity, problem = _connectivity(raw, mask, source)
     keys = "instella" if has_instella_keys(raw) else "fcsd"
     shared = bool(parameters["parts"].get("shared_experts"))

@@ -20,7 +20,7 @@ def write_publication(
     original: folder of the original checkpoint, whose licence is inherited.
     """
     report = read_json(report_folder / "report.json")
-    with new_folder(folder) as new:
+    with new_folder(folder, "report.json", "publication") as new:
         for file in sorted(model.iterdir()):
             place(file, new / file.name)
         for file in sorted(report_folder.iterdir()):

@@ -18,7 +18,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.read import read_results
 from fcsd.evaluate.lm_eval.write import write_lm_eval
 from fcsd.evaluate.scores import compare
-from fcsd.files import new_folder, read_json, write_json, write_text
+from fcsd.files import check_folder_place, new_folder, read_json, write_json, write_text
 from fcsd.report.items import write_items
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
@@ -136,9 +136,7 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
     Raises:
         UserError: results that do not match; `folder` is not empty and no comparison.
     """
-    foreign = folder.exists() and not (folder / "comparison.json").is_file()
-    if foreign and (folder.is_file() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is no comparison; choose another folder")
+    check_folder_place(folder, "comparison.json", "comparison")
     from fcsd.report.figure import model_colours
 
     comparisons = compare_all(evaluated, only)

@@ -11,6 +11,8 @@ matplotlib.use("Agg")  # files only; no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from fcsd.errors import UserError
+
 SIZE = (6.4, 3.8)
 GREY = "0.6"
 Colours = Mapping[str, str]
@@ -44,6 +46,13 @@ def save_figure(figure: Figure, path: Path, *, around: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     if not around:
         figure.tight_layout()
-    figure.savefig(temporary, dpi=130, format="png", bbox_inches="tight")
+    figure.savefig(temporary, dpi=130, format="png", bbox_inches="tight", metadata={"Software": "fcsd"})
     plt.close(figure)
     temporary.replace(path)
+
+
+def check_figure(path: Path) -> None:
+    """Raise UserError for a file that `save_figure` did not write, for `fcsd.files.check_file_place`."""
+    with path.open("rb") as file:
+        if b"tEXtSoftware\0fcsd" not in file.read(1024):  # PNG's words stand before the picture
+            raise UserError(f"{path}: no figure of fcsd")

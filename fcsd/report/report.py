@@ -85,7 +85,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "layers": read_study(layout.layers) if _manifest(layout.layers) is not None else None,
         "versions": versions(),
     }
-    with new_folder(folder) as new:
+    with new_folder(folder, "report.json", "report") as new:
         colours = model_colours(list(names))
         figures = write_details(evaluated, comparisons, new, colours)
         figures |= training_figures(training, new, colours) | _figures(report, evaluated, look, colours, new)

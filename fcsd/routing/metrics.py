@@ -35,6 +35,15 @@ def avg_layer_cv(loads: Loads) -> float:
     return float(layer_cv(loads).mean())
 
 
+def rank_imbalance(loads: Loads, ranks: int) -> float:
+    """Return the mean over layers of the rows of the rank with most of them over the mean of all ranks.
+
+    loads: [L, E], E experts in order over the ranks. At least 1; of the sum over a text, so that a step has more.
+    """
+    by_rank = loads.reshape(len(loads), ranks, -1).sum(-1)
+    return float((by_rank.max(-1) / by_rank.mean(-1)).mean())
+
+
 def layer_kl(base: Loads, compared: Loads, epsilon: float = EPSILON) -> Array:
     """Return KL(base || compared) of loads [..., E], each made a distribution: shape [...] (equations 17 to 19)."""
     p, q = (_distribution(loads, epsilon) for loads in (base, compared))

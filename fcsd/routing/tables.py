@@ -182,7 +182,7 @@ def make_tables(
     return tables, facts | {"after_s": deployment.mean_time(calibration.respond(tables))}
 
 
-class _Windows(Strict):
+class Windows(Strict):
     """What `fcsd.cost.plan.write_windows` writes, in seconds by MoE layer."""
 
     version: Literal[1] = 1
@@ -194,10 +194,20 @@ class _Windows(Strict):
     combine_s: list[NonNegativeFloat]
 
     @model_validator(mode="after")
-    def _has_both_of_each_layer(self) -> "_Windows":
+    def _has_both_of_each_layer(self) -> "Windows":
         if not len(self.layers) == len(self.dispatch_s) == len(self.combine_s):
             raise ValueError("dispatch_s and combine_s need a number for each of `layers`")
         return self
+
+
+def read_windows_file(path: str | Path) -> Windows:
+    """Read what `fcsd plan --windows` wrote.
+
+    Raises:
+        UserError: no such file, or one of something else.
+    """
+    value = read_json_object(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
+    return validate(Windows, value, str(path))
 
 
 def read_windows(path: str | Path, model: nn.Module) -> Array:
@@ -206,8 +216,7 @@ def read_windows(path: str | Path, model: nn.Module) -> Array:
     Raises:
         UserError: no such file, or one of something else; windows of another model.
     """
-    value = read_json_object(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
-    found = validate(_Windows, value, str(path))
+    found = read_windows_file(path)
     layers = [router.layer for router in find_routers(model)]
     model_type = base_model_type(unwrapped(model).config.model_type)
     if (base_model_type(found.model_type), found.layers) != (model_type, layers):

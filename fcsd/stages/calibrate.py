@@ -77,6 +77,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose another destination or remove it first")
     check_folder_place(out)
+    check_folder_place(recipe.folder, run.layout.calibration(MAIN).parent.name, "unfinished calibration")
     calibratable(run.original)
     stage = calibrate(run, on_bad_row=None)
 

@@ -5,15 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fcsd.cost.measured import Times, measured_times, read_times
 from fcsd.cost.plan import plan
 from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
 from fcsd.errors import UserError
+from fcsd.files import read_json
 from fcsd.layers.proposal import has_calibrated, point_loss, selection_text, study_metric
 from fcsd.layers.study import read_study
 from fcsd.network.links import LinkModel, read_links
 from fcsd.report.study_plots import plot_worth
+from fcsd.routing.metrics import rank_imbalance
 
 
 def plan_from_files(
@@ -21,6 +25,7 @@ def plan_from_files(
     *,
     links: Path | None = None,
     measured: Path | None = None,
+    routing: Path | None = None,
     study: Path | None = None,
     metric: str | None = None,
     figure: Path | None = None,
@@ -38,15 +43,46 @@ def plan_from_files(
             )
     if links is not None and measured is not None:
         raise UserError("--links and --measured are both given; measured times have the exchanges in them")
+    if routing is not None and measured is not None:
+        raise UserError("--routing and --measured are both given; measured times have the routing in them")
+    if routing is not None and "imbalance" in settings.assumptions:
+        raise UserError(
+            "--routing and assumptions.imbalance of the cluster file are both given; leave one out"
+        )
     known = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
     planned = prepare(settings, known)
+    if routing is not None:
+        planned = replace(planned, values=planned.values | {"imbalance": _imbalance(routing, planned)})
     facts = plan(planned, known) if times is None else _measured(times, planned)
     if study is not None:
         facts["study"] = _against_quality(planned, known, times, study, metric)
         if figure is not None:
             plot_worth(facts["study"], figure)
     return facts
+
+
+def _imbalance(folder: Path, planned: Planned) -> float:
+    """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd routing`).
+
+    Raises:
+        UserError: no such study, or one of another model.
+    """
+    study = read_json(folder / "routing.json")
+    try:
+        facts = study["models"][0]
+        layers, num_experts, top_k = facts["layers"], facts["num_experts"], facts["top_k"]
+        loads = np.asarray(facts["counts"]).sum(1)  # [L, N, E], summed over where the tokens are
+    except (LookupError, TypeError, ValueError):
+        raise UserError(f"{folder}: holds no routing study; `fcsd routing` writes one") from None
+    work = planned.work
+    own = [k for k, moe in enumerate(work.moe) if moe], work.num_experts, work.experts_per_token
+    if (layers, num_experts, top_k) != own:
+        raise UserError(
+            f"{folder}: a routing study of {len(layers)} MoE layers, top {top_k} of {num_experts} experts, the model"
+            f" has {len(own[0])}, top {own[2]} of {own[1]}"
+        )
+    return rank_imbalance(loads, planned.expert_parallel)
 
 
 def _measured(times: Times, planned: Planned) -> dict[str, Any]:
@@ -57,7 +93,13 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
         if row["name"] == "slowdown" and times.slowdown is None:
             ends = [replace(planned, values=planned.values | {"slowdown": end}) for end in row["range"]]
             rows = [row | {"speed_up": [measured_times(times, one)["speed_up"] for one in ends]}]
-    return facts | {"times": found, "sensitivity": rows, "upper_bound": False, "measured": True}
+    return facts | {
+        "times": found,
+        "sensitivity": rows,
+        "upper_bound": False,
+        "over_prediction": None,
+        "measured": True,
+    }
 
 
 def _against_quality(

@@ -22,7 +22,7 @@ from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.distributed.engine import checkpoints_activations, distributed_config
 from fcsd.errors import UserError
 from fcsd.families import family_of
-from fcsd.files import make_folder
+from fcsd.files import check_folder_place, make_folder
 from fcsd.models.load import dtype_of, free_memory, load_checkpoint, to_dtype
 from fcsd.overlap import attach, detach
 from fcsd.overlap.exchange import Record
@@ -44,9 +44,10 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
         Of both models, what `fcsd.overlap.measure.from_trace` says of the step; empty on other ranks.
 
     Raises:
-        UserError: the launch spreads no experts; what `check_overlap` refuses.
+        UserError: the launch spreads no experts; a folder of something else; what `check_overlap` refuses.
     """
     launch, recipe = run.launch, run.recipe
+    launch.ranks.from_first(lambda: check_folder_place(folder, "regular.json", "trace"))
     if not launch.engine.spreads_experts:
         raise UserError("trace: there is nothing to trace without --expert-parallel N; add it")
     check_overlap(run)
@@ -136,6 +137,7 @@ def _times(model: Any, run: Run) -> Times:
     return Times(
         model_type=family_of(model.config).model_type,
         num_layers=model.config.get_text_config().num_hidden_layers,
+        connectivity=recipe.connectivity,
         ranks=eps[0].ep_mesh.size(),
         batch=recipe.train.per_device_train_batch_size,
         length=recipe.data.max_length,

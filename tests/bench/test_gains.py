@@ -14,7 +14,8 @@ SETTINGS: dict[str, Any] = {
     "output_tokens": 9,
     "prompt_tokens": [100, 200],
 }
-CONFIG = {"model_type": "farskip_llama4", "text_config": {"num_hidden_layers": 48}}
+FIELD = {"version": 1, "layers": [46, 47], "attention": "partial", "mlp": "full"}
+CONFIG = {"model_type": "farskip_llama4", "text_config": {"num_hidden_layers": 48}, "farskip": FIELD}
 
 
 def rounds(
@@ -61,6 +62,7 @@ def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_t
         "phase": "prefill",
         "model_type": "llama4",
         "num_layers": 48,
+        "connectivity": {"layers": [46, 47], "attention": "partial", "mlp": "full"},
         "ranks": 2,
         "batch": 4,
         "length": 100,
@@ -98,6 +100,15 @@ def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
         ({}, {"farskip_blocking": rounds([100], (0.5, 0.4, 0.4), (1.5, 0.3, 0.3))}, ["prefill"]),
         # More communication than there was time.
         ({}, {"farskip_blocking": rounds([100], (0.5, 2.4, 2.4), (1.5, 4.4, 4.4))}, ["decode"]),
+        # Four fifths of it communication, all of which is said to be hidden.
+        (
+            {},
+            {
+                "farskip_blocking": rounds([100], (0.5, 1.6, 1.6), (1.5, 1.8, 1.8)),
+                "farskip_overlapped": rounds([100], (0.5, 1.6, 0.0), (1.5, 1.8, 0.0)),
+            },
+            ["decode"],
+        ),
     ],
 )
 def test_what_is_not_known_leaves_no_file(

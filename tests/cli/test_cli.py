@@ -325,6 +325,14 @@ def test_a_folder_of_someone_else_is_not_written_into(bench: Bench, refused: Ref
         message=r"is not empty and was not made by stage 'distill'; choose another",
     )
     refused("convert", str(bench.base), str(own), message=r"exists|not empty")
+    refused("trace", str(bench.recipe()), "--output", str(own), message=r"distill: exists and is no trace")
+    unfinished = own.rename(bench.folder / "out.partial")
+    text = ("--text", str(bench.rows))
+    refused(
+        "calibrate", str(bench.base), str(bench.folder / "out"), *text,
+        message=r"out\.partial: exists and is no unfinished calibration; choose another",
+    )  # fmt: skip
+    own = unfinished
     assert [path.name for path in own.iterdir()] == ["thesis.txt"]
 
 

@@ -15,8 +15,10 @@ from benchmarks.plan import V3, planned
 from fcsd.cli.main import main
 from fcsd.cost.measured import ExchangeTime, Times, measured_times, read_times
 from fcsd.errors import UserError
+from fcsd.files import read_json
 from fcsd.overlap.exchange import Record
 from fcsd.overlap.measure import exchange_times, median_times
+from tests.real_configs import CONFIGS
 from tests.reference.ranks import run_ranks
 
 SMALL = "--layers 2 --exchange-ms 90"
@@ -86,6 +88,7 @@ def times(**changes: Any) -> Times:
     facts = {
         "model_type": "deepseek_v3",
         "num_layers": 6,
+        "connectivity": {},
         "ranks": 8,
         "batch": 1,
         "length": 64,
@@ -134,6 +137,18 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
         ({"phase": "decode"}, "communication_s: needed of a server (decode)"),
         ({"version": 2}, "version"),
         ({"step_s": float("nan")}, "step_s"),
+        ({"connectivity": None}, "connectivity"),
+        ({"num_layers": 5}, "exchanges: layer 5, but the model has 5, from 0 on"),
+        ({"communication_s": 1e-9}, "communication_s and overlap: of a server"),
+        (
+            {"slowdown": 5},
+            "slowdown: 5 seconds of computation lost for each second that is hidden; at most 1",
+        ),
+        ({"step_s": 2.4000001}, "the 1e-07 s that are left cannot hide 1.8"),
+        (
+            {"phase": "prefill", "exchanges": [], "communication_s": 4.9999988, "overlap": 1.0},
+            "left cannot hide 2.5",
+        ),
     ],
 )
 def test_times_that_cannot_be_are_one_line(tmp_path: Path, change: Any, message: str) -> None:
@@ -150,6 +165,47 @@ def test_times_of_something_else_are_refused() -> None:
         other: Any = "qwen3_moe" if name == "model_type" else 3
         with pytest.raises(UserError, match=f"--measured: {name} is {other} in the file"):
             measured_times(replace_field(times(), name, other), one)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--attention", "full"], "attention is partial in the file and full in the plan"),
+        (["--mlp", "full"], "mlp is outdated in the file and full in the plan"),
+    ],
+)
+def test_times_of_another_connectivity_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_json(CONFIGS / "DeepSeek-V3.json") | V3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(times().model_dump(mode="json")))
+    plan = ["plan", str(tmp_path), "--gpu", "mi325x", "--length", "64", "--measured", str(path)]
+    assert main(plan) == 0 and "1.441" in capsys.readouterr().out  # 5 / (5 - 0.85 x 1.8)
+    assert main([*plan, *words]) == 2
+    assert f"--measured: {message}; measure what is planned" in capsys.readouterr().err
+    without = {
+        name: value for name, value in times().model_dump(mode="json").items() if name != "connectivity"
+    }
+    path.write_text(json.dumps(without))
+    assert main(plan) == 2
+    assert "times.json: connectivity: " in capsys.readouterr().err
+
+
+def test_layers_of_which_nothing_was_measured_are_refused() -> None:
+    one = planned("DeepSeek-V3", V3, {"length": 64})
+    some = times(exchanges=[each for each in times().exchanges if each.layer > 2])
+    assert measured_times(some, one, [3, 4, 5])["speed_up"] > 1
+    with pytest.raises(UserError, match="rewires layer 0, and the file has no exchange of it"):
+        measured_times(some, one)
+    dense = planned("DeepSeek-V3", V3 | {"first_k_dense_replace": 1}, {"length": 64})
+    with pytest.raises(UserError, match="exchanges of layer 0, which is no MoE layer"):
+        measured_times(times(), dense)
+    served = {"phase": "prefill", "exchanges": [], "step_s": 1.0, "communication_s": 0.16, "overlap": 0.9}
+    server = planned("DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"})
+    with pytest.raises(UserError, match="overlap was measured with other layers rewired"):
+        measured_times(times(**served), server, [4, 5])
 
 
 def replace_field(one: Times, name: str, value: Any) -> Times:

@@ -9,11 +9,12 @@ import pytest
 from benchmarks.plan import TRAINING, V2, V3, at
 from benchmarks.plan import planned as published
 from fcsd.cli.main import main
+from fcsd.config.model import ConnectivityConfig
 from fcsd.cost.assumptions import ASSUMPTIONS
 from fcsd.cost.hardware import find_gpu
 from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.cost.operations import WHOLE
-from fcsd.cost.plan import memory, plan
+from fcsd.cost.plan import OVER_PREDICTION, memory, plan
 from fcsd.cost.plan_table import plan_table
 from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
@@ -105,9 +106,18 @@ def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it
     settings: dict[str, Any] = {"gpu": "mi300x", "phase": "prefill", "batch": 16, "fp8": True, "length": 1024}
     gain = plan_times(published("DeepSeek-V2-Lite", V2, settings))["speed_up"] - 1
     assert gain > 3 * 0.125  # the paper: 8.2 to 16.8 %
+    gains = {
+        length: plan_times(published("DeepSeek-V2-Lite", V2, settings | {"length": length}))["speed_up"] - 1
+        for length in (512, 2048)
+    }
+    over = [gains[512] / 0.082, gains[2048] / 0.168]
+    assert max(over) == pytest.approx(OVER_PREDICTION[1], abs=0.1) and min(over) > OVER_PREDICTION[0]
     folder = lite(tmp_path)
+    assert main(["plan", folder, "--phase", "prefill", "--json"]) == 0
+    gain = 100 * (json.loads(capsys.readouterr().out)["times"]["speed_up"] - 1)
     assert main(["plan", folder, "--phase", "prefill"]) == 0
-    assert "UPPER BOUND" in capsys.readouterr().out
+    bound = f"were 1.3 to 5.2 times smaller, which makes {gain:.1f}% {gain / 5.2:.1f}% to {gain / 1.3:.1f}%"
+    assert bound in next(line for line in capsys.readouterr().out.splitlines() if "UPPER BOUND" in line)
     assert main(["plan", folder, "--gpu", "mi325x", "--length", "512"]) == 0
     assert "UPPER BOUND" not in capsys.readouterr().out
 
@@ -167,6 +177,27 @@ def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
     assert min(found["dispatch_s"]) > 0 and found["combine_s"][-1] < found["combine_s"][0]
 
 
+@pytest.mark.parametrize("option", ["--windows", "--figure"])
+def test_a_file_that_plan_did_not_write_stays_and_its_own_is_replaced(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = lite(tmp_path)
+    words = ["plan", folder, "--length", "64"]
+    words += ["--study", str(study(tmp_path / "s", 4))] if option == "--figure" else []
+    foreign = [Path(folder) / "config.json", tmp_path / "picture.png"]
+    foreign[1].write_bytes(b"\x89PNG\r\n\x1a\n" + b"tEXtSoftware\0somebody else's")
+    before = [path.read_bytes() for path in foreign]
+    for path in foreign:
+        assert main([*words, option, str(path)]) == 2
+        assert f"{path}: is there and is something else; name another file" in capsys.readouterr().err
+    assert [path.read_bytes() for path in foreign] == before
+    own = tmp_path / "own"
+    for length in ("64", "128"):
+        assert main([*words, "--length", length, option, str(own)]) == 0
+        before.append(own.read_bytes())
+    assert option == "--figure" or before[-1] != before[-2]
+
+
 def test_a_cluster_file_says_what_the_options_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +250,36 @@ def test_a_study_stands_beside_what_each_selection_brings(
     assert figure.stat().st_size > 5000
 
 
+def routed(folder: Path, **changes: Any) -> Path:
+    """A routing study of the model of `lite`: in each of three layers the first eighth of 64 experts has most rows."""
+    loads = [[[hot] * 8 + [10] * 56 for _ in range(2)] for hot in (10, 30, 50)]
+    facts = {"layers": [1, 2, 3], "num_experts": 64, "top_k": 6, "counts": loads} | changes
+    folder.mkdir()
+    (folder / "routing.json").write_text(json.dumps({"schema_version": 1, "models": [facts]}))
+    return folder
+
+
+def test_the_imbalance_of_a_routing_study_is_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", lite(tmp_path), "--length", "512"]
+    assert main(words) == 0
+    assert "EVEN ROUTING is assumed (imbalance 1)" in capsys.readouterr().out
+    assert main([*words, "--routing", str(routed(tmp_path / "r"))]) == 0
+    assert "EVEN ROUTING" not in capsys.readouterr().out
+    assert main([*words, "--routing", str(tmp_path / "r"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    # 1; 30 over (30 + 7 x 10) / 8; 50 over 120 / 8
+    expected = (1 + 30 / 12.5 + 50 / 15) / 3
+    (row,) = [row for row in facts["sensitivity"] if row["name"] == "imbalance"]
+    assert facts["imbalance"] == row["value"] == pytest.approx(expected)
+    assert row["range"] == [1.0, 5.1] and "DeepSpeed issue 8213" in row["source"]
+    assert row["speed_up"][0] != row["speed_up"][1]
+    even = plan_times(prepare(PlanSettings(str(tmp_path / "lite"), length=512)))["exchange_s"]["combine"]
+    uneven = facts["times"]["exchange_s"]["combine"]
+    assert uneven - 20e-6 == pytest.approx(expected * (even - 20e-6))
+
+
 def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(v3: Planned) -> None:
     facts = plan(v3)
     times, text = facts["times"], plan_table(facts)
@@ -250,11 +311,14 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     write_links(tmp_path / "p2p.json", others)
     times = Times(
         model_type="deepseek_v2", num_layers=4, ranks=8, batch=1, length=64, step_s=1.0,
+        connectivity=ConnectivityConfig(),
         exchanges=[ExchangeTime(layer=1, kind="dispatch", backward=False, seconds=0.1, window_s=0.2)],
     )  # fmt: skip
     write_times(tmp_path / "times.json", times)
     (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
     (tmp_path / "gpu.yaml").write_text("gpu: h1000\n")
+    (tmp_path / "less.yaml").write_text("gpu: h100\nassumptions: {imbalance: 0.5}\n")
+    (tmp_path / "more.yaml").write_text("gpu: h100\nassumptions: {slowdown: 5}\n")
     (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
@@ -264,6 +328,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
+        "far beyond memory": (
+            [model, "--batch", str(10**20)],
+            f"--batch {10**20} --length 4096: the stream of these tokens alone takes",
+        ),
+        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the stream of"),
         "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
         "another collective": (
             [model, "--links", str(tmp_path / "p2p.json")],
@@ -299,6 +368,23 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [model, "--length", "128", "--measured", str(tmp_path / "times.json")],
             "--measured: length is 64 in the file and 128 in the plan",
         ),
+        "another model's routing": (
+            [model, "--routing", str(routed(tmp_path / "r", top_k=8))],
+            "a routing study of 3 MoE layers, top 8 of 64 experts, the model has 3, top 6 of 64",
+        ),
+        "no routing": ([model, "--routing", str(tmp_path)], "routing.json: no such file"),
+        "routing twice": (
+            [model, "--routing", str(tmp_path / "r"), "--measured", str(tmp_path / "times.json")],
+            "--routing and --measured are both given",
+        ),
+        "less than even": (
+            [model, "--cluster", str(tmp_path / "less.yaml")],
+            "assumptions.imbalance: 0.5: must be 1 or more: rows of the rank",
+        ),
+        "more than all": (
+            [model, "--cluster", str(tmp_path / "more.yaml")],
+            "assumptions.slowdown: 5: must be 0 or more, at most 1: seconds computation loses",
+        ),
         "fp8": ([model, "--fp8", "--gpu", "a100"], "--fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
         "steps of a server": (
             [model, "--phase", "decode", "--global-batch", "8"],
@@ -320,6 +406,24 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path, capsys: pytest.Captu
         printed = capsys.readouterr()
         assert printed.out == "" and printed.err.count("\n") == 1
         assert expected in printed.err, (words, printed.err)
+
+
+def test_amds_keys_are_read_and_its_gate_is_explained_as_inspect_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = real_folder("Instella-MoE-16B-A3B-Think", tmp_path / "amd")
+    assert main(["inspect", str(folder)]) == 0
+    reason = capsys.readouterr().out.partition("not possible: ")[2].splitlines()[0]
+    assert reason.startswith("gated_attention: ") and reason.endswith(
+        "AMD's own code under transformers 4.57"
+    )
+    assert main(["plan", str(folder)]) == 2
+    assert capsys.readouterr().err == f"fcsd plan: error: {folder / 'config.json'}: {reason}\n"
+    own = {"gated_attention": False, "mlp_only_farskip": True, "num_hidden_layers": 5, "farskip_end_idx": 3}
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | own))
+    assert main(["plan", str(folder), "--length", "64", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["layers"], settings["attention"], settings["mlp"]) == ([0, 1, 2, 3], "full", "outdated")
 
 
 def test_the_gpus_that_are_known_are_told_once() -> None:

@@ -35,9 +35,12 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
     times = plan_times(with_values(v3, slowdown=0.25))
     sent = 8 * 6 * 2 * sum(times["exchange_s"].values())  # micro-batches, layers, both passes
     assert times["communication_s"] == pytest.approx(sent)
-    assert times["regular_s"] == pytest.approx(times["compute_s"] + sent)
-    hidden = times["regular_s"] - times["compute_s"] - times["exposed_s"]
-    assert times["overlapped_s"] == pytest.approx(times["regular_s"] - 0.75 * hidden)
+    gathers = times["sharding_s"]
+    assert times["regular_s"] == pytest.approx(times["compute_s"] + sent + gathers[0])
+    hidden = sent - times["exposed_s"]
+    assert times["overlapped_s"] == pytest.approx(
+        times["regular_s"] - 0.75 * hidden + gathers[1] - gathers[0]
+    )
     exchange = times["exchange_s"]["combine"]
     left = {"forward": 0.0, "backward": 0.0}
     for row in times["windows"]:
@@ -144,8 +147,14 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
     loss = 3 * head + 8 * 128 * 102400 * 4 / bandwidth
     assert roofline.loss(lite.work) == pytest.approx(loss)
     experts = 26 * 64 * 3 * 2048 * 1408
-    once = parameters / 8 * 32 / bandwidth + 20e-6 + 7 / 8 * 6 * (parameters - experts) / (450e9 * 0.85)
-    assert roofline.optimizer(lite.work, 8) == pytest.approx(once)
+    once = parameters / 8 * 32 / bandwidth
+    assert roofline.optimizer(lite.work) == pytest.approx(once)
+    others, head_only = parameters - experts, 102400 * 2048
+    sent = [
+        27 * 20e-6 + 7 / 8 * each / (450e9 * 0.85)
+        for each in (2 * others, 2 * (others - head_only), 4 * others)
+    ]
+    assert roofline.sharding(lite.work, 8) == pytest.approx(sent)
     times = plan_times(lite)
     layers = sum(sum(roofline.steps(lite.work, layer, 8).values()) for layer in lite.work.layers)
     assert times["compute_s"] == pytest.approx(3 * (3 * layers + loss) + once)  # three micro-batches
@@ -179,6 +188,26 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
         for k, one in enumerate(steps[1:], 2)
     )
     assert times["exposed_s"] == pytest.approx(left)
+
+
+def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
+    """With `mlp: full` shared experts have one of their own, but in the last layer and in the dense one."""
+    settings: dict[str, Any] = {
+        "gpu": "mi300x", "phase": "prefill", "batch": 16, "length": 512,
+        "connectivity": Connectivity("all", mlp="full"),
+    }  # fmt: skip
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25, link=0.01)
+    times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
+    sent = (27 * 2 + 25) * each
+    assert times["communication_s"] == pytest.approx(27 * 2 * each)
+    assert times["overlapped_communication_s"] == pytest.approx(sent)
+    assert (
+        times["exposed_s"] > times["communication_s"]
+    )  # which was called a negative share of what is hidden
+    assert times["overlap"]["forward"] == pytest.approx(1 - times["exposed_s"] / sent)
+    assert times["overlap"]["forward"] > 0
+    hidden = sent - times["exposed_s"]
+    assert times["overlapped_s"] == pytest.approx(times["compute_s"] + times["exposed_s"] + 0.25 * hidden)
 
 
 def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
@@ -256,11 +285,45 @@ def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
         "length": 64,
         "network_gb_s": 10.0,
     }
-    one = with_values(published("DeepSeek-V3", V3, settings), optimizer_bytes=0, latency_us=0)
+    one = with_values(published("DeepSeek-V3", V3, settings), latency_us=0)
     experts = 6 * 256 * 3 * 7168 * 2048
     others = one.work.num_parameters - experts
-    once = one.roofline.optimizer(one.work, 8)
-    assert once == pytest.approx((6 * experts / 8 / 2 + 15 / 16 * 6 * others / 8) / (10e9 * 0.8))
+    gather, again, reduce = one.roofline.sharding(one.work, 8)
+    for seconds, width, kept in ((gather, 2, 0), (again, 2, 129280 * 7168), (reduce, 4, 0)):
+        sent = width * experts / 8 / 2 + 15 / 16 * width * (others - kept) / 8
+        assert seconds == pytest.approx(sent / (10e9 * 0.8))
+
+
+def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> None:
+    """Qwen3-30B-A3B, 4 nodes of 8, groups of 8: its 32 micro-batches send for 18.7 s, 0.44 s of which were counted."""
+    settings: dict[str, Any] = {"nodes": 4, "expert_parallel": 8, "global_batch": 1024, "length": 4096}
+    one = published("Qwen3-30B-A3B", {}, settings)
+    experts, head = 48 * 128 * 3 * 2048 * 768, 151936 * 2048
+    others = one.work.num_parameters - experts
+    near, far = 8 * 50e9 * 0.8, 50e9 * 0.8  # a ring over all has eight interfaces a node, the experts' one
+    links = min(450e9 * 0.85, near)
+
+    def sent(width: int, kept: int = 0) -> float:
+        latency = 2 * 48 * 20e-6
+        return latency + 31 / 32 * width * (others - kept) / links + 3 / 4 * width * experts / 8 / far
+
+    whole = 32 * (sent(2) + sent(2, head) + sent(4))
+    assert whole == pytest.approx(18.7, abs=0.05)
+    times = plan_times(with_values(one, prefetch=0.0))
+    assert times["sharding_s"] == pytest.approx([whole, whole])
+    assert times["regular_s"] == pytest.approx(times["compute_s"] + times["communication_s"] + whole)
+    # Half of the computation hides them, of the overlapped step what hides no exchange.
+    assumed = plan_times(one)
+    layers = sum(sum(one.roofline.steps(one.work, layer, 8).values()) for layer in one.work.layers)
+    each = assumed["communication_s"] / 2
+    for k, share in enumerate(({"forward": 0.0, "backward": 0.0}, assumed["overlap"])):
+        beside = [32 * layers - share["forward"] * each, 2 * 32 * layers - share["backward"] * each]
+        ways = (32 * sent(2), 32 * (sent(2, head) + sent(4)))
+        left = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
+        assert assumed["sharding_s"][k] == pytest.approx(left)
+    # Megatron's ranks have their weights whole, and send once a step.
+    once = plan_times(published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"}))
+    assert once["sharding_s"] == pytest.approx([sent(2) + sent(4)] * 2)
 
 
 def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
