@@ -13,7 +13,7 @@ from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_model
 from tests.distributed.test_engines import on_rank
-from tests.reference.ranks import run_ranks
+from tests.reference.ranks import in_turn, run_ranks
 
 FAMILY_NAMES = [name for name, family in FAMILIES.items() if not family.multimodal or family.fuses_rows]
 WRONG = sorted(name for name, family in FAMILIES.items() if family.fuses_rows)
@@ -24,7 +24,7 @@ def spread_on_rank(rank: int, folder: Path, states: dict[str, dict[str, Any]]) -
     from transformers.distributed import DistributedConfig
 
     wrong = {}
-    for name, state in states.items():
+    for name, state in in_turn(states.items()):
         spread = load_model(folder / name, distributed_config=DistributedConfig(fsdp_size=2))
         whole = {key: full(tensor) for key, tensor in spread.state_dict().items()}
         wrong[name] = [key for key, tensor in whole.items() if not torch.equal(tensor, state[key])]

@@ -8,7 +8,7 @@ from fcsd.connectivity import Connectivity, convert_model, farskip_layers, load_
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model
 from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
-from tests.reference.ranks import run_ranks
+from tests.reference.ranks import in_turn, run_ranks
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
@@ -45,7 +45,7 @@ def fsdp2(rank, families):
     from torch.distributed.fsdp import fully_shard
 
     results = {}
-    for family in families:
+    for family in in_turn(families):
         model = tiny_model(family)
         convert_model(model, Connectivity("all"))
         expected_loss, expected = step(model, X)
@@ -171,7 +171,7 @@ def plans(rank, folder, families, ways):
         return error, worst(step(model, rows)[1], gradients) / rounding, sharded
 
     results = {}
-    for family in families:
+    for family in in_turn(families):
         for way in ways:
             for rewired in (False, True):
                 try:

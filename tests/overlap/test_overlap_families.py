@@ -11,7 +11,7 @@ from fcsd.families import FAMILIES
 from fcsd.overlap.support import refusal
 from fcsd.tiny.models import tiny_model
 from tests.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
-from tests.reference.ranks import run_ranks
+from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.upstream import overlap_table
 from tests.support import ROOT
 
@@ -33,7 +33,7 @@ def compared(rank: int, folder: Path, names: list[str]) -> dict[str, tuple[bool,
     The ranks compute the references of one process by turns.
     """
     found = {}
-    for number, name in enumerate(names):
+    for number, name in enumerate(in_turn(names)):
         model = spread(folder / name, Connectivity("all"), 2)
         steps = []
         for overlap in ("blocking", "full", "full"):
@@ -89,7 +89,7 @@ def four(rank: int, folder: Path) -> dict[Any, Any]:
         one = None
         if rank == 0:
             one = step(load_model(folder / name, connectivity=Connectivity("all")), X)
-        for size in (2, 4):
+        for size in in_turn((2, 4)):
             model = spread(folder / name, Connectivity("all"), size)
             attached(model, "blocking")
             blocking = step(model, X[rank : rank + 1])

@@ -12,9 +12,11 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -53,6 +55,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 if rank.is_alive() and rank.pid is not None:
                     os.kill(rank.pid, signal.SIGKILL)
                 rank.join()
+
+
+def in_turn(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield each item; on a rank, end the process groups that were made for it: each has threads, which would stay."""
+    import torch.distributed as dist
+
+    for item in items:
+        before = set(dist.distributed_c10d._world.pg_map)
+        yield item
+        for group in set(dist.distributed_c10d._world.pg_map) - before:
+            dist.destroy_process_group(group)
 
 
 def import_what_deepspeed_imports() -> None:
