@@ -151,7 +151,7 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-# ---- folders that an fcsd of schema_version 1 left: manifests of one small run of recipes/tiny/demo.yaml
+# ---- folders that an fcsd of schema_version 1 left: manifests of one small run, and its recipe
 
 SMALL = [
     "pretrain.train.max_steps=3", "pretrain.train.warmup_steps=1", "train.max_steps=3", "train.warmup_steps=1",
@@ -167,7 +167,7 @@ def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
     assert manifest["schema_version"] == 1
     (folder / "history.jsonl").touch()
     write_json(folder / "manifest.json", manifest)
-    recipe = load_recipe(ROOT / "recipes" / "tiny" / "demo.yaml", SMALL)
+    recipe = load_recipe(ROOT / "tests" / "files" / "schema_1" / "recipe.yaml", SMALL)
     if name.startswith("variants-"):
         recipe = recipe.variant(name.removeprefix("variants-"))
     dump = recipe.dump()

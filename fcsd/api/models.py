@@ -108,7 +108,8 @@ def calibrate(
         rows: token ids (N, T), every token of which is text; packed rows (input_ids, position_ids, labels); or a data
             set as `FCSDTrainer` takes it. At least 4 x hidden size tokens; 128 x are better.
         ridge: pull of the maps towards the identity, relative to the mean diagonal of the Gram matrix.
-        tokenizer, max_length: of a data set, which is packed into rows of so many tokens.
+        tokenizer: of a data set.
+        max_length: tokens of a row that a data set is packed into.
 
     Returns:
         What was solved, layer by layer: squared residuals before and after, and what could not be folded.

@@ -75,6 +75,7 @@ def load_model(
 
         if not weights:
             raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
+        options["ignore_mismatched_sizes"] = True  # they are in the report, and refused below
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, **options

@@ -369,7 +369,7 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
     whole = estimate(tiny, Hardware("h100", 1))
     assert [row["stage"] for row in whole["totals"]][:3] == ["pretrain", "calibration", "distill"]
     rewired = whole["flops"]["per_token"]["student forward"]
-    # 65,536 tokens at 10 to 25 % of 66.9 TFLOP/s: forward passes, sums of 4 layers of width 128 with two experts a
+    # 16,384 tokens at 10 to 25 % of 66.9 TFLOP/s: forward passes, sums of 4 layers of width 128 with two experts a
     # token; 4 layers' maps and two for each of 8 experts solved; 0.9M weights folded.
     gram = 2 * 128**2  # one Gram matrix of 128 inputs, a token
     sums = (
@@ -377,7 +377,7 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
     )  # two sides, both at once, two experts
     one, both = 128**3 / 3 + 6 * 128**3, 256**3 / 3 + 6 * 256**2 * 128
     solved = 2 * one + both + 8 * 2 * (2 * one + 2 * 2 * 128**3)
-    flops = 65_536 * (6 * rewired + 4 * sums) + 4 * solved + 2 * 128 * 0.9e6
+    flops = 16_384 * (6 * rewired + 4 * sums) + 4 * solved + 2 * 128 * 0.9e6
     by_hand = flops / 66.9e12 / 3600
     assert whole["totals"][1]["hours"] == pytest.approx([by_hand / 0.25, by_hand / 0.1], rel=0.01)
     study = yaml.safe_load((ROOT / "recipes" / "studies" / "pretrain-farskip.yaml").read_text())

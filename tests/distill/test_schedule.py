@@ -99,7 +99,7 @@ def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) 
     }.items():
         with pytest.raises(UserError, match=message):
             load_recipe(bench.recipe(), [f"train.{text}"])
-    with pytest.raises(UserError, match=r"milestones\.0: Input should be less than 1, got 800"):
+    with pytest.raises(UserError, match=r"milestones\.0: must be less than 1, got 800"):
         FCSDConfig(
             output_dir=str(tmp_path), lr_scheduler_type="step", lr_scheduler_kwargs={"milestones": [800]}
         )

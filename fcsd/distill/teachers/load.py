@@ -62,17 +62,22 @@ def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedMode
         return None
     _check_tokenizer(source)
     if plan.backend == "sharded":
-        return load_model_teacher(source.model, source.launch)
+        return _own_or_other(source)
     if fill:
         fill_teacher_cache(source, Path(plan.cache))
     return _cached_teacher(source, plan)
 
 
-def load_model_teacher(model: ModelFolder, launch: Launch) -> PreTrainedModel:
-    """Load a teacher's model as this rank of the launch begins with it."""
+def _own_or_other(source: TeacherSource) -> PreTrainedModel:
+    """Load the model of the `teacher` section; the student's original is of a family that can be converted."""
+    return load_model_teacher(source.model, source.launch, any_family=source.settings.path is not None)
+
+
+def load_model_teacher(model: ModelFolder, launch: Launch, *, any_family: bool = True) -> PreTrainedModel:
+    """Load a teacher's model as this rank of the launch begins with it; any_family: a dense one, too."""
     return load_checkpoint(
         model,
-        any_family=True,
+        any_family=any_family,
         weights=launch.loads_weights,
         distributed_config=distributed_config(launch.engine, launch.ranks.size),
     )
@@ -109,7 +114,7 @@ def _some(rows: Any, number: int, seed: int) -> list[Any]:
 def _model_teacher(source: TeacherSource) -> Teacher:
     """Load the teacher whole, or sharded over the ranks as the launch says."""
     try:
-        loaded = load_model_teacher(source.model, source.launch)
+        loaded = _own_or_other(source)
         return cast(Teacher, place_teacher(loaded, source.launch))
     except torch.OutOfMemoryError:
         raise UserError(
