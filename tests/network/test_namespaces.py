@@ -132,9 +132,11 @@ def test_rates_and_latencies_of_real_links_are_recovered(independent: Found) -> 
     )  # each alone; under contention the switch's processor is part of a link
     assert np.abs(rates / wires.rates[OFF] - 1).max() <= 0.03
     latencies = links.alpha("metadata")[OFF]
-    # A message of gloo is announced and sent, as a byte goes there and back, and each of both wakes a thread more.
+    # A message of gloo is announced and sent, as a byte goes there and back, and each of both wakes a thread more, in
+    # Python: 2.9 times what plain TCP takes beside the wires on an idle machine of 2.25 GHz. Twice the wires' round
+    # trip would be 25 times.
     machine = (independent.floor - wires.round_trips)[OFF].max()
-    assert (latencies <= wires.round_trips[OFF] + 2 * machine).all()
+    assert (latencies <= wires.round_trips[OFF] + 4 * machine).all()
     assert (latencies >= wires.delays[OFF]).all()
     assert min(each for row in links.metadata.r2 for each in row if each is not None) >= 0.98
     assert not links.port("egress").any() and not links.port("ingress").any()
