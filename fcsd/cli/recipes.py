@@ -235,7 +235,7 @@ def _add_configs(command: Command) -> None:
         type=Path,
         nargs="?",
         default=Path("configs"),
-        help="new folder (default: configs)",
+        help="new folder",
     )
 
 

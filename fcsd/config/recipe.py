@@ -254,12 +254,15 @@ class Recipe(Strict):
     def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
         if (plan := self.sweep) is None:
             return self
-        if (decay := self.train.num_decay_steps(plan.steps)) > plan.steps - plan.warmup_steps:
-            raise ValueError(
-                f"sweep.steps ({plan.steps}) are fewer than sweep.warmup_steps ({plan.warmup_steps}) and"
-                f" train.lr_scheduler_kwargs.num_decay_steps ({decay}), of which a number below 1 is a share"
-            )
         for batch in plan.batch_size_tokens:
+            steps = plan.steps_of(batch, self.train)
+            warmup = plan.steps_of(batch, self.train, plan.warmup_steps)
+            if (decay := self.train.num_decay_steps(steps)) > steps - warmup:
+                of = f" of {batch} tokens" if plan.equal == "tokens" else ""
+                raise ValueError(
+                    f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps ({warmup}) and"
+                    f" train.lr_scheduler_kwargs.num_decay_steps ({decay}), of which a number below 1 is a share"
+                )
             steps, warmup = self.steps_with(batch), self.train.warmup_steps
             if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
                 raise ValueError(

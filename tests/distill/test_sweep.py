@@ -173,6 +173,19 @@ def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(tmp
     assert "last 2 steps of train.batch_size_tokens, 3 in all" in (tmp_path / "sweep.md").read_text()
 
 
+def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep() -> None:
+    """train.batch_size_tokens is 128: 8 steps of it are 4 of 256, 2 of warm-up are 1, and 4 of decay do not fit."""
+    raw = recipe(equal="tokens", batch_size_tokens=[128, 256], steps=8, warmup_steps=2).model_dump(
+        mode="json"
+    )
+    raw["train"] |= {"batch_size_tokens": 128, "lr_scheduler_type": "warmup_stable_decay"}
+    raw["train"]["lr_scheduler_kwargs"] = {"num_decay_steps": 4}
+    with pytest.raises(
+        ValueError, match=r"sweep\.steps \(4 of 256 tokens\) are fewer .*warmup_steps \(1\).*\(4\)"
+    ):
+        Recipe.model_validate(raw)
+
+
 def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
