@@ -1,6 +1,7 @@
 """Several ranks on one machine: forked processes with a gloo group (forking takes 0.2 s, spawning 18 s)."""
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -15,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
+
+import pytest
 
 Item = TypeVar("Item")
 
@@ -58,14 +61,27 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def in_turn(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield each item; on a rank, end the process groups that were made for it: each has threads, which would stay."""
+    """Yield each item; on a rank, equal meshes share their groups and others end with their item: each has threads.
+
+    The groups of a mesh must stay: DTensor's caches answer for an equal mesh with the one that they saw first.
+    """
     import torch.distributed as dist
 
-    for item in items:
-        before = set(dist.distributed_c10d._world.pg_map)
-        yield item
-        for group in set(dist.distributed_c10d._world.pg_map) - before:
-            dist.destroy_process_group(group)
+    meshes = functools.cache(dist.device_mesh.init_device_mesh)
+    new_group, made = dist.new_group, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(new_group(*args, **kwargs))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        for module in (dist, dist.device_mesh):
+            patch.setattr(module, "init_device_mesh", meshes)
+        for item in items:
+            yield item
+            while made:
+                dist.destroy_process_group(made.pop(0))
 
 
 def import_what_deepspeed_imports() -> None:
