@@ -20,104 +20,7 @@ from fcsd.report.table import narrow_table, score_table
 from fcsd.report.verdict import quick_look, verdict
 from fcsd.text import items_text, nats, plus_minus, scored_row, stopping_text
 
-_TEXT = """\
-# {title}
-{untrained}
-{base} with **FarSkip connectivity**: {layers}. Their attention and MoE blocks read activations that are already
-there, so that the communication of expert parallelism can run beside the computation
-([Dukler et al. 2025](https://arxiv.org/abs/2511.11505)). Parameters, their shapes and
-their names are those of the original.
-
-    o_k = o_(k-1) + attn_k(a) + shared_k(m) + routed_k(m)
-    a = {attention}
-    m = {mlp}
-
-Rewired layers: {indices}.
-
-## Loading
-
-```python
-from transformers import {auto_model}, {auto_reader}
-
-{reader} = {auto_reader}.from_pretrained("{where}", trust_remote_code=True)
-model = {auto_model}.from_pretrained("{where}", trust_remote_code=True, device_map="auto")
-{example}```
-
-Needs transformers {range} (made with {transformers}). `trust_remote_code=True` runs `modeling_farskip.py` of this
-repository, which rewires the layers of transformers' own classes; without it loading fails. With
-`revision="COMMIT"`, a commit whose code you have read, nothing that is changed here later reaches you. The connectivity
-alone changes no speed on one device: what it allows is overlap in an engine that uses it.
-
-## Serving
-
-`model.generate` as above, `pipeline("{pipeline}", model="{where}", trust_remote_code=True)` and, in a
-terminal, `fcsd chat {where}`. `transformers serve` (5.23) finds classes of transformers only, not those of a
-repository. {serving}
-
-## Results
-
-{results}
-
-## How it was made
-
-{training}
-{figures}
-## Limits
-
-{limits}
-
-## Licence
-
-{licence}
-
-## Citation
-
-```bibtex
-@article{{dukler2025farskip,
-  title   = {{FarSkip-Collective: Unhobbling Blocking Communication in Mixture of Experts Models}},
-  author  = {{Dukler, Yonatan and Li, Guihong and Shah, Deval and Appia, Vikram and Barsoum, Emad}},
-  journal = {{arXiv preprint arXiv:2511.11505}},
-  year    = {{2025}},
-  url     = {{https://arxiv.org/abs/2511.11505}}
-}}
-```
-"""
-
-
-_LEGEND = (
-    "Per cent, and points. The difference is paired: same items and prompts for both. Verdict: exact McNemar's test,"
-    " p below 0.05 after Holm's correction for the number of tasks; of the mean, whether its interval excludes 0."
-    " Within noise does not say that nothing was lost: the interval says how much may have been."
-)
-
-
-_CHAT = """
-messages = [{"role": "user", "content": "What are the main topics of linear algebra?"}]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-).to(model.device)
-reply = model.generate(**inputs, max_new_tokens=512)
-print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-"""
-
-
-_COMPLETION = """
-inputs = tokenizer("The main topics of linear algebra are", return_tensors="pt").to(model.device)
-text = model.generate(**inputs, max_new_tokens=64)
-print(tokenizer.decode(text[0], skip_special_tokens=True))
-"""
-
-
-_SERVING = (
-    "vLLM serves it, with `pip install fcsd-serving` beside it: `{command}`. Without that plugin vLLM refuses the"
-    " architecture."
-)
-
-
-_UNTRAINED = """
-> **Rewired, but not trained.** The weights are those of the original, which was not made for this connectivity: the
-> more layers are rewired, the more of its quality is missing until it is distilled.
-"""
+_TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def write_card(facts: Facts, folder: Path) -> None:
@@ -160,38 +63,22 @@ def model_card(facts: Facts) -> ModelCard:
         model_name=facts.name if index else None,
         eval_results=index,
     )
-    farskip = facts.config["farskip"]
-    partial, outdated = farskip["attention"] == "partial", farskip["mlp"] == "outdated"
-    layers, text_config = farskip["layers"], facts.config.get("text_config") or facts.config
-    text = _TEXT.format(
-        title=facts.name,
-        untrained=_UNTRAINED if _untrained(facts) and farskip["layers"] else "",
-        base=f"`{facts.base}`" if facts.base else "A mixture-of-experts model",
-        layers=f"{len(layers)} of {text_config['num_hidden_layers']} decoder layers are rewired",
-        attention="o_(k-1) without the routed output of layer k-1" if partial else "o_(k-1)",
-        mlp="o_(k-1)" if outdated else "o_(k-1) + attn_k(a)",
-        indices=", ".join(map(str, layers)) or "none",
-        auto_model=auto,
-        auto_reader=f"Auto{reader.capitalize()}",
+    text_config = facts.config.get("text_config") or facts.config
+    return ModelCard.from_template(
+        data,
+        str(_TEMPLATE),
+        facts=facts,
+        farskip=facts.config["farskip"],
+        num_layers=text_config["num_hidden_layers"],
+        untrained=_untrained(facts),
+        auto=auto,
         reader=reader,
-        pipeline=pipeline,
-        example=(_CHAT if facts.chat else _COMPLETION) if text_only else "",
+        supported=_supported(facts.config),
         transformers=importlib.metadata.version("transformers"),
-        range=_supported(facts.config),
-        where=facts.where,
-        serving=_serving(facts),
-        results=_results(facts),
+        serve=serve_command(str(facts.config.get("model_type")), facts.where),
+        result=_result(facts),
         training=_training(facts),
-        figures="".join(f"\n![{caption}]({file})\n" for file, caption in facts.figures.items()),
-        limits=_limits(facts),
-        licence=_licence(facts),
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
-
-
-def _serving(facts: Facts) -> str:
-    command = serve_command(str(facts.config.get("model_type")), facts.where)
-    return _SERVING.format(command=command) if command else "vLLM and SGLang have no plugin for its family."
 
 
 def _supported(config: Mapping[str, Any]) -> str:
@@ -199,33 +86,21 @@ def _supported(config: Mapping[str, Any]) -> str:
     return supported_transformers(family) if family else ">=5.23,<6"
 
 
-def _results(facts: Facts) -> str:
-    if facts.result is None:
-        return "Not evaluated."
-    settings = facts.result["settings"]
-    parts = []
-    if settings["limit"]:
-        parts.append(f"**{quick_look(settings['limit'])}**")
-    if facts.comparison is not None:
-        parts += [
-            verdict(facts.name.split("/")[-1], facts.comparison),
-            narrow_table(facts.comparison),
-            _LEGEND,
-        ]
-    else:
-        parts += [
-            score_table(facts.result).partition("\n\n")[0],
-            "Scores in per cent ± one standard error; n: number of items.",
-        ]
-    parts.append(f"Settings: {settings_line(facts.result)}.")
-    if any(row["kind"] == "code" for row in facts.result["tasks"].values()):
-        parts.append(
-            f"Generated programs were run in a sandbox ({_layers(facts.result.get('sandbox') or {})})."
-        )
-    kl = facts.result.get("kl_to_original")
-    if kl and kl["kl"] is not None:
-        parts.append(f"KL(original || this model) on held-out text: {nats(kl['kl'])} nats per token.")
-    return "\n\n".join(parts)
+def _result(facts: Facts) -> dict[str, str] | None:
+    """Return what was measured, in words; None where nothing was."""
+    result, comparison = facts.result, facts.comparison
+    if result is None:
+        return None
+    kl = (result.get("kl_to_original") or {}).get("kl")
+    is_code = any(row["kind"] == "code" for row in result["tasks"].values())
+    return {
+        "look": quick_look(result["settings"]["limit"]),
+        "verdict": verdict(facts.name.split("/")[-1], comparison) if comparison else "",
+        "table": narrow_table(comparison) if comparison else score_table(result).partition("\n\n")[0],
+        "settings": settings_line(result),
+        "sandbox": _layers(result.get("sandbox") or {}) if is_code else "",
+        "kl": "" if kl is None else nats(kl),
+    }
 
 
 def _layers(sandbox: Mapping[str, Any]) -> str:
@@ -314,28 +189,6 @@ def _sources(settings: Mapping[str, Any]) -> str:
     paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
     sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
     return f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
-
-
-def _limits(facts: Facts) -> str:
-    if facts.training is None or facts.training["stage"] in ("convert", "calibrate"):
-        return "Nothing is known about what it kept of the original beyond the results above."
-    return (
-        "It was trained on the data named above and evaluated on the tasks above; nothing else is known about what"
-        " it kept of the original."
-    )
-
-
-def _licence(facts: Facts) -> str:
-    licence = facts.licence
-    of = f"`{facts.base}`" if facts.base else "the original"
-    name = licence.get("license_name") or (
-        licence.get("license") if licence.get("license") != "other" else None
-    )
-    if name is None:
-        return f"That of {of}; this repository states none of its own."
-    link = licence.get("license_link")
-    shown = f"[{name}]({link})" if link else name
-    return f"{shown}. The weights derive from {of}, whose licence applies to them."
 
 
 def _public(location: str) -> str:

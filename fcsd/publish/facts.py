@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import metadata_load
 
 from fcsd.config.recipe import Recipe
 from fcsd.errors import UserError
@@ -114,12 +115,10 @@ def front_matter(card: Path) -> dict[str, Any]:
     Raises:
         UserError: it is not YAML, or not a mapping.
     """
-    found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\r?\n|$)", card.read_text(encoding="utf-8"), flags=re.DOTALL)
     try:
-        data = (yaml.safe_load(found[1]) or {}) if found else {}
+        return metadata_load(card) or {}
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{card}: the metadata between the --- lines is not YAML: {reason}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{card}: the metadata between the --- lines must be keys and values")
-    return data
+    except ValueError:
+        raise UserError(f"{card}: the metadata between the --- lines must be keys and values") from None
