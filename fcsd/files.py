@@ -7,30 +7,60 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from fcsd.errors import UserError
+from fcsd.errors import UserError, one_line
 from fcsd.temporary import beside, file_beside, replace_folder
 
-_CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_OURS = "remove the folder to run its stage again"  # of a damaged file that fcsd wrote
+_CANNOT_WRITE = {
+    errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+}  # fmt: skip
 # safetensors and torch.save report a failed write in words only.
 _CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file that fcsd wrote; a damaged one is a `UserError`."""
+def read_text(path: Path, what: str = "a text file", hint: str = "") -> str:
+    """Read a text file; what, hint: what is needed, and what to do where there is none, for the errors.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or holds no text.
+    """
+    more = hint and f"; {hint}"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except ValueError as error:  # also what is no text
-        raise UserError(
-            f"{path}: not valid JSON ({error}); remove the folder to run its stage again"
-        ) from None
+        raise UserError(f"{path}: no such file{more}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, {what} is needed{more}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file{more}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_json(path: Path, hint: str = _OURS, keys: Collection[str] | None = None) -> Any:
+    """Parse a JSON file.
+
+    hint: what to do where it is damaged or something else. keys: it must be an object with one of them; none named: an
+    object; None: any value.
+
+    Raises:
+        UserError: as `read_text`; no JSON, or something else.
+    """
+    try:
+        value = json.loads(read_text(path, "a JSON file", "" if hint == _OURS else hint))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
+    if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
+        raise UserError(f"{path}: holds something else (no {' or '.join(keys)}); {hint}")
+    if keys is not None and not isinstance(value, dict):
+        raise UserError(f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}")
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -101,19 +131,27 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, mark: str | None = None, what: str = "") -> Iterator[Path]:
+def new_folder(
+    path: Path, mark: str | None = None, what: str = "", *, replaces: bool = True
+) -> Iterator[Path]:
     """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
 
-    An existing `path` is replaced only at the end. mark, what: as `check_folder_place` has them.
+    An existing `path` is replaced only at the end. mark, what: as `check_folder_place` has them. replaces: False
+    refuses a `path` that is there, unless it is an empty folder.
 
     Raises:
         UserError: the disk is full, or what `check_folder_place` refuses.
     """
-    check_folder_place(path, mark, what)
-    make_folder(path.parent)
-    with writing(path), beside(path) as temporary:
-        yield temporary
-        replace_folder(temporary, path)
+    with writing(path):
+        if not replaces and (path.is_symlink() or (path.exists() and not path.is_dir())):
+            raise UserError(f"{path}: exists and is not a folder; choose another destination")
+        if not replaces and path.is_dir() and any(path.iterdir()):
+            raise UserError(f"{path}: exists and is not empty; choose another destination or remove it first")
+        check_folder_place(path, mark, what)
+        make_folder(path.parent)
+        with beside(path) as temporary:
+            yield temporary
+            replace_folder(temporary, path)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError, one_line
 from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of
 from fcsd.families.refused import REFUSED
+from fcsd.files import read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -95,16 +96,9 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file of a checkpoint."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; is this folder a Hugging Face checkpoint?") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: not valid JSON ({error}); the file is damaged, fetch it again") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: a JSON object is needed, got {type(value).__name__}")
+    value: dict[str, Any] = read_json(
+        file, "is this folder a Hugging Face checkpoint, and whole? fetch the file again", keys=()
+    )
     return value
 
 
@@ -181,7 +175,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
     shapes: Shapes = {}
     for name in files:
-        found = _header(folder / name)
+        found = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
         wanted = (
             found.keys() if weight_map is None else {key for key, file in weight_map.items() if file == name}
         )
@@ -201,21 +195,27 @@ def _is_shard_name(name: Any) -> bool:
     return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
 
 
-def _header(file: Path) -> Shapes:
-    """Tensor shapes of one file. safetensors itself checks that the offsets cover the file to its last byte."""
+def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what a safetensors file says of its tensors, and where their bytes begin.
+
+    Raises:
+        UserError: it cannot be read, or safetensors itself finds that the offsets do not cover it to its last byte.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         # safetensors does not tell a file that may not be opened from a damaged one.
-        with file.open("rb"), safe_open(file, framework="pt") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        with file.open("rb") as stream, safe_open(file, framework="pt"):
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise UserError(
             f"{file}: cannot be read: {reason}; is it yours to read, and the disk well?"
         ) from None
     except (SafetensorError, ValueError) as error:
-        size = file.stat().st_size
         raise UserError(
-            f"{file}: damaged or incomplete safetensors file ({size} bytes; {error}); fetch it again"
+            f"{file}: damaged or incomplete safetensors file ({file.stat().st_size} bytes; {error}); fetch it again"
         ) from None
+    header.pop("__metadata__", None)
+    return header, 8 + size

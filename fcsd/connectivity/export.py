@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from fcsd.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, moe_mask
-from fcsd.files import check_folder_place, make_folder
-from fcsd.temporary import beside
+from fcsd.files import new_folder
 
 
 def convert_checkpoint(
@@ -69,7 +66,7 @@ def convert_checkpoint(
         "farskip": field,
         "auto_map": auto_map(family),
     }
-    with _new_folder(Path(destination)) as folder:
+    with new_folder(Path(destination), replaces=False) as folder:
         (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
         _write(source, checkpoint, folder, config)
     return field["layers"]
@@ -92,7 +89,7 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     config = checkpoint.config | {"model_type": family.model_type, "architectures": [family.causal_lm]}
     del config["farskip"]
     config.pop("auto_map", None)
-    with _new_folder(Path(destination)) as folder:
+    with new_folder(Path(destination), replaces=False) as folder:
         _write(source, checkpoint, folder, config)
 
 
@@ -122,26 +119,3 @@ def link_or_copy(source: Path, destination: Path) -> None:
         os.link(source.resolve(), destination)
     except OSError:
         shutil.copyfile(source, destination)
-
-
-@contextmanager
-def _new_folder(destination: Path) -> Iterator[Path]:
-    """Give a temporary sibling of `destination` that takes its name on success and disappears on failure."""
-    try:
-        is_other = destination.is_symlink() or (destination.exists() and not destination.is_dir())
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be written: {error.strerror}") from None
-    if is_other:
-        raise UserError(f"{destination}: exists and is not a folder; choose another destination")
-    if destination.is_dir() and any(destination.iterdir()):
-        raise UserError(
-            f"{destination}: exists and is not empty; choose another destination or remove it first"
-        )
-    try:
-        check_folder_place(destination)
-        make_folder(destination.parent)
-        with beside(destination) as temporary:
-            yield temporary
-            os.replace(temporary, destination)
-    except OSError as error:
-        raise UserError(f"{destination}: cannot be written: {error.strerror or error}") from None

@@ -17,13 +17,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fcsd.config.model import ConnectivityConfig
-from fcsd.config.strict import Strict, read_json_object, validate
+from fcsd.config.strict import Strict, validate
 from fcsd.connectivity.spec import resolve_layers
 from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned
 from fcsd.cost.windows import gain
 from fcsd.errors import UserError
-from fcsd.files import write_json
+from fcsd.files import read_json, write_json
 
 
 class ExchangeTime(Strict):
@@ -97,7 +97,7 @@ def read_times(path: Path) -> Times:
     Raises:
         UserError: it is no such file; the message says what is wrong with it.
     """
-    return validate(Times, read_json_object(path, "`fcsd trace` writes one", ["step_s"]), str(path))
+    return validate(Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path))
 
 
 def write_times(path: Path, times: Times) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fcsd.config.strict import Strict, read_json_object, validate
+from fcsd.config.strict import Strict, validate
 from fcsd.errors import UserError
-from fcsd.files import write_json
+from fcsd.files import read_json, write_json
 
 Array = NDArray[np.float64]
 Phase = Literal["metadata", "dispatch", "combine"]
@@ -141,7 +141,7 @@ def read_links(path: str | Path) -> LinkModel:
     Raises:
         UserError: it is no such file, or a value is missing, negative or not a number; the message names the edge.
     """
-    value = read_json_object(Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"])
+    value = read_json(Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"])
     return validate(LinkModel, value, str(path))
 
 

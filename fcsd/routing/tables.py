@@ -15,13 +15,13 @@ from pydantic import Field, NonNegativeFloat, model_validator
 from torch import Tensor, nn
 
 from fcsd.config.router_bias import PlacedBy
-from fcsd.config.strict import Strict, read_json_object, validate
+from fcsd.config.strict import Strict, validate
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 from fcsd.families import base_model_type
 from fcsd.families.structure import unwrapped
-from fcsd.files import check_file_place
+from fcsd.files import check_file_place, read_json
 from fcsd.models.load import find_model
 from fcsd.models.place import load_for_evaluation
 from fcsd.network.links import Array
@@ -206,7 +206,7 @@ def read_windows_file(path: str | Path) -> Windows:
     Raises:
         UserError: no such file, or one of something else.
     """
-    value = read_json_object(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
+    value = read_json(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
     return validate(Windows, value, str(path))
 
 
