@@ -10,6 +10,7 @@ import torch
 
 from fcsd.connectivity.checkpoint import (
     CONFIG,
+    Checkpoint,
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
@@ -57,9 +58,14 @@ class ModelFolder:
         """The fingerprint of its weights, never of its path."""
         return weights_fingerprint(self.folder)
 
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its files, found complete, of a family that can be converted."""
+        return read_checkpoint(self.folder)
+
     def load_config(self) -> Any:
         """Return its config object, with upstream's defaults filled in."""
-        return load_config(read_checkpoint(self.folder))
+        return load_config(self.checkpoint)
 
 
 def find_model(config: "ModelConfig") -> ModelFolder:

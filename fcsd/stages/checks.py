@@ -16,10 +16,7 @@ from fcsd.config.data import DataConfig
 from fcsd.config.layout import MAIN
 from fcsd.config.model import ConnectivityConfig
 from fcsd.config.stopping import TaskStoppingConfig
-from fcsd.config.suite import load_suite
 from fcsd.config.training import TrainConfig
-from fcsd.connectivity.checkpoint import read_checkpoint
-from fcsd.connectivity.load import load_config
 from fcsd.connectivity.spec import resolve_layers
 from fcsd.data.sources import check_source
 from fcsd.distill.arguments import accumulation_steps, check_reporters, refuse_what_cannot_be_sharded
@@ -29,7 +26,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.scorer import CodeScorer
 from fcsd.evaluate.stage import check_server
 from fcsd.evaluate.suites import dataset_location
-from fcsd.families import expert_counts, family_of, moe_mask
+from fcsd.families import Family, expert_counts, family_of, moe_mask
 from fcsd.families.family import read_field, text_config
 from fcsd.models.load import ModelFolder
 from fcsd.models.positions import check_positions
@@ -54,9 +51,7 @@ def check_run(run: Run) -> None:
         check_rows_fit(run, config, plan.data.max_length, "pretrain.")
         check_rows_fit(run, config, recipe.data.max_length)
     else:
-        checkpoint = read_checkpoint(run.original.folder)
-        assert checkpoint.family is not None
-        config, family = load_config(checkpoint), checkpoint.family
+        config, family = _config_and_family(run.original)
         if recipe.calibration is not None:
             calibratable(run.original)
     mask = moe_mask(config, family)
@@ -133,9 +128,7 @@ def check_overlap(run: Run) -> None:
     engine, folder = run.launch.engine, run.original.folder
     if not engine.spreads_experts:
         return
-    checkpoint = read_checkpoint(folder)
-    family, config = checkpoint.family, load_config(checkpoint)
-    assert family is not None
+    config, family = _config_and_family(run.original)
     experts = read_field(text_config(config, family), family.num_experts)
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
@@ -194,6 +187,12 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     return built
 
 
+def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
+    family = model.checkpoint.family
+    assert family is not None
+    return model.load_config(), family
+
+
 def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
     try:
         resolve_layers(connectivity.spec().layers, mask)
@@ -204,10 +203,9 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
     check_server(evaluation.server, run.launch)
-    suite = load_suite(evaluation.suite)
-    for row in suite.tasks:
+    for row in run.suite.tasks:
         dataset_location(row, run.data_root)
-    if any(row.kind == "code" for row in suite.tasks):
+    if any(row.kind == "code" for row in run.suite.tasks):
         run.launch.ranks.from_first(lambda: _start_sandbox(evaluation.allow_weak_sandbox))
 
 

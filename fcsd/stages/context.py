@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fcsd.config.layout import MAIN, RunLayout
 from fcsd.config.model import ModelConfig
 from fcsd.config.recipe import Recipe
+from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.progress import Progress
@@ -81,6 +82,12 @@ class Run:
         """The folder in hub layout that test sets are read from; None: the Hub."""
         root = self.recipe.evaluation.data_root
         return Path(root) if root is not None else None
+
+    @property
+    def suite(self) -> SuiteConfig:
+        """The suite that every model of the run is asked."""
+        name = self.recipe.evaluation.suite
+        return self.once(("suite", name), lambda: load_suite(name))
 
     @property
     def original(self) -> ModelFolder:
