@@ -1,16 +1,11 @@
 """Schema of early stopping: which score, how often, with how much patience."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.config.suite import TaskConfig
-
-_OF_A_TASK = (
-    "chat_template", "dataset", "dataset_name", "kind", "lm_eval_include", "max_new_tokens", "num_fewshot",
-    "prompt_template", "revision", "split", "stop", "tests", "timeout_s",
-)  # fmt: skip
 
 
 class StoppingBase(Strict):
@@ -27,11 +22,6 @@ class HeldoutKLStoppingConfig(StoppingBase):
 
     metric: Literal["heldout_kl"]
 
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
-        (*_OF_A_TASK, "task", "limit", "batch_size"),
-        "has no meaning for metric 'heldout_kl', only for a task; the text is data.heldout",
-    )
-
 
 class TaskStoppingConfig(StoppingBase):
     """Score by a task, as the evaluation would score that row of a suite."""
@@ -39,11 +29,6 @@ class TaskStoppingConfig(StoppingBase):
     task: TaskConfig = Field(description="a row of a suite (or set metric: heldout_kl)")
     limit: int | None = Field(None, gt=0)  # the first items only; null: all
     batch_size: int = Field(32, gt=0)  # sequences in one forward on a rank
-
-    elsewhere: ClassVar[dict[str, str]] = {
-        **{key: f"belongs to the task; write early_stopping.task.{key}" for key in _OF_A_TASK},
-        "metric": "is 'heldout_kl' or left out; that of a task is early_stopping.task.metric",
-    }
 
     @model_validator(mode="after")
     def _counts(self) -> "TaskStoppingConfig":

@@ -4,20 +4,20 @@ Recipes and suites are both read through here, so that they fail in the same wor
 """
 
 import difflib
-import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.config.unions import Place, choice_of, place_of
-from fcsd.errors import UserError, one_line
+from fcsd.errors import UserError
+from fcsd.files import read_text
 
 _NO_NUMBER = PydanticCustomError("no_number", "a number is needed")
 
@@ -26,8 +26,6 @@ class Strict(BaseModel):
     """A frozen record that accepts no key it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-    elsewhere: ClassVar[dict[str, str]] = {}  # what to say of keys that a reader may look for in this record
 
     @model_validator(mode="before")
     @classmethod
@@ -101,38 +99,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def read_yaml(path: Path) -> Any:
     """Parse the YAML file at `path`."""
-    return parse_yaml(_read_text(path, "a YAML file"), str(path))
-
-
-def read_json_object(path: Path, hint: str, keys: Collection[str]) -> dict[str, Any]:
-    """Parse the JSON object in a file that the user has named.
-
-    hint: what writes such files, for one that is none: "`fcsd trace` writes one". keys: a file without any of them is
-    none.
-
-    Raises:
-        UserError: there is no such file, it cannot be read, or holds something else.
-    """
-    try:
-        found = json.loads(_read_text(path, "a JSON file", f"; {hint}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
-    if not isinstance(found, dict) or not any(key in found for key in keys):
-        raise UserError(f"{path}: holds something else (no {' or '.join(keys)}); {hint}")
-    return found
-
-
-def _read_text(path: Path, what: str, more: str = "") -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file{more}") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder, {what} is needed{more}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text file{more}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    return parse_yaml(read_text(path, "a YAML file"), str(path))
 
 
 def validate(kind: type[Document], value: Any, where: str) -> Document:
@@ -197,9 +164,7 @@ def _unknown(place: Place) -> str:
     key, record = str(place.keys[-1]), place.record
     if record is None:
         return "unknown key"
-    if issubclass(record, Strict) and key in record.elsewhere:
-        return record.elsewhere[key]
-    if place.choice is not None and place.choice.key and (others := place.choice.tags_with(key)):
+    if place.choice is not None and (others := place.choice.tags_with(key)):
         return f"no meaning for {_tag(place)}, only for {', '.join(others)}"
     return f"unknown key{did_you_mean(key, list(record.model_fields))}"
 
@@ -216,8 +181,10 @@ def _why_required(place: Place) -> str:
 
 
 def _tag(place: Place) -> str:
-    """Return `backend 'cache'`; `objective 'kl'`, where the key is called name."""
+    """Return `backend 'cache'`; `objective 'kl'`, where the key is called name; the tag alone, where no key decides."""
     assert place.choice is not None
+    if not place.choice.key:
+        return str(place.tag)
     section = str(place.keys[-2]) if len(place.keys) > 1 else ""
     label = section if place.choice.key == "name" else place.choice.key
     return f"{label} {place.tag!r}".strip()
