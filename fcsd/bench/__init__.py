@@ -1,6 +1,7 @@
 """Benchmarks that drive programs of other environments: `fcsd bench serve` measures servers of vLLM against each other.
 
-    plan        what is asked for, and what of it is refused
+    settings    what is asked for
+    plan        what of it is refused
     rows        which servers are set against each other, by their flags
     serve       the order of the measurements, and what is measured already
     server      another environment's `vllm`: what is installed there, a server that comes up and ends, a measurement

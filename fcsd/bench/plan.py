@@ -1,90 +1,12 @@
-"""What `fcsd bench serve` is asked to measure, and what of it makes no sense before any server is started."""
+"""What of a benchmark of servers makes no sense, told before any server is started."""
 
-import shlex
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Any
 
-from pydantic import Field, field_validator
-
-from fcsd.bench.rows import RowName
-from fcsd.config.strict import Strict, parse_yaml, validate_options
+from fcsd.bench.settings import Benchmark
 from fcsd.errors import UserError
 from fcsd.families import PREFIX, base_model_type
 from fcsd.inspect.checkpoint import find_source
-
-_OURS = (
-    "--additional-config",
-    "--all2all-backend",
-    "--data-parallel-size",
-    "--enable-dbo",
-    "--enable-prefix-caching",
-    "--host",
-    "--model",
-    "--port",
-    "--profiler-config",
-    "--served-model-name",
-    "--tensor-parallel-size",
-    "-dp",
-    "-tp",
-)
-"""Flags that the rows set."""
-
-
-class Benchmark(Strict):
-    """What is measured, of which servers."""
-
-    model: str
-    against: str
-    tensor_parallel: int = Field(1, gt=0)
-    comm: dict[str, Any] = Field(default_factory=dict)
-    serve_args: list[str] = Field(default_factory=list)
-    prompt_tokens: list[Annotated[int, Field(gt=0)]] = Field([512, 1024, 2048], min_length=1)
-    requests: int = Field(16, gt=0)
-    output_tokens: int = Field(128, gt=1)
-    rounds: int = Field(3, gt=0)
-    trace: bool = False
-    rows: list[RowName] = Field(list(get_args(RowName)), min_length=1)
-
-    @field_validator("serve_args")
-    @classmethod
-    def _leaves_rows_alone(cls, words: list[str]) -> list[str]:
-        for word in words:
-            if (flag := word.partition("=")[0]) in _OURS:
-                raise ValueError(f"{flag} is set by the benchmark; leave it out")
-        return words
-
-    @field_validator("prompt_tokens", "rows")
-    @classmethod
-    def _once_each(cls, values: list[Any]) -> list[Any]:
-        if twice := [value for value in values if values.count(value) > 1]:
-            raise ValueError(f"{twice[0]} is given twice")
-        return values
-
-
-def benchmark_from_options(options: Mapping[str, Any]) -> Benchmark:
-    """Return the benchmark that the options of `fcsd bench serve` describe.
-
-    Raises:
-        UserError: an option that does not make sense.
-    """
-    comm = options["comm"]
-    if comm is None:
-        comm = {}
-    else:
-        comm = parse_yaml(comm, "--comm") if comm.lstrip().startswith("{") else {"comm": comm}
-    lengths = options["prompt_tokens"].split(",")
-    if wrong := [word for word in lengths if not word.strip().isdigit()]:
-        raise UserError(f"--prompt-tokens: {wrong[0]!r} is not a number; write for example 512,1024,2048")
-    try:
-        words = shlex.split(options["serve_args"] or "")
-    except ValueError as error:
-        raise UserError(f"--serve-args: {error}") from None
-    same = {name: options[name] for name in ("model", "against", "tensor_parallel", "requests")}
-    chosen = same | {name: options[name] for name in ("output_tokens", "rounds", "trace")}
-    chosen |= {"comm": comm, "serve_args": words, "prompt_tokens": [int(word) for word in lengths]}
-    if options["rows"] is not None:
-        chosen["rows"] = [word.strip() for word in options["rows"].split(",")]
-    return validate_options(Benchmark, chosen)
 
 
 def check_models(benchmark: Benchmark) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from typing import Any
 
 from fcsd.artifact import Stage
 from fcsd.bench.gains import served_gains, write_gains
-from fcsd.bench.plan import Benchmark, check_models
+from fcsd.bench.plan import check_models
 from fcsd.bench.rows import Row, make_rows
 from fcsd.bench.server import NotServed, Server, Vllm, find_vllm, measure, running_server, tail_of
+from fcsd.bench.settings import Benchmark
 from fcsd.bench.summary import summarise, table
 from fcsd.bench.times import TIMES_VARIABLE, communication_between, settled_times
 from fcsd.bench.trace import TRACED, profiler_flags, read_trace

@@ -1,35 +1,39 @@
 """Commands that measure a model on tasks: evaluate, score, compare."""
 
-import argparse
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
-    DATA_ROOT_HELP,
-    SEVERAL_EVALUATE,
     Command,
     device_map_argument,
     expert_parallel_argument,
-    field_option,
+    field_options,
     json_argument,
     launch_of,
     model_argument,
     print_result,
     quiet_transformers,
-    sandbox_argument,
 )
 from fcsd.errors import UserError
 
-if TYPE_CHECKING:
-    from fcsd.config.recipe import ServerConfig
-    from fcsd.config.suite import SuiteConfig
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
+with lazy_imports():
     from fcsd.config.model import ModelConfig
+    from fcsd.config.recipe import EvaluationConfig, ServerConfig
+    from fcsd.config.suite import SuiteConfig, changed_suite, load_suite
     from fcsd.evaluate.fetch import fetch_suite
+    from fcsd.evaluate.lm_eval.chosen import chosen_suite
+    from fcsd.evaluate.ready import score_file
+    from fcsd.evaluate.stage import evaluate_checkpoint
+    from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
+    from fcsd.report.table import result_table, score_table
+    from fcsd.routing.bias import read_tables
 
+
+def _evaluate(arguments: Namespace) -> None:
     launch = launch_of(arguments)
     suite = _suite(arguments)
     if arguments.fetch is not None:
@@ -44,17 +48,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
-    from fcsd.evaluate.stage import evaluate_checkpoint
-    from fcsd.report.table import result_table
-    from fcsd.routing.bias import read_tables
-
     quiet_transformers()
     evaluate_checkpoint(
-        ModelConfig(
-            path=arguments.model,
-            revision=arguments.revision,
-            trust_remote_code=arguments.trust_remote_code,
-        ),
+        ModelConfig.from_options(vars(arguments), path=arguments.model),
         launch,
         suite=suite,
         data_root=arguments.fetch or arguments.data_root,
@@ -76,11 +72,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         print(result_table(arguments.output))
 
 
-def _server(arguments: argparse.Namespace) -> "ServerConfig | None":
+def _server(arguments: Namespace) -> ServerConfig | None:
     """Return the server that is to be asked, if one is given."""
-    from fcsd.config.recipe import EvaluationConfig, ServerConfig
-    from fcsd.config.strict import validate
-
     if arguments.server is None:
         for option in ("concurrency", "no_server_check"):
             if getattr(arguments, option) not in (None, False):
@@ -93,19 +86,14 @@ def _server(arguments: argparse.Namespace) -> "ServerConfig | None":
     if arguments.device_map is not None and arguments.no_server_check:
         raise UserError("--device-map has no meaning with --server and --no-server-check: no model is loaded")
     given = {"url": arguments.server, "concurrency": arguments.concurrency}
-    return validate(
-        ServerConfig, {name: value for name, value in given.items() if value is not None}, "--server"
-    )
+    given = {name: value for name, value in given.items() if value is not None}
+    return ServerConfig.from_plain(given, "--server")
 
 
-def _suite(arguments: argparse.Namespace) -> "SuiteConfig":
+def _suite(arguments: Namespace) -> SuiteConfig:
     """Return the suite, or the tasks that are named, under the settings that are given for all of them."""
-    from fcsd.config.suite import changed_suite, load_suite
-
     suite = load_suite(arguments.suite)
     if arguments.tasks is not None:
-        from fcsd.evaluate.lm_eval.chosen import chosen_suite
-
         names = [name for word in arguments.tasks.split(",") if (name := word.strip())]
         suite = chosen_suite(list(dict.fromkeys(names)), suite, arguments.include_path)
     elif arguments.include_path is not None:
@@ -118,11 +106,7 @@ def _suite(arguments: argparse.Namespace) -> "SuiteConfig":
     )
 
 
-def _score(arguments: argparse.Namespace) -> None:
-    from fcsd.config.suite import load_suite
-    from fcsd.evaluate.ready import score_file
-    from fcsd.report.table import score_table
-
+def _score(arguments: Namespace) -> None:
     result = score_file(
         arguments.samples,
         arguments.dataset,
@@ -140,9 +124,7 @@ def _score(arguments: argparse.Namespace) -> None:
     print_result(arguments, result, score_table)
 
 
-def _compare(arguments: argparse.Namespace) -> None:
-    from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
-
+def _compare(arguments: Namespace) -> None:
     evaluated = read_evaluated(arguments.original, arguments.converted)
     only = None if arguments.tasks is None else [task.strip() for task in arguments.tasks.split(",")]
     comparisons = compare_all(evaluated, only)
@@ -151,21 +133,13 @@ def _compare(arguments: argparse.Namespace) -> None:
     print_result(arguments, comparisons, lambda found: comparison_text(found, evaluated))
 
 
-def _add_evaluate(command: Command) -> None:
-    parser = command(
-        "evaluate",
-        _evaluate,
-        "Evaluate a checkpoint on a suite of tasks.",
-        "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
-        " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
-        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
-        f" Generated code runs only in a sandbox. {SEVERAL_EVALUATE}",
-    )
+def _evaluate_options(parser: ArgumentParser) -> None:
     model_argument(parser, optional=True)
-    field_option(
+    field_options(
         parser,
-        "evaluation.suite",
-        "paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny, or the path of your suite file"
+        EvaluationConfig,
+        "suite",
+        help="paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny, or the path of your suite file"
         " (docs/evaluation.md)",
         default="paper11",
     )
@@ -193,7 +167,7 @@ def _add_evaluate(command: Command) -> None:
         action="store_true",
         help="let a hybrid think before it writes an answer (needs room for it)",
     )
-    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
+    field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
         "--fetch",
         type=Path,
@@ -202,21 +176,9 @@ def _add_evaluate(command: Command) -> None:
         " that is all",
     )
     parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
-    field_option(
-        parser, "evaluation.batch_size", "sequences in one forward, or auto: as many as fit the memory"
-    )
-    field_option(
-        parser,
-        "evaluation.cache",
-        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
-        " and settings, never by a path",
-        type=Path,
-    )
-    field_option(
-        parser,
-        "evaluation.limit",
-        "the first items of every task only, for a quick look; every table says so",
-    )
+    field_options(parser, EvaluationConfig, "batch_size")
+    field_options(parser, EvaluationConfig, "cache", type=Path)
+    field_options(parser, EvaluationConfig, "limit")
     expert_parallel_argument(parser)
     device_map_argument(parser)
     parser.add_argument(
@@ -226,11 +188,11 @@ def _add_evaluate(command: Command) -> None:
         help="steer the model's routers by what `fcsd bias` wrote; batch j of a task belongs to endpoint j mod N",
     )
     _server_arguments(parser)
-    sandbox_argument(parser)
+    field_options(parser, EvaluationConfig, "allow_weak_sandbox")
     json_argument(parser)
 
 
-def _server_arguments(parser: argparse.ArgumentParser) -> None:
+def _server_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         metavar="URL",
@@ -247,29 +209,23 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_score(command: Command) -> None:
-    parser = command(
-        "score",
-        _score,
-        "Grade a file of ready samples, programs or answers to lm-eval's generation tasks.",
-        "A line is {doc_id, completion}, {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into"
-        " samples_TASK.jsonl; several samples of a problem give pass@k, several answers the mean. Programs run only"
-        " in the sandbox, answers are graded by lm-eval's own filters and metrics.",
-    )
+def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
     parser.add_argument(
         "--dataset",
         metavar="TASK",
         help="a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
     )
-    field_option(parser, "evaluation.suite", "whose rows say how a task is graded", default="paper11")
+    field_options(
+        parser, EvaluationConfig, "suite", help="whose rows say how a task is graded", default="paper11"
+    )
     parser.add_argument(
         "--include-path", type=Path, metavar="DIR", help="your own task definitions (lm-eval YAML)"
     )
     parser.add_argument(
         "--thinking", action="store_true", help="cut off the thoughts before an answer, which end at </think>"
     )
-    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP, type=Path)
+    field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
     parser.add_argument("--partial", action="store_true", help="leave out problems that have no sample")
     parser.add_argument("--timeout-s", type=float, help="processor time of one program (default: 10)")
@@ -280,18 +236,11 @@ def _add_score(command: Command) -> None:
         help="evalplus: the package of that name, in a process of its own, without our sandbox",
     )
     parser.add_argument("--evalplus-data", type=Path, help="with --scorer evalplus: its own .jsonl.gz file")
-    sandbox_argument(parser)
+    field_options(parser, EvaluationConfig, "allow_weak_sandbox")
     json_argument(parser)
 
 
-def _add_compare(command: Command) -> None:
-    parser = command(
-        "compare",
-        _compare,
-        "Original against converted, per task, with paired errors.",
-        "Item by item: the difference and its 95 % interval, items gained and lost, exact McNemar p, and a verdict in"
-        " words. Results may be of different times; other items, prompts, shots or data are refused.",
-    )
+def _compare_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
@@ -307,8 +256,30 @@ def _add_compare(command: Command) -> None:
     json_argument(parser)
 
 
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    _add_evaluate(command)
-    _add_score(command)
-    _add_compare(command)
+COMMANDS = {
+    "evaluate": Command(
+        "Evaluate a checkpoint on a suite of tasks.",
+        _evaluate_options,
+        _evaluate,
+        "For the original and for the converted model: `fcsd evaluate MODEL --output results/NAME --batch-size auto`;"
+        " then `fcsd compare` sets both side by side. Without a network, --data-root ROOT reads a folder that"
+        " `fcsd evaluate --fetch ROOT` has filled. Finished tasks are kept: the same command goes on with the next one."
+        " Generated code runs only in a sandbox. On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate"
+        " MODEL … (docs/evaluation.md).",
+    ),
+    "score": Command(
+        "Grade a file of ready samples, programs or answers to lm-eval's generation tasks.",
+        _score_options,
+        _score,
+        "A line is {doc_id, completion}, {task_id, solution}, {task_id, completion}, or what `fcsd evaluate` wrote into"
+        " samples_TASK.jsonl; several samples of a problem give pass@k, several answers the mean. Programs run only"
+        " in the sandbox, answers are graded by lm-eval's own filters and metrics.",
+    ),
+    "compare": Command(
+        "Original against converted, per task, with paired errors.",
+        _compare_options,
+        _compare,
+        "Item by item: the difference and its 95 % interval, items gained and lost, exact McNemar p, and a verdict in"
+        " words. Results may be of different times; other items, prompts, shots or data are refused.",
+    ),
+}

@@ -1,45 +1,43 @@
 """Commands on which layers to rewire: layers, plan-layers."""
 
-import argparse
 import os
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
-    field_option,
+    field_options,
     json_argument,
     model_argument,
     print_result,
     quiet_transformers,
-    sandbox_argument,
-    sides_arguments,
     task_arguments,
-    text_arguments,
+    text_argument,
 )
 from fcsd.errors import UserError
 
-
-def _layers(arguments: argparse.Namespace) -> None:
+with lazy_imports():
+    from fcsd.config.model import ModelConfig
+    from fcsd.config.recipe import EvaluationConfig
     from fcsd.distributed.launch import join_launch
-    from fcsd.layers.proposal import study_table
-    from fcsd.layers.settings import study_from_options
+    from fcsd.layers.proposal import layers_within, plan_layers, plan_text, study_table, within_text
+    from fcsd.layers.settings import Study, study_from_options
     from fcsd.layers.study import read_study, study_layers
     from fcsd.models.load import find_model
     from fcsd.report.study_plots import plot_layers
 
+
+def _layers(arguments: Namespace) -> None:
     quiet_transformers()
     study = study_from_options(vars(arguments))
     launch = join_launch()
     study_layers(study, find_model(study.model), arguments.output, launch, plot_layers)
     if launch.first:
-        found = read_study(arguments.output)
-        print_result(arguments, found, study_table)
+        print_result(arguments, read_study(arguments.output), study_table)
 
 
-def _plan_layers(arguments: argparse.Namespace) -> None:
-    from fcsd.distributed.launch import join_launch
-    from fcsd.layers.proposal import layers_within, plan_layers, plan_text, within_text
-
+def _plan_layers(arguments: Namespace) -> None:
     if arguments.max_loss is not None:
         if arguments.verify or arguments.calibrated or arguments.model is not None:
             raise UserError(
@@ -63,52 +61,32 @@ def _plan_layers(arguments: argparse.Namespace) -> None:
         print_result(arguments, plan, plan_text)
 
 
-def _add_layers(command: Command) -> None:
-    parser = command(
-        "layers",
-        _layers,
-        "Quality against the rewired layers, untrained (paper Fig. 3).",
-        "From the start, from the end, and one layer at a time; measured by suite tasks, KL to the original, or both."
-        " Continues where it was cut off.",
-    )
+def _layers_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
-    text_arguments(parser, "measure the KL to the original on this text", "tokens in one row of the text")
-    field_option(parser, "data.loss_on", "tokens the KL is computed on: response or all")
+    text_argument(parser, "measure the KL to the original on this text")
+    field_options(parser, Study, "text_examples", "max_length", "loss_on")
     parser.add_argument(
         "--calibrated",
         metavar="TEXT",
         help="measure every selection with calibrated weights too (`fcsd calibrate`), solved on this text, written as"
         " for --text; not on the text that is measured",
     )
-    field_option(
-        parser,
-        "calibration.tokens",
-        "with --calibrated: tokens to solve on",
-        name="calibration_tokens",
-    )
+    field_options(parser, Study, "calibration_tokens", help="with --calibrated: tokens to solve on")
     task_arguments(parser, "measure this task")
-    field_option(parser, "evaluation.batch_size", "sequences in one forward of a task", type=int)
-    field_option(parser, "evaluation.limit", "items per task, for a quick look")
+    field_options(parser, EvaluationConfig, "batch_size", type=int, help="sequences in one forward of a task")
+    field_options(parser, Study, "limit")
     parser.add_argument("--sides", help="some of first,last,single (default: all that can be measured)")
     numbers = parser.add_mutually_exclusive_group()
-    numbers.add_argument(
-        "--every", type=int, default=1, help="first and last: every Nth number of layers, and all layers"
-    )
+    field_options(numbers, Study, "every")
     numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
-    sides_arguments(parser)
-    field_option(parser, "model.dtype", "of the model")
-    sandbox_argument(parser)
+    field_options(parser, Study, "attention", "mlp")
+    field_options(parser, ModelConfig, "dtype")
+    field_options(parser, Study, "allow_weak_sandbox")
     json_argument(parser)
 
 
-def _add_plan_layers(command: Command) -> None:
-    parser = command(
-        "plan-layers",
-        _plan_layers,
-        "Propose which layers to rewire for a given share, from a finished layer study.",
-        "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
-    )
+def _plan_layers_options(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote")
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--budget", help="share of the layers (90%%) or their number (43)")
@@ -134,7 +112,18 @@ def _add_plan_layers(command: Command) -> None:
     json_argument(parser)
 
 
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    _add_layers(command)
-    _add_plan_layers(command)
+COMMANDS = {
+    "layers": Command(
+        "Quality against the rewired layers, untrained (paper Fig. 3).",
+        _layers_options,
+        _layers,
+        "From the start, from the end, and one layer at a time; measured by suite tasks, KL to the original, or both."
+        " Continues where it was cut off.",
+    ),
+    "plan-layers": Command(
+        "Propose which layers to rewire for a given share, from a finished layer study.",
+        _plan_layers_options,
+        _plan_layers,
+        "Those that hurt least when each is rewired alone, set against the last N; prints --layers text and YAML.",
+    ),
+}

@@ -1,9 +1,9 @@
 """The `fcsd` command: one thin function a stage. Heavy libraries are imported only by the command that needs them."""
 
-import argparse
 import os
 import sys
 import traceback
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 
 from fcsd import __version__
@@ -18,11 +18,18 @@ from fcsd.cli import (
     recipes,
     routing,
 )
-from fcsd.cli.options import CommandParser, Help
+from fcsd.cli.lazy import lazy_imports
+from fcsd.cli.options import Command, Help
 from fcsd.distributed import failure as rank_failure
 from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 from fcsd.files import release_folders
 from fcsd.temporary import sweep_scratch
+
+with lazy_imports():
+    from fcsd.config.strict import did_you_mean
+
+GROUPS = (checkpoints, recipes, planning, layers, evaluation, routing, network, benchmarks, publishing)
+COMMANDS: dict[str, Command] = {name: one for group in GROUPS for name, one in group.COMMANDS.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), "")
     parser = build_parser(command)
     if words[:1] == [command] and command not in parser.commands:
-        from fcsd.config.strict import did_you_mean
-
         parser.error(f"no command '{command}'{did_you_mean(command, list(parser.commands))}")
     arguments = parser.parse_args(words)
     if arguments.command is None:
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")  # its bars stand for all, those of libraries too
     try:
         sweep_scratch()  # of commands that were killed, also where this one needs no folder
-        run: Callable[[argparse.Namespace], int | None] = arguments.run
+        run: Callable[[Namespace], int | None] = arguments.run
         return run(arguments) or 0
     except (UserError, ScorerError) as error:
         status = 2 if isinstance(error, UserError) else 1
@@ -99,15 +104,15 @@ def _number_of_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-class MainParser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     """The parser of `fcsd` itself; commands: their parsers by name."""
 
-    commands: Mapping[str, argparse.ArgumentParser] = {}
+    commands: Mapping[str, ArgumentParser] = {}
 
 
-def build_parser(asked_for: str | None = None) -> MainParser:
-    """Build the parser of all commands; with the whole options of one, if it is known which is asked for."""
-    parser = MainParser(
+def build_parser(asked_for: str | None = None) -> _Parser:
+    """Build the parser of all commands, each with its options, or with those of the one that is asked for."""
+    parser = _Parser(
         prog="fcsd",
         description="Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it back to its own quality,"
         " evaluate it against the original and leave it ready to publish.",
@@ -115,23 +120,12 @@ def build_parser(asked_for: str | None = None) -> MainParser:
         " evaluates a small MoE on a CPU. `fcsd COMMAND --help` explains each command.",
     )
     parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
-
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = ""
-    ) -> CommandParser:
-        sub: CommandParser = commands.add_parser(
-            name,
-            help=text,
-            description=f"{text} {more}".strip(),
-            formatter_class=Help,
-        )
-        sub.set_defaults(run=run)
-        sub.asked_for = asked_for in (None, name)
-        return sub
-
-    groups = (checkpoints, recipes, planning, layers, evaluation, routing, network, benchmarks, publishing)
-    for group in groups:
-        group.add_commands(command)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
+    for name, (text, options, run, more) in COMMANDS.items():
+        description = f"{text} {more}".strip()
+        command = commands.add_parser(name, help=text, description=description, formatter_class=Help)
+        command.set_defaults(run=run)
+        if asked_for in (None, name):
+            options(command)
     parser.commands = commands.choices
     return parser

@@ -1,19 +1,24 @@
 """Commands on the network between ranks: profile-network."""
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command
 from fcsd.errors import UserError
+from fcsd.files import check_file_place
+
+with lazy_imports():
+    from fcsd.distributed.launch import join_launch
+    from fcsd.network.links import read_links, write_links
+    from fcsd.network.measure import describe, profile_launch
+    from fcsd.network.nccl_tests import read_nccl_tests
 
 
-def _profile_network(arguments: argparse.Namespace) -> None:
+def _profile_network(arguments: Namespace) -> None:
     if arguments.nccl_tests is not None:
         _from_nccl_tests(arguments)
         return
-    from fcsd.distributed.launch import join_launch
-    from fcsd.network.measure import describe, profile_launch
-
     launch = join_launch()
     links, comparison = profile_launch(
         launch,
@@ -28,12 +33,7 @@ def _profile_network(arguments: argparse.Namespace) -> None:
             print(comparison)
 
 
-def _from_nccl_tests(arguments: argparse.Namespace) -> None:
-    from fcsd.files import check_file_place
-    from fcsd.network.links import read_links, write_links
-    from fcsd.network.measure import describe
-    from fcsd.network.nccl_tests import read_nccl_tests
-
+def _from_nccl_tests(arguments: Namespace) -> None:
     for option in ("max_bytes", "check"):
         if getattr(arguments, option):
             raise UserError(
@@ -48,14 +48,7 @@ def _from_nccl_tests(arguments: argparse.Namespace) -> None:
     )
 
 
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    parser = command(
-        "profile-network",
-        _profile_network,
-        "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
-        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/network.md).",
-    )
+def _profile_network_options(parser: ArgumentParser) -> None:
     parser.add_argument("links", metavar="LINKS", type=Path, help="file for the links (JSON)")
     parser.add_argument(
         "--collective",
@@ -80,3 +73,13 @@ def add_commands(command: Command) -> None:
         metavar="FILE",
         help="read this output of alltoall_perf or sendrecv_perf (nccl-tests, rccl-tests) instead",
     )
+
+
+COMMANDS = {
+    "profile-network": Command(
+        "Measure latency and rate of the links between the ranks of a launch, from which exchanges are simulated.",
+        _profile_network_options,
+        _profile_network,
+        "accelerate launch --config_file configs/cpu_2.yaml -m fcsd profile-network links.json (docs/network.md).",
+    ),
+}

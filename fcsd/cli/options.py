@@ -1,44 +1,37 @@
-"""Options that several commands share, and the help formatter."""
+"""Commands, options that mirror the fields of a record, options that several share, and the help formatter."""
+
+from __future__ import annotations
 
 import argparse
 import json
 import textwrap
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+
+from fcsd.cli.lazy import lazy_imports
+
+with lazy_imports():
+    from fcsd.config.model import ConnectivityConfig, ModelConfig
+    from fcsd.config.recipe import EvaluationConfig
+    from fcsd.connectivity.spec import Connectivity
+    from fcsd.distributed.launch import Launch, join_launch
 
 if TYPE_CHECKING:
-    from fcsd.connectivity.spec import Connectivity
-    from fcsd.distributed.launch import Launch
+    from pydantic import BaseModel
 
 
-class CommandParser(argparse.ArgumentParser):
-    """The parser of one command.
+class Command(NamedTuple):
+    """A command: what it does in one line, what adds its options, what runs it, and what its help says besides."""
 
-    asked_for: whether this command is the one that runs. The schema of recipes, which takes as long to import as all
-    the rest, is read for its options alone.
-    """
-
-    asked_for = True
-
-
-class Command(Protocol):
-    """Adds one command to the parser, and returns its own."""
-
-    def __call__(
-        self, name: str, run: Callable[[argparse.Namespace], int | None], text: str, more: str = ""
-    ) -> CommandParser: ...
+    text: str
+    options: Callable[[ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
+    more: str = ""
 
 
 SEVERAL = "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {} RECIPE (docs/training.md)."
-
-
-SEVERAL_EVALUATE = (
-    "On several GPUs: accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluation.md)."
-)
-
-
-DATA_ROOT_HELP = "folder in hub layout (owner/name/…); without it the Hub is used"
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -61,37 +54,35 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if plain else super()._get_help_string(action)
 
 
-def field_option(
-    parser: CommandParser, key: str, help: str, *, name: str | None = None, **changes: Any
+def field_options(
+    parser: argparse._ActionsContainer, record: type[BaseModel], *names: str, **changes: Any
 ) -> None:
-    """Add the option that mirrors a key of a recipe, with the type, the choices and the default of its field.
+    """Add options that mirror fields of a record: type, choices, default and help are those of the field.
 
-    name: that of the option, where it is not the last part of the key. changes: what is different here, in the words
-    of `add_argument`. Whether a value is in its range is for the code that it is handed to.
+    changes: what is different here, in the words of `add_argument`. Whether a value is in its range is for the record
+    to say.
     """
-    if not parser.asked_for:
-        return
-    from fcsd.config.recipe import Recipe
-    from fcsd.config.unions import place_of
-
-    place = place_of(Recipe, key.split("."))
-    assert place.record is not None
-    field = place.record.model_fields[str(place.keys[-1])]
-    members = get_args(field.annotation) if get_origin(field.annotation) is not Literal else ()
-    kinds = [kind for kind in members or (field.annotation,) if kind is not type(None)]
-    options: dict[str, Any] = {"help": help, "default": field.default}
-    if kinds == [bool]:
-        options["action"] = "store_true"
-    elif len(kinds) > 1:
-        options["type"] = _number_or(
-            [word for kind in kinds for word in get_args(kind) if isinstance(word, str)]
-        )
-    elif get_origin(kinds[0]) is Literal:
-        options["choices"] = list(get_args(kinds[0]))
-    else:
-        options["type"] = kinds[0]
-    flag = (name or key.rpartition(".")[2]).replace("_", "-")
-    parser.add_argument(f"--{flag}", **options | changes)
+    for name in names:
+        field = record.model_fields[name]
+        default = field.get_default(call_default_factory=True)
+        options: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": default}
+        members = get_args(field.annotation) if get_origin(field.annotation) is not Literal else ()
+        kinds = [kind for kind in members or (field.annotation,) if kind is not type(None)]
+        if field.is_required():
+            options |= {"required": True, "default": None}
+        elif isinstance(default, list | dict):  # in words, which the record reads
+            options["default"] = ",".join(map(str, default)) or None
+        elif kinds == [bool]:
+            options["action"] = "store_true"
+        elif len(kinds) > 1:
+            words = [word for kind in kinds for word in get_args(kind) if isinstance(word, str)]
+            options["type"] = _number_or(words)
+        elif get_origin(kinds[0]) is Literal:
+            options["choices"] = list(get_args(kinds[0]))
+        else:
+            options["type"] = kinds[0]
+        own = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", **options | own | changes)
 
 
 def _number_or(words: list[str]) -> Callable[[str], int | str]:
@@ -106,17 +97,15 @@ def _number_or(words: list[str]) -> Callable[[str], int | str]:
     return read
 
 
-def model_argument(parser: CommandParser, *, optional: bool = False, config_only: bool = False) -> None:
+def model_argument(parser: ArgumentParser, *, optional: bool = False, config_only: bool = False) -> None:
     """Add MODEL and what finds it; config_only: its config is read, and no code of its own runs."""
     parser.add_argument(
         "model", metavar="MODEL", help="hub id or local folder", nargs="?" if optional else None
     )
-    field_option(parser, "model.revision", "revision of a hub id")
-    if not config_only:
-        field_option(parser, "model.trust_remote_code", "allow code that comes with the checkpoint to run")
+    field_options(parser, ModelConfig, "revision", *([] if config_only else ["trust_remote_code"]))
 
 
-def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
+def expert_parallel_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--expert-parallel",
         type=int,
@@ -133,15 +122,13 @@ def expert_parallel_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def launch_of(arguments: argparse.Namespace) -> "Launch":
+def launch_of(arguments: argparse.Namespace) -> Launch:
     """Join the launch; with `expert_parallel_argument` as it says."""
-    from fcsd.distributed.launch import join_launch
-
     given = {name: value for name, value in vars(arguments).items() if name in ("expert_parallel", "overlap")}
     return join_launch(**given)
 
 
-def device_map_argument(parser: argparse.ArgumentParser) -> None:
+def device_map_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device-map",
         choices=["auto"],
@@ -149,57 +136,40 @@ def device_map_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sides_arguments(parser: CommandParser) -> None:
-    field_option(parser, "connectivity.attention", "what attention reads")
-    field_option(parser, "connectivity.mlp", "what MoE and MLP blocks read")
-
-
-def connectivity_arguments(parser: CommandParser, layers: str | None = None) -> None:
+def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) -> None:
     """Add --layers, --attention and --mlp; layers: the default of the first, None where that says more than `all`."""
     help = "all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5 | 4-11"
     parser.add_argument("--layers", default=layers, help=f"{help} (default: all)" if layers is None else help)
-    sides_arguments(parser)
+    field_options(parser, ConnectivityConfig, "attention", "mlp")
 
 
-def connectivity_of(arguments: argparse.Namespace) -> "Connectivity | None":
+def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
     """None where nothing is chosen: a checkpoint that says how it is wired (FarSkip, Instella) then keeps that."""
-    from fcsd.connectivity.spec import Connectivity
-
     if arguments.layers is None and (arguments.attention, arguments.mlp) == ("partial", "outdated"):
         return None
     layers = "all" if arguments.layers is None else arguments.layers
     return Connectivity(layers, arguments.attention, arguments.mlp)
 
 
-def text_arguments(parser: CommandParser, text: str, rows: str) -> None:
-    """Add --text with its examples and --max-length; text, rows: what the first and the last are for."""
+def text_argument(parser: ArgumentParser, text: str) -> None:
+    """Add --text; text: what it is for."""
     parser.add_argument(
         "--text",
         help=f"{text}: .jsonl file, data set folder or hub id, or what a recipe's data.heldout holds, in YAML:"
         " '{path: X, columns: {text: body}, split: test}'",
     )
-    field_option(parser, "data.heldout_examples", "examples of the text", name="text_examples")
-    field_option(parser, "data.max_length", rows)
 
 
-def task_arguments(parser: CommandParser, task: str) -> None:
+def task_arguments(parser: ArgumentParser, task: str) -> None:
     """Add --task, the suite that it is of, and where its data lie; task: what is done with it."""
     parser.add_argument(
         "--task", action="append", default=[], help=f"{task} of the suite; may be given several times"
     )
-    field_option(parser, "evaluation.suite", "name in eval/suites, or a path to a suite file")
-    field_option(parser, "evaluation.data_root", DATA_ROOT_HELP)
+    field_options(parser, EvaluationConfig, "suite", "data_root")
 
 
-def sandbox_argument(parser: CommandParser) -> None:
-    field_option(
-        parser,
-        "evaluation.allow_weak_sandbox",
-        "run generated code even where this machine cannot shut it in",
-    )
-
-
-def recipe_arguments(parser: argparse.ArgumentParser, *, with_variant: bool) -> None:
+def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> None:
+    """Add RECIPE, and what changes it."""
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
@@ -232,7 +202,7 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def json_argument(parser: argparse.ArgumentParser) -> None:
+def json_argument(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

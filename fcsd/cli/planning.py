@@ -1,12 +1,12 @@
 """Commands that tell what a conversion will bring: plan."""
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
-    CommandParser,
     connectivity_arguments,
     connectivity_of,
     json_argument,
@@ -14,15 +14,19 @@ from fcsd.cli.options import (
     print_result,
 )
 from fcsd.errors import UserError
+from fcsd.files import check_file_place
 
-
-def _plan(arguments: argparse.Namespace) -> None:
+with lazy_imports():
+    from fcsd.cost.cluster import read_cluster
     from fcsd.cost.plan import write_windows
     from fcsd.cost.plan_table import plan_table
     from fcsd.cost.planned import PlanSettings
-    from fcsd.files import check_file_place
+    from fcsd.report.figure import check_figure
+    from fcsd.routing.tables import read_windows_file
     from fcsd.stages.plan import plan_from_files
 
+
+def _plan(arguments: Namespace) -> None:
     settings = PlanSettings(
         arguments.model,
         arguments.revision,
@@ -37,31 +41,22 @@ def _plan(arguments: argparse.Namespace) -> None:
         fused_attention=not arguments.unfused_attention,
         connectivity=connectivity_of(arguments),
     )
-    if arguments.windows is not None and arguments.phase != "train":
-        raise UserError(
-            f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train"
-        )
     if arguments.windows is not None:
-        from fcsd.routing.tables import read_windows_file
-
+        if arguments.phase != "train":
+            raise UserError(
+                f"--windows: of dispatch and combine, which --phase {arguments.phase} has not; use train"
+            )
         check_file_place(arguments.windows, read_windows_file)
     if arguments.figure is not None:
-        from fcsd.report.figure import check_figure
-
         check_file_place(arguments.figure, check_figure)
-    facts = plan_from_files(
-        settings,
-        **{
-            name: getattr(arguments, name)
-            for name in ("links", "measured", "routing", "study", "metric", "figure")
-        },
-    )
+    names = ("links", "measured", "routing", "study", "metric", "figure")
+    facts = plan_from_files(settings, **{name: getattr(arguments, name) for name in names})
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
     print_result(arguments, facts, plan_table)
 
 
-def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+def _machine(arguments: Namespace) -> dict[str, Any]:
     """Return the machine's settings: from the cluster file, or from the options."""
     given = {name: getattr(arguments, name) for name in ("gpu", "nodes", "gpus_per_node", "network_gb_s")}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -70,12 +65,10 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     if chosen:
         name = next(iter(chosen)).replace("_", "-")
         raise UserError(f"--cluster and --{name} are both given; the cluster file has both, leave one out")
-    from fcsd.cost.cluster import read_cluster
-
     return read_cluster(arguments.cluster)
 
 
-def _machine_arguments(parser: CommandParser) -> None:
+def _machine_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         type=Path,
@@ -93,14 +86,7 @@ def _machine_arguments(parser: CommandParser) -> None:
     )
 
 
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    parser = command(
-        "plan",
-        _plan,
-        "What FarSkip connectivity will bring on a cluster: time of a step or to a token, regular and overlapped.",
-        "No weights are loaded and nothing is trained; of a hub id only config.json is fetched (docs/plan.md).",
-    )
+def _plan_options(parser: ArgumentParser) -> None:
     model_argument(parser, config_only=True)
     _machine_arguments(parser)
     parser.add_argument(
@@ -172,3 +158,13 @@ def add_commands(command: Command) -> None:
         help="write the windows of dispatch and combine, seconds by layer",
     )
     json_argument(parser)
+
+
+COMMANDS = {
+    "plan": Command(
+        "What FarSkip connectivity will bring on a cluster: time of a step or to a token, regular and overlapped.",
+        _plan_options,
+        _plan,
+        "No weights are loaded and nothing is trained; of a hub id only config.json is fetched (docs/plan.md).",
+    ),
+}

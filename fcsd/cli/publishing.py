@@ -1,24 +1,23 @@
 """Commands that talk to a model or to the Hub: chat, push."""
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from fcsd.cli.options import (
-    Command,
-    field_option,
-    model_argument,
-    quiet_transformers,
-)
+from fcsd.cli.lazy import lazy_imports
+from fcsd.cli.options import Command, field_options, model_argument, quiet_transformers
 from fcsd.errors import UserError
 
+with lazy_imports():
+    from fcsd.chat.chat import chat, load_speaker
+    from fcsd.config.recipe import PublicationConfig
+    from fcsd.publish.push import NewCard, push
 
-def _chat(arguments: argparse.Namespace) -> None:
+
+def _chat(arguments: Namespace) -> None:
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: must be at least 1, got {arguments.max_new_tokens}")
     from transformers.utils import logging
-
-    from fcsd.chat.chat import chat, load_speaker
 
     quiet_transformers()
     logging.set_verbosity_error()  # advice on generation settings would stand between the replies
@@ -41,9 +40,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     )
 
 
-def _push(arguments: argparse.Namespace) -> None:
-    from fcsd.publish.push import NewCard, push
-
+def _push(arguments: Namespace) -> None:
     out = arguments.dry_run
     if out == Path():
         folder = arguments.folder.resolve()
@@ -54,14 +51,7 @@ def _push(arguments: argparse.Namespace) -> None:
     print(push(arguments.folder, arguments.repo_id, private=arguments.private, dry_run=out, card=card))
 
 
-def _add_chat(command: Command) -> None:
-    parser = command(
-        "chat",
-        _chat,
-        "Talk to a model, or to a converted one and its original side by side (paper App. B).",
-        "Replies stream with the model's own generation settings. Without a terminal every line of stdin is a turn."
-        " MODEL computes on the accelerator if there is one.",
-    )
+def _chat_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument(
         "--beside", metavar="ORIGINAL", help="hub id or folder of a second model that answers beside it"
@@ -83,14 +73,7 @@ def _add_chat(command: Command) -> None:
     )
 
 
-def _add_push(command: Command) -> None:
-    parser = command(
-        "push",
-        _push,
-        "Put a FarSkip checkpoint with its card and results on the Hub.",
-        "Run it again after an interruption: it goes on from what has arrived. The access token is that of"
-        " `hf auth login`, or HF_TOKEN.",
-    )
+def _push_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="DIR", type=Path, help="a run, its publish folder, or a converted checkpoint"
     )
@@ -104,16 +87,7 @@ def _add_push(command: Command) -> None:
         const=Path(),
         help="only write the folder that would be uploaded (default: DIR with -hub after its name)",
     )
-    field_option(
-        parser,
-        "publication.base_model",
-        "for a checkpoint without README.md: hub id or folder of the original",
-    )
-    field_option(
-        parser,
-        "publication.license",
-        "for a checkpoint without README.md: instead of the licence on the original's card",
-    )
+    field_options(parser, PublicationConfig, "base_model", "license")
     parser.add_argument(
         "--results",
         nargs=2,
@@ -123,7 +97,19 @@ def _add_push(command: Command) -> None:
     )
 
 
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    _add_chat(command)
-    _add_push(command)
+COMMANDS = {
+    "chat": Command(
+        "Talk to a model, or to a converted one and its original side by side (paper App. B).",
+        _chat_options,
+        _chat,
+        "Replies stream with the model's own generation settings. Without a terminal every line of stdin is a turn."
+        " MODEL computes on the accelerator if there is one.",
+    ),
+    "push": Command(
+        "Put a FarSkip checkpoint with its card and results on the Hub.",
+        _push_options,
+        _push,
+        "Run it again after an interruption: it goes on from what has arrived. The access token is that of"
+        " `hf auth login`, or HF_TOKEN.",
+    ),
+}

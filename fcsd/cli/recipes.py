@@ -1,10 +1,13 @@
 """Commands that take a recipe: recipe, estimate, and the stages; what they need beside it: tiny-data, configs."""
 
-import argparse
-import shutil
-from pathlib import Path
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+import shutil
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+
+from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     SEVERAL,
     Command,
@@ -16,29 +19,45 @@ from fcsd.cli.options import (
     recipe_arguments,
 )
 from fcsd.errors import UserError
+from fcsd.files import data_dir, new_folder
 
-if TYPE_CHECKING:
-    from fcsd.config.recipe import Recipe
-    from fcsd.stages.context import Run
-
-
-def _load_recipe(arguments: argparse.Namespace) -> "Recipe":
-    """Load the recipe that a command names, or its rehearsal."""
+with lazy_imports():
     from fcsd.config.load import load_recipe
-
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if arguments.rehearse is None:
-        return recipe
-    from fcsd.distributed.launch import join_launch
-    from fcsd.tiny.rehearse import rehearse
-
-    return rehearse(recipe, arguments.rehearse, join_launch())
-
-
-def _estimate(arguments: argparse.Namespace) -> None:
+    from fcsd.config.overrides import to_yaml
+    from fcsd.config.recipe import Recipe
     from fcsd.cost.estimate import Hardware, estimate, parse_mfu
     from fcsd.cost.table import estimate_table
+    from fcsd.distributed.launch import join_launch
+    from fcsd.stages.context import Run
+    from fcsd.stages.distill import cache_teacher, distill, sweep
+    from fcsd.stages.pretrain import pretrain
+    from fcsd.stages.publish import report
+    from fcsd.stages.run import run_all
+    from fcsd.stages.trace import trace
+    from fcsd.tiny.rehearse import rehearse
+    from fcsd.tiny.tasks import write_tiny_data
 
+
+def _load_recipe(arguments: Namespace) -> Recipe:
+    """Load the recipe that a command names, or its rehearsal."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    return recipe if arguments.rehearse is None else rehearse(recipe, arguments.rehearse, join_launch())
+
+
+def _run(arguments: Namespace) -> Run:
+    """Return the recipe that a command names in its launch."""
+    if arguments.rehearse is not None:
+        quiet_transformers()  # which is loaded only when the recipe is a good one
+    recipe = _load_recipe(arguments)
+    quiet_transformers()
+    return Run(recipe, launch_of(arguments))
+
+
+def _recipe(arguments: Namespace) -> None:
+    print(to_yaml(_load_recipe(arguments).dump()), end="")
+
+
+def _estimate(arguments: Namespace) -> None:
     if arguments.pretrain and arguments.variant is not None:
         raise UserError("--variant and --pretrain are both given; leave one out")
     hardware = Hardware(
@@ -49,61 +68,42 @@ def _estimate(arguments: argparse.Namespace) -> None:
     print_result(arguments, facts, estimate_table)
 
 
-def _recipe(arguments: argparse.Namespace) -> None:
-    from fcsd.config.overrides import to_yaml
-
-    print(to_yaml(_load_recipe(arguments).dump()), end="")
+def _pretrain(arguments: Namespace) -> None:
+    pretrain(_run(arguments))
 
 
-def _run(arguments: argparse.Namespace) -> "Run":
-    """Return the recipe that a command names in its launch."""
-    if arguments.rehearse is not None:
-        quiet_transformers()  # which is loaded only when the recipe is a good one
-    recipe = _load_recipe(arguments)
-    quiet_transformers()
-    from fcsd.stages.context import Run
-
-    return Run(recipe, launch_of(arguments))
+def _sweep(arguments: Namespace) -> None:
+    sweep(_run(arguments))
 
 
-def _stage(arguments: argparse.Namespace) -> None:
-    """Run the stage that has the command's name."""
-    run = _run(arguments)
-    from fcsd.stages.distill import cache_teacher, distill, sweep
-    from fcsd.stages.pretrain import pretrain
-    from fcsd.stages.publish import report
-    from fcsd.stages.run import run_all
-
-    name = arguments.command
-    if name == "distill":
-        distill(run, arguments.variant)
-    elif name == "cache-teacher":
-        print(cache_teacher(run, arguments.variant, arguments.output, verify=arguments.verify))
-    elif name in ("report", "run"):
-        {"report": report, "run": run_all}[name](run, as_json=arguments.json)
-    else:
-        {"pretrain": pretrain, "sweep": sweep}[name](run)
+def _distill(arguments: Namespace) -> None:
+    distill(_run(arguments), arguments.variant)
 
 
-def _trace(arguments: argparse.Namespace) -> None:
-    run = _run(arguments)
-    from fcsd.stages.trace import trace
+def _cache_teacher(arguments: Namespace) -> None:
+    print(cache_teacher(_run(arguments), arguments.variant, arguments.output, verify=arguments.verify))
 
-    for name, measured in trace(run, arguments.output).items():
+
+def _report(arguments: Namespace) -> None:
+    report(_run(arguments), as_json=arguments.json)
+
+
+def _run_all(arguments: Namespace) -> None:
+    run_all(_run(arguments), as_json=arguments.json)
+
+
+def _trace(arguments: Namespace) -> None:
+    for name, measured in trace(_run(arguments), arguments.output).items():
         parts = [f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms" for key, one in measured.items()]
         print(f"{name}: hidden {', '.join(parts)}")
 
 
-def _tiny_data(arguments: argparse.Namespace) -> None:
-    from fcsd.tiny.tasks import write_tiny_data
-
+def _tiny_data(arguments: Namespace) -> None:
     write_tiny_data(arguments.out, seed=arguments.seed)
     print(arguments.out)
 
 
-def _configs(arguments: argparse.Namespace) -> None:
-    from fcsd.files import data_dir, new_folder
-
+def _configs(arguments: Namespace) -> None:
     if arguments.out.exists():
         raise UserError(f"{arguments.out}: is there already; name a new folder")
     with new_folder(arguments.out) as place:
@@ -112,14 +112,7 @@ def _configs(arguments: argparse.Namespace) -> None:
     print(arguments.out)
 
 
-def _add_estimate(command: Command) -> None:
-    parser = command(
-        "estimate",
-        _estimate,
-        "What a training needs before it starts: memory of a rank, operations, time, and what to change if it does"
-        " not fit.",
-        "Nothing is loaded; of a hub id only config.json is fetched.",
-    )
+def _estimate_options(parser: ArgumentParser) -> None:
     recipe_arguments(parser, with_variant=True)
     parser.add_argument("--pretrain", action="store_true", help="the recipe's pre-training instead")
     parser.add_argument(
@@ -140,95 +133,44 @@ def _add_estimate(command: Command) -> None:
     json_argument(parser)
 
 
-def _add_stages(command: Command) -> None:
-    for name, text, more in (
-        (
-            "recipe",
-            "Print a recipe with every default filled in.",
-            "Exits with an error when the recipe is not valid.",
-        ),
-        (
-            "pretrain",
-            "Train a model from scratch, regular or FarSkip (paper App. A).",
-            SEVERAL.format("pretrain"),
-        ),
-        (
-            "sweep",
-            "Choose batch size, then learning rate, by training loss (paper 5.1).",
-            f"Leaves a ready recipe. {SEVERAL.format('sweep')}",
-        ),
-        (
-            "distill",
-            "Distil a FarSkip model from its original.",
-            f"{SEVERAL.format('distill')} Continues where it was cut off.",
-        ),
-        (
-            "cache-teacher",
-            "Run the teacher once over a recipe's training rows and keep its final hidden states on disk.",
-            "With `teacher: {backend: cache, cache: FOLDER}` trainings then read them: no teacher in memory, and about"
-            " the cost of plain fine-tuning. It pays when rows are seen several times: a sweep, variants, epochs."
-            " Needs hidden size x 2 bytes (bfloat16) for each token with loss; the need is printed before it starts."
-            f" {SEVERAL.format('cache-teacher')}"
-            " Continues where it was cut off; rows that are there are not computed again.",
-        ),
-        ("report", "Write the report of a run from what its stages left.", ""),
-        (
-            "run",
-            "All stages of a recipe in a row.",
-            "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
-            " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"
-            " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with"
-            f" the difference shown. {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
-        ),
-    ):
-        parser = command(name, _recipe if name == "recipe" else _stage, text, more)
-        recipe_arguments(parser, with_variant=name in ("distill", "cache-teacher"))
-        if name in ("sweep", "distill", "run"):
-            expert_parallel_argument(parser)
-        if name == "cache-teacher":
-            parser.add_argument(
-                "--output",
-                type=Path,
-                help="folder of the cache (default: the recipe's teacher.cache, else output_dir/teacher-cache)",
-            )
-            parser.add_argument(
-                "--verify", action="store_true", help="then read all of it and check its checksums"
-            )
-        if name in ("report", "run"):
-            parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
-def _add_trace(command: Command) -> None:
-    parser = command(
-        "trace",
-        _trace,
-        "Profile one step of the regular and of the rewired model: traces, a figure, how much is hidden.",
-        "Launched as a training with --expert-parallel N is (docs/overlap.md); random tokens, no weights kept.",
-    )
-    recipe_arguments(parser, with_variant=False)
+def _sweep_options(parser: ArgumentParser, *, with_variant: bool = False) -> None:
+    recipe_arguments(parser, with_variant=with_variant)
     expert_parallel_argument(parser)
+
+
+def _cache_teacher_options(parser: ArgumentParser) -> None:
+    recipe_arguments(parser, with_variant=True)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder of the cache (default: the recipe's teacher.cache, else output_dir/teacher-cache)",
+    )
+    parser.add_argument("--verify", action="store_true", help="then read all of it and check its checksums")
+
+
+def _report_options(parser: ArgumentParser) -> None:
+    recipe_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _run_options(parser: ArgumentParser) -> None:
+    _sweep_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _trace_options(parser: ArgumentParser) -> None:
+    _sweep_options(parser)
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of the traces (ui.perfetto.dev) and the figure"
     )
 
 
-def _add_tiny_data(command: Command) -> None:
-    parser = command(
-        "tiny-data",
-        _tiny_data,
-        "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.",
-    )
+def _tiny_data_options(parser: ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
 
 
-def _add_configs(command: Command) -> None:
-    parser = command(
-        "configs",
-        _configs,
-        "Copy the configurations of `accelerate launch` that ship with fcsd, to be used and edited.",
-        "They are what docs and messages call configs/fsdp2_8.yaml and so on (docs/training.md).",
-    )
+def _configs_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "out",
         metavar="OUT",
@@ -239,10 +181,73 @@ def _add_configs(command: Command) -> None:
     )
 
 
-def add_commands(command: Command) -> None:
-    """Add these commands to the parser."""
-    _add_estimate(command)
-    _add_stages(command)
-    _add_trace(command)
-    _add_tiny_data(command)
-    _add_configs(command)
+COMMANDS = {
+    "estimate": Command(
+        "What a training needs before it starts: memory of a rank, operations, time, and what to change if it does"
+        " not fit.",
+        _estimate_options,
+        _estimate,
+        "Nothing is loaded; of a hub id only config.json is fetched.",
+    ),
+    "recipe": Command(
+        "Print a recipe with every default filled in.",
+        recipe_arguments,
+        _recipe,
+        "Exits with an error when the recipe is not valid.",
+    ),
+    "pretrain": Command(
+        "Train a model from scratch, regular or FarSkip (paper App. A).",
+        recipe_arguments,
+        _pretrain,
+        SEVERAL.format("pretrain"),
+    ),
+    "sweep": Command(
+        "Choose batch size, then learning rate, by training loss (paper 5.1).",
+        _sweep_options,
+        _sweep,
+        f"Leaves a ready recipe. {SEVERAL.format('sweep')}",
+    ),
+    "distill": Command(
+        "Distil a FarSkip model from its original.",
+        partial(_sweep_options, with_variant=True),
+        _distill,
+        f"{SEVERAL.format('distill')} Continues where it was cut off.",
+    ),
+    "cache-teacher": Command(
+        "Run the teacher once over a recipe's training rows and keep its final hidden states on disk.",
+        _cache_teacher_options,
+        _cache_teacher,
+        "With `teacher: {backend: cache, cache: FOLDER}` trainings then read them: no teacher in memory, and about"
+        " the cost of plain fine-tuning. It pays when rows are seen several times: a sweep, variants, epochs."
+        " Needs hidden size x 2 bytes (bfloat16) for each token with loss; the need is printed before it starts."
+        f" {SEVERAL.format('cache-teacher')}"
+        " Continues where it was cut off; rows that are there are not computed again.",
+    ),
+    "report": Command("Write the report of a run from what its stages left.", _report_options, _report),
+    "run": Command(
+        "All stages of a recipe in a row.",
+        _run_options,
+        _run_all,
+        "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
+        " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"
+        " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with"
+        f" the difference shown. {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
+    ),
+    "trace": Command(
+        "Profile one step of the regular and of the rewired model: traces, a figure, how much is hidden.",
+        _trace_options,
+        _trace,
+        "Launched as a training with --expert-parallel N is (docs/overlap.md); random tokens, no weights kept.",
+    ),
+    "tiny-data": Command(
+        "Generate the instruct-to-Python tasks, tokenizer and test data of recipes/tiny.",
+        _tiny_data_options,
+        _tiny_data,
+    ),
+    "configs": Command(
+        "Copy the configurations of `accelerate launch` that ship with fcsd, to be used and edited.",
+        _configs_options,
+        _configs,
+        "They are what docs and messages call configs/fsdp2_8.yaml and so on (docs/training.md).",
+    ),
+}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from fcsd.config.strict import Strict, parse_yaml, validate
+from fcsd.config.strict import Strict, option, parse_yaml, validate
 
 Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
@@ -93,10 +93,12 @@ class DataConfig(Strict):
     train: list[SourceConfig] = Field(min_length=1)
     decontaminate: DecontaminateConfig | None = None
     heldout: SourceConfig | None = None
-    heldout_examples: int = Field(256, gt=0)
-    max_length: int = Field(4096, gt=1)  # tokens in one row
+    heldout_examples: int = option(256, "examples of the text", gt=0)
+    max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = True
     on_bad_row: Literal["error", "skip"] = (
         "error"  # skip: leave out, up to 1 % of the examples, and ten in any case
     )
-    loss_on: Literal["response", "all"] = "response"
+    loss_on: Literal["response", "all"] = option(
+        "response", "tokens the loss is computed on: response or all"
+    )

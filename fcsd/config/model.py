@@ -1,11 +1,10 @@
 """Schema of what is trained and compared: model, connectivity, teacher, adapters."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.config.strict import Strict, options_of
+from fcsd.config.strict import Strict, option
 from fcsd.config.unions import default_tag
 from fcsd.connectivity.spec import Connectivity, parse_selection
 from fcsd.errors import UserError
@@ -17,25 +16,20 @@ class ModelConfig(Strict):
     """The original checkpoint: the teacher, and the weights the student starts from."""
 
     path: str = ""  # hub id or local folder; may be left out when `pretrain` makes the model
-    revision: str | None = None
-    trust_remote_code: bool = False
-    # Of the teacher, and of every model while it is evaluated; auto: the checkpoint's own.
-    dtype: Dtype = "auto"
+    revision: str | None = option(None, "revision of a hub id")
+    trust_remote_code: bool = option(False, "allow code that comes with the checkpoint to run")
+    # Of the teacher, and of every model while it is evaluated.
+    dtype: Dtype = option("auto", "of the model; auto: the checkpoint's own")
     attn_implementation: str | None = None
     experts_implementation: str | None = None
-
-
-def model_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model that the options of a command name, as a `ModelConfig` reads it."""
-    return options_of(ModelConfig, options) | {"path": options["model"]}
 
 
 class ConnectivityConfig(Strict):
     """Which layers are rewired, and which of their two inputs (see `fcsd.connectivity.Connectivity`)."""
 
     layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
-    attention: Literal["partial", "full"] = "partial"
-    mlp: Literal["outdated", "full"] = "outdated"
+    attention: Literal["partial", "full"] = option("partial", "what attention reads")
+    mlp: Literal["outdated", "full"] = option("outdated", "what MoE and MLP blocks read")
 
     @model_validator(mode="after")
     def _selection_can_be_read(self) -> "ConnectivityConfig":

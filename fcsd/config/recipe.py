@@ -25,7 +25,7 @@ from fcsd.config.model import (
 from fcsd.config.overrides import set_dotted
 from fcsd.config.router_bias import RouterBiasConfig
 from fcsd.config.stopping import EarlyStoppingConfig
-from fcsd.config.strict import Strict, did_you_mean, validate
+from fcsd.config.strict import Strict, did_you_mean, option, validate
 from fcsd.config.training import (
     DivergenceObjectiveConfig,
     KLObjectiveConfig,
@@ -60,7 +60,7 @@ class ServerConfig(Strict):
     """A server that answers for the model that is evaluated, by HTTP."""
 
     url: str  # as http://localhost:8000
-    concurrency: PositiveInt = 64  # requests at a time
+    concurrency: PositiveInt = option(64, "with --server: requests at a time", metavar="N")
 
     @field_validator("url")
     @classmethod
@@ -79,17 +79,26 @@ class ServerConfig(Strict):
 class EvaluationConfig(Strict):
     """How every model of the run is evaluated."""
 
-    suite: str = "tiny"  # name in eval/suites, or a path
-    data_root: str | None = None  # folder in hub layout; null: the Hub
-    batch_size: PositiveInt | Literal["auto"] = 16
-    limit: int | None = Field(None, gt=0)  # items per task, for a quick look
-    cache: str | None = None  # folder of finished tasks that several runs share; null: one in each evaluation
+    suite: str = option("tiny", "name in eval/suites, or a path to a suite file")
+    data_root: str | None = option(None, "folder in hub layout (owner/name/…); without it the Hub is used")
+    batch_size: PositiveInt | Literal["auto"] = option(
+        16, "sequences in one forward, or auto: as many as fit the memory"
+    )
+    limit: int | None = option(
+        None, "the first items of every task only, for a quick look; every table says so", gt=0
+    )
+    # null: one in each evaluation
+    cache: str | None = option(
+        None,
+        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
+        " and settings, never by a path",
+    )
     server: ServerConfig | None = None  # null: the model is in memory
     layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
     router_bias: RouterBiasConfig | None = (
         None  # the original again, its routers steered away from slow links
     )
-    allow_weak_sandbox: bool = False
+    allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
 
     @model_validator(mode="after")
     def _a_bias_knows_its_batches(self) -> "EvaluationConfig":
@@ -157,8 +166,12 @@ class PublicationConfig(Strict):
     """What the model card of the published folder says beyond what was measured."""
 
     repo_id: str | None = None
-    license: str | None = None
-    base_model: str | None = None
+    license: str | None = option(
+        None, "for a checkpoint without README.md: instead of the licence on the original's card"
+    )
+    base_model: str | None = option(
+        None, "for a checkpoint without README.md: hub id or folder of the original"
+    )
     language: list[str] = Field(default_factory=list)
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from fcsd.config.strict import Strict
+from fcsd.config.strict import Strict, option
 
 Kind = Literal["camoe", "bottleneck"]
 PlacedBy = Literal["contiguous", "balanced", "topology_aware"]
@@ -21,9 +21,11 @@ class RouterBiasConfig(Strict):
     kind: Kind | list[Kind] = "camoe"
     strengths: list[float] = Field(default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1)
     endpoints: PositiveInt | None = None  # that hold the experts; null: those of the links
-    placement: PlacedBy = "contiguous"  # of experts on endpoints
-    selection: bool = False  # the bias chooses experts, and their weights come from the unbiased logits
-    scale: Literal["logit_std"] | None = None  # a strength counts in standard deviations of a layer's logits
+    placement: PlacedBy = option("contiguous", "which endpoint has which experts")
+    selection: bool = option(False, "choose experts by the bias, weigh them without it")
+    scale: Literal["logit_std"] | None = option(
+        None, "count the strength in standard deviations of the layer's logits"
+    )
     tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on
 
     @field_validator("strengths")

@@ -7,12 +7,13 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.config.unions import Place, choice_of, place_of
@@ -42,6 +43,38 @@ class Strict(BaseModel):
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return value
+
+    @classmethod
+    def from_plain(cls, value: Any, where: str) -> Self:
+        """Build a record from plain data, as `validate` does."""
+        return validate(cls, value, where)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
+        """Build a record from the options of a command that are called like its fields; None: not given.
+
+        own: fields that the options do not give as they are.
+
+        Raises:
+            UserError: one line that names the option: `--text-examples: …`.
+        """
+        given = {name: options[name] for name in cls.model_fields if options.get(name) is not None}
+        return _build(cls, given | own, "", options=True)
+
+
+def option(default: Any, help: str, *, metavar: str | None = None, **bounds: Any) -> Any:
+    """Declare a field that is an option of a command, too; metavar: what its value is called in the help.
+
+    default: `...` where it must be given.
+    """
+    return Field(
+        default, description=help, json_schema_extra={"metavar": metavar} if metavar else None, **bounds
+    )
+
+
+def like(record: type[BaseModel], name: str) -> Any:
+    """Declare a field with the default, the bounds and the description of another record's."""
+    return copy(record.model_fields[name])
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -113,15 +146,6 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
     return _build(kind, value, f"{where}: ")
 
 
-def validate_options(kind: type[Document], value: dict[str, Any]) -> Document:
-    """Build a `kind` from the options of a command that are called like its fields.
-
-    Raises:
-        UserError: one line that names the option: `--text-examples: …`.
-    """
-    return _build(kind, value, "", options=True)
-
-
 def _build(kind: type[Document], value: dict[str, Any], before: str, *, options: bool = False) -> Document:
     try:
         return TypeAdapter(kind).validate_python(value)
@@ -131,11 +155,6 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
         lines = [_line(kind, problem, options) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
         raise UserError(f"{before}{lines[0]}{more}") from None
-
-
-def options_of(kind: type[Strict], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a command that are called like a field of `kind`."""
-    return {name: options[name] for name in kind.model_fields if name in options}
 
 
 def _line(kind: Any, problem: Any, options: bool) -> str:

@@ -6,9 +6,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fcsd.config.calibration import CalibrationConfig
-from fcsd.config.data import SourceConfig, source_option
-from fcsd.config.model import ModelConfig, model_options
-from fcsd.config.strict import Strict, options_of, validate_options
+from fcsd.config.data import DataConfig, SourceConfig, source_option
+from fcsd.config.model import ConnectivityConfig
+from fcsd.config.recipe import EvaluationConfig
+from fcsd.config.strict import like, option
+from fcsd.config.study import ModelStudy
 from fcsd.config.suite import SuiteConfig, named_tasks
 from fcsd.errors import UserError
 
@@ -16,32 +18,22 @@ KL = "kl"  # the metric that is not a task; lower is better
 Side = Literal["first", "last", "single"]
 
 
-class Study(Strict):
-    """What is measured, on which selections."""
+class Study(ModelStudy):
+    """What is measured, on which selections: the KL to the original on the text, and the scores of the tasks."""
 
-    model: ModelConfig
-    attention: Literal["partial", "full"] = "partial"
-    mlp: Literal["outdated", "full"] = "outdated"
+    attention: Literal["partial", "full"] = like(ConnectivityConfig, "attention")
+    mlp: Literal["outdated", "full"] = like(ConnectivityConfig, "mlp")
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
     # Numbers of layers rewired from the start and from the end: these, or every Nth and all.
     counts: list[int] | None = None
-    every: int = Field(1, gt=0)
-    # KL to the original on held-out text
-    text: SourceConfig | None = None
-    text_examples: int = Field(256, gt=0)
-    max_length: int = Field(4096, gt=1)  # tokens in one row
-    packing: bool = True
-    loss_on: Literal["response", "all"] = "response"
-    # Measure every selection with calibrated weights too, solved on so many tokens of this text
+    every: int = option(1, "first and last: every Nth number of layers, and all layers", gt=0)
+    packing: bool = like(DataConfig, "packing")
+    loss_on: Literal["response", "all"] = like(DataConfig, "loss_on")
+    # Measure every selection with calibrated weights too, solved on so many tokens of this text.
     calibrated: SourceConfig | None = None
-    calibration_tokens: int = Field(CalibrationConfig.model_fields["tokens"].default, gt=0)
-    # tasks
-    suite: str = "tiny"
-    tasks: list[str] = Field(default_factory=list)
-    data_root: str | None = None
-    batch_size: int = Field(16, gt=0)
-    limit: int | None = Field(None, gt=0)
-    allow_weak_sandbox: bool = False
+    calibration_tokens: int = like(CalibrationConfig, "tokens")
+    batch_size: int = Field(EvaluationConfig.model_fields["batch_size"].default, gt=0)
+    allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")
 
     @model_validator(mode="after")
     def _measures_something(self) -> "Study":
@@ -75,7 +67,6 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
     Raises:
         UserError: an option that does not make sense.
     """
-    texts = {name: source_option(options[name], f"--{name}") for name in ("text", "calibrated")}
     sides = options["sides"].split(",") if options["sides"] else None
     if sides is None:
         sides = ["first", "last"] if options["mlp"] == "full" else ["first", "last", "single"]
@@ -85,8 +76,8 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         if wrong := [word for word in words if not word.strip().isdigit()]:
             raise UserError(f"--counts: {wrong[0]!r} is not a number of layers; write for example 1,2,4,8")
         counts = [int(word) for word in words]
-    own = {"model": model_options(options), "tasks": options["task"], "sides": sides, "counts": counts}
-    return validate_options(Study, options_of(Study, options) | own | texts)
+    calibrated = source_option(options["calibrated"], "--calibrated")
+    return Study.from_options(options, sides=sides, counts=counts, calibrated=calibrated)
 
 
 def suite_of(study: Study) -> SuiteConfig | None:

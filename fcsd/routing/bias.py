@@ -31,9 +31,8 @@ from fcsd.families.structure import unwrapped
 from fcsd.files import writing
 from fcsd.routing.placement import contiguous
 from fcsd.routing.routers import Router, find_routers
+from fcsd.routing.settings import Kind
 from fcsd.temporary import file_beside
-
-Kind = Literal["camoe", "bottleneck", "windows"]
 
 
 @dataclass(frozen=True)

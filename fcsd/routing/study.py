@@ -15,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from fcsd.artifact import Stage
-from fcsd.config.data import SourceConfig
-from fcsd.config.model import ModelConfig
-from fcsd.config.strict import Strict
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.dataset import heldout_rows
@@ -39,34 +35,12 @@ from fcsd.routing.metrics import EPSILON
 from fcsd.routing.placement import check_world, contiguous
 from fcsd.routing.report import report
 from fcsd.routing.routes import Routes, read_routes
+from fcsd.routing.settings import RoutingStudy
 
 SCHEMA_VERSION = 1
 _ENDPOINTS = 8  # of one machine, where neither links nor a number are given
 
 Rows = list[list[int]]
-
-
-class RoutingStudy(Strict):
-    """Which models are run on which text, and where their experts are thought to be."""
-
-    model: ModelConfig
-    against: ModelConfig | None = None
-    text: SourceConfig | None = None
-    text_examples: int = Field(256, gt=0)
-    max_length: int = Field(4096, gt=1)  # tokens of one row
-    suite: str = "tiny"
-    tasks: list[str] = Field(default_factory=list)
-    data_root: str | None = None
-    limit: int | None = Field(None, gt=0)
-    batch_size: int = Field(8, gt=0)  # rows of one batch
-    links: str | None = None
-    endpoints: int | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _has_text(self) -> "RoutingStudy":
-        if self.text is None and not self.tasks:
-            raise ValueError("nothing to route: give a text (--text) or a task of the suite (--task)")
-        return self
 
 
 def study_routing(

@@ -11,10 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat, model_validator
 from torch import Tensor, nn
 
-from fcsd.config.router_bias import PlacedBy
 from fcsd.config.strict import Strict, validate
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
@@ -32,32 +31,9 @@ from fcsd.routing.counts import Routed, routed_batches
 from fcsd.routing.exchanges import exchange_counts
 from fcsd.routing.placement import contiguous, placed
 from fcsd.routing.routers import find_routers
-from fcsd.routing.study import RoutingStudy, Rows, batches_of, network_of
+from fcsd.routing.settings import BiasSettings
+from fcsd.routing.study import Rows, batches_of, network_of
 from fcsd.text import progress_bar
-
-
-class BiasSettings(RoutingStudy):
-    """Which tables to make, from which text and links."""
-
-    links: str = Field(...)
-    kind: Kind = "camoe"
-    strength: float | None = Field(None, ge=0)
-    windows: str | None = None  # file of `fcsd plan`
-    placement: PlacedBy = "contiguous"
-    selection: bool = False
-    scale: Literal["logit_std"] | None = None
-
-    @model_validator(mode="after")
-    def _fits_the_kind(self) -> "BiasSettings":
-        if (self.kind == "windows") != (self.windows is not None):
-            raise ValueError("--windows FILE and --kind windows go together")
-        if (self.kind == "windows") == (self.strength is not None):
-            raise ValueError(
-                f"--strength: {self.kind} " + ("takes none" if self.strength is not None else "needs one")
-            )
-        if self.kind == "windows" and self.scale is not None:
-            raise ValueError("--scale: windows have no strength to scale")
-        return self
 
 
 class Calibration:

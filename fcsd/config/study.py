@@ -1,0 +1,31 @@
+"""Schema of what the studies of one model share: the model, and the text and the tasks that it is run on."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field
+
+from fcsd.config.data import DataConfig, SourceConfig, source_option
+from fcsd.config.model import ModelConfig
+from fcsd.config.recipe import EvaluationConfig
+from fcsd.config.strict import Strict, like
+
+
+class ModelStudy(Strict):
+    """A model on text, on tasks of a suite, or on both."""
+
+    model: ModelConfig
+    text: SourceConfig | None = None
+    text_examples: int = like(DataConfig, "heldout_examples")
+    max_length: int = like(DataConfig, "max_length")
+    suite: str = like(EvaluationConfig, "suite")
+    tasks: list[str] = Field(default_factory=list)
+    data_root: str | None = like(EvaluationConfig, "data_root")
+    limit: int | None = like(EvaluationConfig, "limit")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
+        """Build a study from the options of a command: MODEL, --text, --task, and those called like its fields."""
+        model = ModelConfig.from_options(options, path=options["model"])
+        text = source_option(options["text"], "--text")
+        return super().from_options(options, model=model, text=text, tasks=options["task"], **own)
