@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict, option
-from fcsd.config.unions import default_tag
+from fcsd.config.unions import one_of
 from fcsd.connectivity.spec import Connectivity, parse_selection
 from fcsd.errors import UserError
 
@@ -89,8 +89,7 @@ class CachedTeacherConfig(_OfACheckpoint):
 # Where the teacher's final hidden states come from; the numbers are the same, memory and time are not.
 TeacherConfig = Annotated[
     ShardedTeacherConfig | AdapterOffTeacherConfig | CachedTeacherConfig,
-    Field(discriminator="backend"),
-    default_tag("backend", "sharded"),
+    one_of("backend", ShardedTeacherConfig, AdapterOffTeacherConfig, CachedTeacherConfig, default="sharded"),
 ]
 
 

@@ -1,11 +1,12 @@
 """Schema of early stopping: which score, how often, with how much patience."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from fcsd.config.strict import Strict
 from fcsd.config.suite import TaskConfig
+from fcsd.config.unions import OneOf
 
 
 class StoppingBase(Strict):
@@ -42,12 +43,13 @@ class TaskStoppingConfig(StoppingBase):
         return self.task.metric
 
 
-def _score(value: Any) -> str:
-    metric = value.get("metric") if isinstance(value, dict) else getattr(value, "metric", None)
-    return "heldout_kl" if metric == "heldout_kl" else "a task"
-
-
 EarlyStoppingConfig = Annotated[
-    Annotated[HeldoutKLStoppingConfig, Tag("heldout_kl")] | Annotated[TaskStoppingConfig, Tag("a task")],
-    Discriminator(_score),
+    HeldoutKLStoppingConfig | TaskStoppingConfig,
+    OneOf(
+        "metric",
+        {"heldout_kl": HeldoutKLStoppingConfig, "a task": TaskStoppingConfig},
+        default="a task",
+        else_default=True,
+        name="",
+    ),
 ]

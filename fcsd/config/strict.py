@@ -9,18 +9,15 @@ import re
 from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
-from types import UnionType
-from typing import Any, Self, TypeVar, Union, get_args, get_origin
+from types import MappingProxyType, UnionType
+from typing import Any, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fcsd.config.unions import Place, choice_of, place_of
 from fcsd.errors import UserError
 from fcsd.files import read_text
-
-_NO_NUMBER = PydanticCustomError("no_number", "a number is needed")
 
 
 class Strict(BaseModel):
@@ -30,19 +27,44 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        wrong = [
-            InitErrorDetails(type=_NO_NUMBER, loc=(key,), input=given)
-            for key, given in value.items()
-            if isinstance(given, bool) and key in cls.model_fields
-            # pydantic would take true for 1
-            if bool not in (kinds := _kinds(cls.model_fields[key].annotation)) and kinds & {int, float}
-        ]
-        if wrong:
-            raise ValidationError.from_exception_data(cls.__name__, wrong)
+    def _keys_are_known(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            cls.check_keys(value)
         return value
+
+    @classmethod
+    def requires(cls, key: str) -> bool:
+        """Tell whether a key must be given."""
+        return key in cls.model_fields and cls.model_fields[key].is_required()
+
+    @classmethod
+    def check_keys(
+        cls,
+        value: Mapping[str, Any],
+        foreign: Mapping[str, str] = MappingProxyType({}),
+        needs: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Refuse keys that the record does not know, and those that it misses; `true` where a number is needed.
+
+        foreign: key that others of a union know -> what is said of it. needs: required key -> for what.
+        """
+        wrong = {}
+        for key, given in value.items():
+            if key not in cls.model_fields:
+                wrong[key] = (
+                    foreign.get(key) or f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
+                )
+            elif isinstance(given, bool):  # pydantic would take true for 1
+                kinds = _kinds(cls.model_fields[key].annotation)
+                if bool not in kinds and kinds & {int, float}:
+                    wrong[key] = f"a number is needed, got {given!r}"
+        missing = {}
+        for key, field in cls.model_fields.items():
+            if cls.requires(key) and key not in value:
+                what = f": {field.description}" if field.description else ""
+                missing[key] = f"is required{needs.get(key, '')}{what}"
+        if wrong or missing:
+            refuse_keys(wrong, missing)
 
     @classmethod
     def from_plain(cls, value: Any, where: str) -> Self:
@@ -77,6 +99,20 @@ def like(record: type[BaseModel], name: str) -> Any:
     return copy(record.model_fields[name])
 
 
+def refuse_keys(wrong: Mapping[str, str], missing: Mapping[str, str] = MappingProxyType({})) -> NoReturn:
+    """Raise pydantic's error for keys of a mapping -> what is wrong with each."""
+    raise ValidationError.from_exception_data(
+        "record",
+        [
+            InitErrorDetails(
+                type=PydanticCustomError(kind, "{text}", {"text": text}), loc=(str(key),), input=None
+            )
+            for kind, texts in (("key", wrong), ("missing", missing))
+            for key, text in texts.items()
+        ],
+    )
+
+
 def _kinds(annotation: Any) -> set[Any]:
     """Return the members of a union, or the one type itself."""
     if get_origin(annotation) in (Union, UnionType):
@@ -85,6 +121,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 Document = TypeVar("Document", bound=Strict)
+_TYPES = {"int", "str", "float", "bool", "constrained-int", "constrained-str", "constrained-float"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -152,72 +189,24 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
     except ValidationError as error:
         # What is missing comes last: often it is there under a wrong name.
         problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
-        lines = [_line(kind, problem, options) for problem in problems]
+        lines = [_line(problem, options) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
         raise UserError(f"{before}{lines[0]}{more}") from None
 
 
-def _line(kind: Any, problem: Any, options: bool) -> str:
-    place = place_of(kind, problem["loc"])
-    dotted = ".".join(map(str, place.keys))
-    if options and (names := [key for key in place.keys if isinstance(key, str)]):
+def _line(problem: Any, options: bool) -> str:
+    # Of a union that is tried one after the other, pydantic adds the types that it tried.
+    keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
+    dotted = ".".join(map(str, keys))
+    if options and (names := [key for key in keys if isinstance(key, str)]):
         dotted = f"--{names[-1].replace('_', '-')}"
-    if problem["type"] == "extra_forbidden":
-        return f"{dotted}: {_unknown(place)}"
-    if problem["type"] == "missing":
-        return f"{dotted}: is required{_why_required(place)}"
-    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return _wrong_tag(place, problem)
+    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
         message = "a mapping of keys to values is needed"
-    else:
-        message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
-    shown = f", got {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    place_text = f"{dotted}: " if dotted else ""  # a rule for the whole has none
-    return f"{place_text}{message}{shown if 'got' not in message else ''}"
-
-
-def _unknown(place: Place) -> str:
-    """Return what to say of a key that its record does not have."""
-    key, record = str(place.keys[-1]), place.record
-    if record is None:
-        return "unknown key"
-    if place.choice is not None and (others := place.choice.tags_with(key)):
-        return f"no meaning for {_tag(place)}, only for {', '.join(others)}"
-    return f"unknown key{did_you_mean(key, list(record.model_fields))}"
-
-
-def _why_required(place: Place) -> str:
-    """Return what a missing key is for, where its field says so, and that other members of a union need it not."""
-    key, record = str(place.keys[-1]), place.record
-    if record is None:
-        return ""
-    others = place.choice.members.values() if place.choice is not None and place.choice.key else [record]
-    everywhere = all(key in other.model_fields and other.model_fields[key].is_required() for other in others)
-    what = record.model_fields[key].description
-    return ("" if everywhere else f" for {_tag(place)}") + (f": {what}" if what else "")
-
-
-def _tag(place: Place) -> str:
-    """Return `backend 'cache'`; `objective 'kl'`, where the key is called name; the tag alone, where no key decides."""
-    assert place.choice is not None
-    if not place.choice.key:
-        return str(place.tag)
-    section = str(place.keys[-2]) if len(place.keys) > 1 else ""
-    label = section if place.choice.key == "name" else place.choice.key
-    return f"{label} {place.tag!r}".strip()
-
-
-def _wrong_tag(place: Place, problem: Any) -> str:
-    choice = choice_of(place.here)
-    assert choice is not None
-    tags = [repr(tag) for tag in choice.members]
-    dotted = ".".join(map(str, [*place.keys, choice.key]))
-    allowed = f"{', '.join(tags[:-1])} or {tags[-1]}"
-    if problem["type"] == "union_tag_not_found":
-        return f"{dotted}: is required: {allowed}"
-    return f"{dotted}: Input should be {allowed}, got {problem['input'][choice.key]!r}"
+    is_shown = problem["type"] not in ("key", "missing") and "got" not in message
+    shown = f", got {given!r}" if is_shown and isinstance(given, str | int | float | bool | None) else ""
+    return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"  # a rule for the whole has none
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

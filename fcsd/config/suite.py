@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fcsd.config.strict import Strict, did_you_mean, read_yaml, validate
+from fcsd.config.unions import one_of
 from fcsd.errors import UserError
 from fcsd.files import data_dir
 
@@ -133,7 +134,7 @@ class CodeTaskConfig(TaskBase):
 # One row of a suite.
 TaskConfig = Annotated[
     LikelihoodTaskConfig | GenerationTaskConfig | CodeTaskConfig,
-    Field(discriminator="kind"),
+    one_of("kind", LikelihoodTaskConfig, GenerationTaskConfig, CodeTaskConfig),
 ]
 
 

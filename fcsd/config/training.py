@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.config.strict import Strict
-from fcsd.config.unions import default_tag
+from fcsd.config.unions import one_of
 
 
 class ObjectiveBase(Strict):
@@ -106,8 +106,15 @@ class CrossEntropyObjectiveConfig(_WithoutJSD, _WithoutL2, ObjectiveBase):
 
 ObjectiveConfig = Annotated[
     KLObjectiveConfig | JSDObjectiveConfig | KLWithL2ObjectiveConfig | CrossEntropyObjectiveConfig,
-    Field(discriminator="name"),
-    default_tag("name", "kl"),
+    one_of(
+        "name",
+        KLObjectiveConfig,
+        JSDObjectiveConfig,
+        KLWithL2ObjectiveConfig,
+        CrossEntropyObjectiveConfig,
+        default="kl",
+        name="objective",
+    ),
 ]
 
 

@@ -1,145 +1,120 @@
-"""Read discriminated unions of pydantic: which class a value's tag names, and what the other classes have.
-
-An objective, a teacher and a suite's task are each one of several classes; a key of theirs (`name`, `backend`, `kind`)
-or a function says which. Pydantic puts that tag into the location of an error, where it means nothing to a user.
+"""Unions of records of which one key says which it is: an objective, a teacher, a suite's task.
 
 Not covered: unions that are tried one after the other (`int | Literal["auto"]`).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from __future__ import annotations
+
+from collections.abc import Collection
 from dataclasses import dataclass
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Tag
+from pydantic import GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from fcsd.config.strict import Strict, refuse_keys
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A discriminated union.
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Stands beside a union of records in `Annotated`, and says which of them a mapping is.
 
-    key: the key that decides; "" where a function does. tag: what decides of a plain value. members: tag -> class.
+    key: the key that decides. members: its values -> records. default: the value of a mapping without the key; None:
+    it is required. else_default: another value stands for the default, too. name: what messages call the key; "": the
+    value says it all.
     """
 
     key: str
-    tag: Callable[[dict[str, Any]], Any]
-    members: dict[Any, type[BaseModel]]
+    members: dict[str, type[Strict]]
+    default: str | None = None
+    else_default: bool = False
+    name: str | None = None
 
-    def member(self, value: Any) -> type[BaseModel] | None:
-        """Return the class of a plain value; None for what is no mapping, or has a tag that is not known."""
-        tag = self.tag(value) if isinstance(value, dict) else None
-        return self.members.get(tag) if isinstance(tag, str) else None
+    def tag(self, value: dict[str, Any]) -> str | None:
+        """Return the value of the key, or what stands for it; None for one that is not allowed."""
+        tag = value.get(self.key, self.default)
+        if isinstance(tag, str) and tag in self.members:
+            return tag
+        return self.default if self.else_default else None
 
-    def tags_with(self, key: str) -> list[str]:
-        """Return the tags of the classes that have `key`."""
-        return [tag for tag, member in self.members.items() if key in member.model_fields]
+    def member(self, value: Any) -> type[Strict] | None:
+        """Return the record of a plain value; None for what is no mapping, or has a value that is not allowed."""
+        return self.members.get(self.tag(value) or "") if isinstance(value, dict) else None
 
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._read, handler(union))
 
-@dataclass(frozen=True)
-class Place:
-    """Where in a document an error lies.
-
-    keys: the location without tags. here: the annotation of what lies there; None for what is not known.
-    record: the class that has, or lacks, the last key; None in a free mapping. choice, tag: the union that this class
-    belongs to, and its tag there; None for a class of its own.
-    """
-
-    keys: list[str | int]
-    here: Any
-    record: type[BaseModel] | None
-    choice: Choice | None
-    tag: str | None
-
-
-def default_tag(key: str, tag: str) -> BeforeValidator:
-    """Take a mapping without `key` for one with this tag."""
-    return BeforeValidator(lambda value: {key: tag, **value} if isinstance(value, dict) else value)
-
-
-def choice_of(annotation: Any) -> Choice | None:
-    """Return the discriminated union of an annotation or a field, be it optional; None for anything else."""
-    inner, discriminator = _inner(annotation)
-    if discriminator is None or get_origin(inner) not in (Union, UnionType):
-        return None
-    members: dict[Any, type[BaseModel]] = {}
-    for member in get_args(inner):
-        kind, _ = _inner(member)
-        if callable(discriminator):
-            tags = [each.tag for each in get_args(member)[1:] if isinstance(each, Tag)]
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, tuple(self.members.values())):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticCustomError("mapping", "a mapping of keys to values is needed")
+        kind, tag = self.member(value), self.tag(value)
+        if kind is None:
+            *most, last = map(repr, self.members)
+            allowed = f"{', '.join(most)} or {last}"
+            if self.key in value:
+                refuse_keys({self.key: f"Input should be {allowed}, got {value[self.key]!r}"})
+            refuse_keys({self.key: f"is required: {allowed}"})
         else:
-            tags = list(get_args(kind.model_fields[discriminator].annotation))
-        members |= dict.fromkeys(tags, kind)
-    if callable(discriminator):
-        return Choice("", discriminator, members)
-    return Choice(discriminator, lambda value: value.get(discriminator), members)
+            if self.key in kind.model_fields:
+                value = {self.key: tag} | value
+            name = self.key if self.name is None else self.name
+            kind.check_keys(value, *self._others(kind, f"{name} {tag!r}" if name else str(tag)))
+            return kind.model_validate(value)
+
+    def _others(self, kind: type[Strict], which: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what is said of keys that others have and not `kind`, and of those that it alone needs."""
+        every = self.members.values()
+        needed_by_all = {key for key in kind.model_fields if all(one.requires(key) for one in every)}
+        tags = {
+            key: [tag for tag, one in self.members.items() if key in one.model_fields]
+            for one in every
+            for key in one.model_fields.keys() - kind.model_fields.keys()
+        }
+        foreign = {key: f"no meaning for {which}, only for {', '.join(found)}" for key, found in tags.items()}
+        needs = (
+            {}
+            if self.name == ""
+            else dict.fromkeys(kind.model_fields.keys() - needed_by_all, f" for {which}")
+        )
+        return foreign, needs
 
 
-def _inner(annotation: Any) -> tuple[Any, Any]:
-    """Return what is inside Optional and Annotated, and the discriminator beside it."""
-    discriminator: Any = None
-    while True:
-        beside: Sequence[Any] = []
-        if isinstance(annotation, FieldInfo):
-            beside, annotation = [annotation, *annotation.metadata], annotation.annotation
-        elif get_origin(annotation) is Annotated:
-            annotation, *beside = get_args(annotation)
-        elif get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation):
-            some = [each for each in get_args(annotation) if each is not NoneType]
-            if len(some) > 1:
-                return annotation, discriminator
-            annotation = some[0]
-        else:
-            return annotation, discriminator
-        for each in beside:
-            found = each.discriminator if isinstance(each, FieldInfo | Discriminator) else None
-            if isinstance(found, Discriminator):
-                found = found.discriminator
-            discriminator = discriminator or found
+def one_of(key: str, *kinds: type[Strict], default: str | None = None, name: str | None = None) -> OneOf:
+    """Choose among records by a key that is a `Literal` in each of them."""
+    tags = {tag: kind for kind in kinds for tag in get_args(kind.model_fields[key].annotation)}
+    return OneOf(key, tags, default, name=name)
 
 
-def place_of(kind: Any, location: Sequence[str | int]) -> Place:
-    """Follow the location of an error into a class, or into a union of classes."""
-    annotation: Any = kind
-    keys: list[str | int] = []
-    record: type[BaseModel] | None = None
-    chosen: tuple[Choice, str] | None = None  # of the class that `annotation` stands for now
-    held = chosen  # of `record`
-    for part in location:
-        choice = choice_of(annotation)
-        if choice is not None and part in choice.members:
-            annotation, chosen = choice.members[part], (choice, str(part))
-            continue
-        inner, _ = _inner(annotation)
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            record, held, chosen = inner, chosen, None
-            annotation = inner.model_fields.get(str(part))
-        elif get_origin(inner) in (list, dict):
-            record, annotation = None, get_args(inner)[-1]
-        elif _names_a_type(part):
-            continue
-        else:
-            record, annotation = None, None
-        keys.append(part)
-    choice, tag = held if held is not None and record is not None else (None, None)
-    return Place(keys, annotation, record, choice, tag)
-
-
-def _names_a_type(part: str | int) -> bool:
-    """Pydantic adds the types that it tried to a location."""
-    return isinstance(part, str) and (
-        "[" in part or part[:1].isupper() or part in {"int", "str", "float", "bool"}
-    )
+def choice_of(annotation: Any) -> OneOf | None:
+    """Return the choice of an annotation or a field, be it optional; None for anything else."""
+    beside: list[Any] = []
+    if isinstance(annotation, FieldInfo):
+        annotation, beside = annotation.annotation, annotation.metadata
+    elif get_origin(annotation) is Annotated:
+        annotation, *beside = get_args(annotation)
+    if found := next((each for each in beside if isinstance(each, OneOf)), None):
+        return found
+    inside = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return next((found for each in inside if (found := choice_of(each))), None)
 
 
 def drop_foreign_keys(annotation: Any, raw: Any, given: Collection[str], prefix: str = "") -> None:
-    """Take out of plain values, in place, the keys that the class of their tag does not have; those in `given`, dotted,
-    or below or above one of them, stay."""
-    if not isinstance(raw, dict):
-        return
+    """Take out of plain values, in place, the keys that the record of their union does not have; those in `given`,
+    dotted, or below or above one of them, stay."""
     choice = choice_of(annotation)
-    kind = choice.member(raw) if choice is not None else _inner(annotation)[0]
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+    if choice is not None:
+        kind = choice.member(raw)
+    else:
+        own = annotation.annotation if isinstance(annotation, FieldInfo) else annotation
+        kinds = [
+            each for each in (own, *get_args(own)) if isinstance(each, type) and issubclass(each, Strict)
+        ]
+        kind = kinds[0] if kinds else None
+    if kind is None or not isinstance(raw, dict):
         return
     for key in list(raw):
         dotted = f"{prefix}{key}"

@@ -7,7 +7,6 @@ import pytest
 
 from fcsd.cli.main import build_parser
 from fcsd.config.recipe import EvaluationConfig, Recipe
-from fcsd.config.unions import place_of
 from fcsd.layers.settings import Study
 
 
@@ -64,9 +63,8 @@ def test_of_commands_that_are_not_asked_for_no_option_is_looked_up() -> None:
     }.items(),
 )  # fmt: skip
 def test_a_layer_study_takes_what_the_key_of_a_recipe_takes(field: str, key: str) -> None:
-    record = place_of(Recipe, key.split(".")).record
-    assert record is not None
-    ours, theirs = Study.model_fields[field], record.model_fields[key.split(".")[1]]
+    section, name = key.split(".")
+    ours, theirs = Study.model_fields[field], Recipe.model_fields[section].annotation.model_fields[name]
     assert (ours.annotation, ours.default, ours.metadata) == (
         theirs.annotation,
         theirs.default,

@@ -71,7 +71,7 @@ def _keys(kind: type[BaseModel], prefix: str) -> list[tuple[str, str]]:
 
 def _below(annotation: Any, dotted: str) -> list[tuple[str, str]]:
     """The keys of the records that an annotation can hold."""
-    if isinstance(annotation, FieldInfo) and annotation.discriminator is None:
+    if isinstance(annotation, FieldInfo) and choice_of(annotation) is None:
         annotation = annotation.annotation
     choice = choice_of(annotation)
     if choice is not None:
