@@ -24,8 +24,8 @@ with lazy_imports():
     from fcsd.config.recipe import EvaluationConfig, Recipe
     from fcsd.connectivity.export import convert_checkpoint, unconvert_checkpoint
     from fcsd.distributed.launch import join_launch
+    from fcsd.families.table import families_facts, families_table
     from fcsd.inspect import inspect_model, report_table
-    from fcsd.report.table import families_facts, families_table
     from fcsd.stages.calibrate import calibrate_folder
 
 

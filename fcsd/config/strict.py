@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Any, NoReturn, Self, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -24,6 +24,10 @@ class Strict(BaseModel):
     """A frozen record that accepts no key it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    elsewhere: ClassVar[
+        dict[str, str]
+    ] = {}  # keys that a user may look for in this record -> what to say of them
 
     @model_validator(mode="before")
     @classmethod
@@ -51,9 +55,8 @@ class Strict(BaseModel):
         wrong = {}
         for key, given in value.items():
             if key not in cls.model_fields:
-                wrong[key] = (
-                    foreign.get(key) or f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
-                )
+                unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
+                wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             elif isinstance(given, bool):  # pydantic would take true for 1
                 kinds = _kinds(cls.model_fields[key].annotation)
                 if bool not in kinds and kinds & {int, float}:

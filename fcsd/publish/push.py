@@ -23,6 +23,8 @@ from fcsd.connectivity.carried import CARRIED
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
 from fcsd.connectivity.load import check_tensors, config_and_class
 from fcsd.errors import UserError
+from fcsd.evaluate.lm_eval.read import read_results
+from fcsd.evaluate.scores import compare
 from fcsd.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
 from fcsd.publish.card import write_card
 from fcsd.publish.facts import (
@@ -300,9 +302,6 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
 
 def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
-    from fcsd.evaluate.lm_eval.read import read_results
-    from fcsd.evaluate.scores import compare
-
     manifest = converted / "manifest.json"
     if manifest.is_file():
         measured = read_json(manifest)["inputs"].get("model")

@@ -13,6 +13,7 @@ import numpy as np
 from fcsd.config.layout import RunLayout
 from fcsd.config.recipe import Recipe
 from fcsd.files import read_json
+from fcsd.report.study_plots import plot_steering
 from fcsd.report.table import percent, with_error
 from fcsd.text import markdown, nats
 
@@ -132,8 +133,6 @@ def steering_figure(points: Points, folder: Path, note: str = "") -> dict[str, s
     """Draw quality against time; file name -> caption."""
     if not points:
         return {}
-    from fcsd.report.study_plots import plot_steering
-
     plot_steering(points, folder / "steering.png", note=note)
     return {
         "steering.png": "Quality against the mean time of an exchange, in per cent of the original's: KL of the output,"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fcsd.evaluate.results import read_result
 from fcsd.report.verdict import interval_text, p_text, quick_look, signed
 from fcsd.text import markdown, metric_words, nats
 
@@ -101,8 +102,6 @@ def _retained(row: Mapping[str, Any]) -> str:
 
 def result_table(folder: Path) -> str:
     """Format the results in one folder of `fcsd evaluate`."""
-    from fcsd.evaluate.results import read_result
-
     result, _ = read_result(folder)
     table = score_table(result)
     mean = f"mean {with_error(percent(result['mean']), result['mean_stderr'])}"
@@ -141,47 +140,3 @@ def score_table(result: Mapping[str, Any]) -> str:
     elif limit:
         notes.append(quick_look(limit))
     return "\n\n".join([table, *notes])
-
-
-def families_facts() -> dict[str, Any]:
-    """Return what can be converted, how it was verified, and what is refused why.
-
-    {"families": [...], "refused": {model type: reason}}
-    """
-    from fcsd.families import FAMILIES
-    from fcsd.families.family import MOE_LAYERS
-    from fcsd.families.refused import REFUSED
-
-    facts: list[dict[str, Any]] = [
-        {
-            "model_type": name,
-            "model_class": family.causal_lm,
-            "multimodal": family.multimodal,
-            "shared_experts": bool(family.block_shared or family.layer_shared),
-            "additive": family.additive,
-            "dense_layers": [] if family.moe_layers == "all" else list(MOE_LAYERS[family.moe_layers][0]),
-            "reference": family.reference,
-        }
-        for name, family in sorted(FAMILIES.items())
-    ]
-    return {"families": facts, "refused": dict(sorted(REFUSED.items()))}
-
-
-def families_table(found: Mapping[str, Any]) -> str:
-    """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
-    rows = [
-        [
-            fact["model_type"],
-            fact["model_class"],
-            ("yes" if fact["additive"] else "in flight, too") if fact["shared_experts"] else "no",
-            ", ".join(fact["dense_layers"]) or "none",
-            "written by hand" if fact["reference"] == "written" else "generic",
-        ]
-        for fact in found["families"]
-    ]
-    table = markdown(["family", "class", "shared experts", "dense layers by", "reference"], rows, left=5)
-    if not found["refused"]:
-        return table
-    reasons = [[name, reason] for name, reason in found["refused"].items()]
-    why = markdown(["refused", "reason"], reasons, left=2)
-    return f"{table}\n\n{why}"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fcsd.distill.history import read_history, read_scores
 from fcsd.files import read_json
 from fcsd.report.table import percent, with_error
 from fcsd.text import RELATIVE, duration, items_text, plus_minus, scored_row, stopping_text
@@ -21,7 +22,6 @@ def training_figures(
 
     colours: model -> its colour in all figures.
     """
-    from fcsd.distill.history import read_history
     from fcsd.report.plots import plot_losses, plot_scores
 
     figures: dict[str, str] = {}
@@ -69,8 +69,6 @@ def _stopping_curves(
     training: Mapping[str, Path],
 ) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
     """Return (metric, what it is of) -> the points of every training that was stopped by it."""
-    from fcsd.distill.history import read_scores
-
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():
         found = read_scores(path)

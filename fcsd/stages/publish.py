@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from fcsd.config.layout import MAIN
+from fcsd.publish.folder import write_publication
+from fcsd.report.report import write_report
 from fcsd.stages.context import Run
 
 
 def report(run: Run, *, as_json: bool = False) -> Path:
     """Write `output_dir/report` from what the stages left; print the table of models, or the whole as JSON."""
-    from fcsd.report.report import write_report
-
     folder = run.layout.report
     table = write_report(run.recipe, list(run.models()), folder)
     if as_json:
@@ -21,8 +21,6 @@ def report(run: Run, *, as_json: bool = False) -> Path:
 
 def publish(run: Run, *, as_json: bool = False) -> Path:
     """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with results; then the report."""
-    from fcsd.publish.folder import write_publication
-
     layout = run.layout
     report(run, as_json=as_json)
     write_publication(run.recipe, run.original.folder, layout.model(MAIN), layout.report, layout.publish)

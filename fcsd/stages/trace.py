@@ -28,6 +28,7 @@ from fcsd.overlap import attach, detach
 from fcsd.overlap.exchange import Record
 from fcsd.overlap.layer import runtimes
 from fcsd.overlap.measure import Measured, exchange_times, from_trace, median_times, timeline
+from fcsd.report.study_plots import plot_timelines
 from fcsd.stages.checks import check_overlap
 from fcsd.stages.context import Run
 
@@ -73,8 +74,6 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             found[name] = from_trace(path)
             timelines[name] = timeline(path)
     if launch.first:
-        from fcsd.report.study_plots import plot_timelines
-
         plot_timelines(timelines, folder / "overlap.png")
         table = {name: {key: vars(one) for key, one in each.items()} for name, each in found.items()}
         (folder / "overlap.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """`fcsd families`: what it says is what the registry and the layers say."""
 
 from fcsd.families import FAMILIES, REFUSED
-from fcsd.report.table import families_facts, families_table
+from fcsd.families.table import families_facts, families_table
 
 
 def test_json_has_every_family_and_every_refusal():

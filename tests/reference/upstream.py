@@ -21,8 +21,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.families import FAMILIES, Family
+from fcsd.families.table import families_facts, families_table
 from fcsd.overlap.support import support
-from fcsd.report.table import families_facts, families_table
 from fcsd.text import markdown
 
 SNAPSHOT = Path("tests/files/upstream.json")
