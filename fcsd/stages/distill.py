@@ -20,11 +20,11 @@ from fcsd.distill.sweep import Candidate, choice_text, edges, run_sweep
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
-from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
-from fcsd.models.load import ModelFolder, dtype_of, load_checkpoint, to_dtype
+from fcsd.models.load import ModelFolder, dtype_of, to_dtype
+from fcsd.models.place import load_for_launch
 from fcsd.report.plots import plot_sweep
 from fcsd.stages.calibrate import calibrated_start
 from fcsd.stages.checks import check_overlap, check_training
@@ -216,11 +216,8 @@ def _student(run: Run, start: ModelFolder | None) -> tuple[PreTrainedModel, torc
     FSDP2 and ZeRO-3, where it gets the training dtype when it is sharded.
     """
     recipe, launch = run.recipe, run.launch
-    student = load_checkpoint(
-        start or run.original,
-        recipe.connectivity.spec(),
-        weights=launch.loads_weights,
-        distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=recipe.train.bf16),
+    student = load_for_launch(
+        start or run.original, launch, recipe.connectivity.spec(), bf16=recipe.train.bf16
     )
     save_dtype = student.dtype
     if recipe.lora is None and not launch.engine.shards_when_placed:
