@@ -13,7 +13,7 @@ from fcsd.connectivity.modeling import supported_transformers
 from fcsd.connectivity.spec import CALIBRATED
 from fcsd.families import FAMILIES, base_model_type, serve_command
 from fcsd.files import write_text
-from fcsd.publish.facts import Facts, hub_id
+from fcsd.publish.facts import CARD, Facts, hub_id
 from fcsd.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import narrow_table, score_table
@@ -26,7 +26,7 @@ _TEMPLATE = Path(__file__).with_name("card.md")
 def write_card(facts: Facts, folder: Path) -> None:
     """Write `README.md`, and a file a task in `.eval_results/` for what was measured on data sets of the Hub."""
     facts = dataclasses.replace(facts, licence=_linked(facts, folder))
-    write_text(folder / "README.md", str(model_card(facts)))
+    write_text(folder / CARD, str(model_card(facts)))
     for name, entry in result_entries(facts.result).items():
         (folder / RESULTS).mkdir(exist_ok=True)
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)

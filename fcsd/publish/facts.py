@@ -13,6 +13,7 @@ from fcsd.config.recipe import Recipe
 from fcsd.errors import UserError
 from fcsd.files import read_json
 
+CARD = "README.md"
 HERE = "path/to/this/folder"  # stands in a card for the repository id as long as there is none
 
 
@@ -92,9 +93,9 @@ def inherited_from(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the card's front matter is not YAML.
     """
-    if not (folder / "README.md").is_file():
+    if not (folder / CARD).is_file():
         return {}
-    data = front_matter(folder / "README.md")
+    data = front_matter(folder / CARD)
     found = {key: data[key] for key in (*LICENCE_KEYS, "language") if data.get(key)}
     if isinstance(found.get("language"), str):
         found["language"] = [found["language"]]

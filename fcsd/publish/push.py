@@ -14,10 +14,13 @@ Not covered: pull requests, branches, data sets.
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from fcsd.connectivity.carried import CARRIED
 from fcsd.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
@@ -28,6 +31,7 @@ from fcsd.evaluate.scores import compare
 from fcsd.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
 from fcsd.publish.card import write_card
 from fcsd.publish.facts import (
+    CARD,
     HERE,
     LICENCE_KEYS,
     Facts,
@@ -37,6 +41,7 @@ from fcsd.publish.facts import (
     inherited_from,
 )
 from fcsd.publish.folder import place
+from fcsd.publish.hub import upload
 from fcsd.publish.places import PLACE, public_text
 from fcsd.publish.results import RESULTS
 from fcsd.publish.secrets import refuse_secrets
@@ -44,9 +49,6 @@ from fcsd.temporary import scratch_folder
 
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
-_CARD = "README.md"
-_STALE = ["*.safetensors", INDEX, f"{RESULTS}/*.yaml", "modeling_farskip.py", "report.*", "comparison.*"]
-"""What an earlier push may have left in the repository and this one no longer has."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def push(
     with scratch_folder("fcsd-push") as new:
         # Links: nothing of the weights is written a second time, on whatever disk they are.
         _assemble(checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve()))
-        return _upload(new, repo_id, private)
+        return upload(new, repo_id, private)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -123,9 +125,6 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _check_repo_id(repo_id: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -151,8 +150,8 @@ def _checked(source: Path) -> Checkpoint:
                 f"{source / name}: no such file, though auto_map in {CONFIG} names it; without it nobody can load the"
                 " model; convert the original again, or copy the file from the folder it was converted to"
             )
-    if (source / _CARD).is_file():
-        front_matter(source / _CARD)
+    if (source / CARD).is_file():
+        front_matter(source / CARD)
     return checkpoint
 
 
@@ -160,9 +159,6 @@ def _modules(config: dict[str, Any]) -> list[str]:
     values = (config.get("auto_map") or {}).values()
     names = [name for value in values for name in (value if isinstance(value, list) else [value])]
     return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
-
-
-# ---- the folder
 
 
 def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
@@ -175,21 +171,21 @@ def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, li
             write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
         else:
             link(file, target)
-    if not (source / _CARD).is_file():
+    if not (source / CARD).is_file():
         write_card(_facts(checkpoint, repo_id, card), new)
     else:
         if card != NewCard():
             raise UserError(
-                f"{source / _CARD}: exists; --base-model, --license and --results are for a new card: leave them out"
+                f"{source / CARD}: exists; --base-model, --license and --results are for a new card: leave them out"
                 " and edit this one, or remove it"
             )
-        text = (source / _CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
+        text = (source / CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
         if (source / "report.json").is_file():
             # The repository id that the recipe of a publish folder wrote into its card.
             publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
             if other := publication.get("repo_id"):
                 text = text.replace(f'"{other}"', f'"{repo_id}"')
-        write_text(new / _CARD, text)
+        write_text(new / CARD, text)
     for file in sorted(new.rglob("*")):
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
             refuse_secrets(file, source / file.relative_to(new))
@@ -262,10 +258,8 @@ def _inherited(base: str, revision: str | None) -> dict[str, Any]:
         return inherited_from(Path(base))
     if hub_id(base) is None:
         return {}
-    from huggingface_hub import hf_hub_download
-
     try:
-        return inherited_from(Path(hf_hub_download(base, _CARD, revision=revision)).parent)
+        return inherited_from(Path(hf_hub_download(base, CARD, revision=revision)).parent)
     except UserError:
         raise
     except Exception as error:  # offline, no such repository, no card: said below, with what to do
@@ -279,24 +273,17 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
     shares them as links, which is seen at once; others are read."""
     folder = Path(base)
     if not folder.is_dir() and hub_id(base) is not None:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
         with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache
             folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
     if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
         return False
-    mine, its = (
-        {file.name: file for file in sorted(each.glob("*.safetensors"))} for each in (source, folder)
-    )
+    mine, its = ({file.name: file for file in each.glob("*.safetensors")} for each in (source, folder))
     sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
+    pairs = [(file, its.get(name, file)) for name, file in sorted(mine.items())]
     return (
         bool(mine)
         and sizes[0] == sizes[1]
-        and all(
-            file.samefile(its[name]) or file_sha256(file) == file_sha256(its[name])
-            for name, file in mine.items()
-        )
+        and all(one.samefile(other) or file_sha256(one) == file_sha256(other) for one, other in pairs)
     )
 
 
@@ -333,13 +320,13 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     left = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
     if left:
         notes.append(f"left out, no part of a published checkpoint: {', '.join(left)}")
-    card = front_matter(new / _CARD)
+    card = front_matter(new / CARD)
     if not any(name.startswith("tokenizer") or name.endswith(".model") for name in sent):
         notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
     if "generation_config.json" not in sent:
         notes.append("no generation_config.json: generation uses transformers' defaults")
-    old = (source / _CARD).is_file()  # it is kept as it is, and was made by a recipe or by hand
-    where = f"edit {source / _CARD}"
+    old = (source / CARD).is_file()  # it is kept as it is, and was made by a recipe or by hand
+    where = f"edit {source / CARD}"
     if old and (source / "report.json").is_file():
         where += ", or publication in the recipe and `fcsd run` it again"
     if not card.get("license"):
@@ -352,10 +339,10 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         how = "`fcsd evaluate` without --limit, for the original and for this one"
         notes.append(f"no results on the card: {how}{'' if old else ', then --results ORIGINAL MODEL'}")
     loaded = set(
-        re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', (new / _CARD).read_text(encoding="utf-8"))
+        re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', (new / CARD).read_text(encoding="utf-8"))
     )
     if others := sorted(loaded - {repo_id, card.get("base_model")}):
-        notes.append(f"{_CARD} loads {', '.join(others)}, not {repo_id}")
+        notes.append(f"{CARD} loads {', '.join(others)}, not {repo_id}")
     for name in sent:
         if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
             words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
@@ -363,107 +350,3 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
                 notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
     for note in notes:
         print(f"fcsd push: note: {note}", file=sys.stderr)
-
-
-# ---- the Hub
-
-
-def _upload(new: Path, repo_id: str, private: bool) -> str:
-    from huggingface_hub import HfApi, get_token
-
-    if get_token() is None:
-        raise UserError(
-            "no access token for the Hub; `hf auth login` stores one, or set HF_TOKEN (a write token)"
-        )
-    api = HfApi()
-    with _refusals(repo_id, api.endpoint):
-        _check_existing(api, repo_id, new, private)
-        api.create_repo(repo_id, private=private or None, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=new,
-            commit_message="Upload FarSkip checkpoint with fcsd",
-            delete_patterns=_STALE,
-        )
-    return f"{api.endpoint}/{repo_id}"
-
-
-def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
-    """Check an existing repository: it may be updated, unless it holds another kind of model, or is public while the
-    user believes it private. A card that has other words there is named, for it may have been edited on the page."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        found = api.model_info(repo_id)
-    except RepositoryNotFoundError:
-        return
-    other, model_type = (found.config or {}).get("model_type"), read_json(new / CONFIG)["model_type"]
-    if other not in (None, model_type):
-        raise UserError(
-            f"{repo_id}: exists and holds a model of type '{other}', not '{model_type}'; choose another name"
-        )
-    if private and not found.private:
-        raise UserError(
-            f"{repo_id}: exists and is public; --private makes only new repositories private: change it in its"
-            " settings, or choose another name"
-        )
-    if any(file.rfilename == _CARD for file in found.siblings or []):
-        with scratch_folder("fcsd-push") as folder:
-            old = Path(api.hf_hub_download(repo_id, _CARD, local_dir=folder)).read_bytes()
-        if old != (new / _CARD).read_bytes():
-            print(
-                f"fcsd push: note: replaces the {_CARD} of {repo_id}, which has other words; it stays in the history"
-                " there",
-                file=sys.stderr,
-            )
-
-
-@contextlib.contextmanager
-def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Turn what the client raises into one line that says what to do; the token is in none."""
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    def said(text: object) -> str:
-        """Return one line of at most 200 letters, without the token."""
-        return " ".join(str(text).split()).replace(get_token() or "\0", "…")[:200]
-
-    reasons = {
-        401: "the Hub does not accept the access token; `hf auth login` stores a new one",
-        402: "the Hub wants a paid plan for this",
-        403: "the access token may not write there; use a write token of the owner",
-        404: "the Hub knows no such place, or the access token may not see it",
-        429: "the Hub asks for a pause; run the same command again later",
-    }
-    try:
-        yield
-    except UserError:
-        raise
-    except OfflineModeIsEnabled:
-        raise UserError("HF_HUB_OFFLINE is set: nothing can be pushed; unset it, or use --dry-run") from None
-    except Exception as error:  # HTTP, network, disk and xet errors have no common base
-        if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(error):
-            reason = said(str(error).partition("\n")[2])
-            raise UserError(
-                f"{repo_id}: the Hub refuses the metadata of README.md: {reason}; nothing was sent: correct the lines"
-                " between the ---, or what --license, --base-model or the recipe's publication put there"
-            ) from None
-        status, server = None, ""
-        if isinstance(error, HfHubHTTPError):
-            status, server = error.response.status_code, said(error.server_message or "")
-        if status in reasons:
-            raise UserError(f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})") from None
-        if status is not None and 400 <= status < 500 and status not in (408, 409, 412):
-            raise UserError(
-                f"{repo_id}: the Hub refuses this ({status}: {server or 'no reason given'})"
-            ) from None
-        cause = error.__cause__ or error
-        if "Connect" in type(cause).__name__:  # of whichever HTTP library the client has
-            raise UserError(
-                f"{repo_id}: the Hub at {endpoint} cannot be reached ({said(cause)}); look at the network, proxy and"
-                " HF_ENDPOINT, and run the same command again"
-            ) from None
-        raise UserError(
-            f"{repo_id}: the upload broke off ({type(cause).__name__}: {said(server or cause)}); run the same command"
-            " again, it continues from what has arrived"
-        ) from None
