@@ -199,9 +199,9 @@ def _server_arguments(parser: ArgumentParser) -> None:
         help="ask a server for all answers (`vllm serve MODEL`), after a check that it serves MODEL; its key, if it"
         " wants one, is in FCSD_SERVER_API_KEY",
     )
-    parser.add_argument(
-        "--concurrency", type=int, metavar="N", help="with --server: requests at a time (default: 64)"
-    )
+    concurrency = ServerConfig.model_fields["concurrency"]
+    text = f"{concurrency.description} (default: {concurrency.default})"
+    field_options(parser, ServerConfig, "concurrency", default=None, help=text)
     parser.add_argument(
         "--no-server-check",
         action="store_true",

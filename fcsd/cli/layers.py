@@ -65,7 +65,8 @@ def _layers_options(parser: ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder for layers.json and layers.png")
     text_argument(parser, "measure the KL to the original on this text")
-    field_options(parser, Study, "text_examples", "max_length", "loss_on")
+    field_options(parser, Study, "text_examples", "max_length")
+    field_options(parser, Study, "loss_on", help="tokens the KL is computed on: response or all")
     parser.add_argument(
         "--calibrated",
         metavar="TEXT",

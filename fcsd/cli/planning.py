@@ -86,6 +86,38 @@ def _machine_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def _file_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--links", type=Path, metavar="FILE", help="measured links between the --ep ranks")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FOLDER",
+        help="routing study (`fcsd routing`): the imbalance of this model's ranks, not even routing",
+    )
+    parser.add_argument(
+        "--study",
+        type=Path,
+        metavar="FOLDER",
+        help="layer study: what each selection brings beside what it costs",
+    )
+    parser.add_argument("--metric", metavar="NAME", help="of the study (default: its first)")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="PNG of speed-up against quality, with --study"
+    )
+    parser.add_argument(
+        "--windows",
+        type=Path,
+        metavar="FILE",
+        help="write the windows of dispatch and combine, seconds by layer",
+    )
+
+
 def _plan_options(parser: ArgumentParser) -> None:
     model_argument(parser, config_only=True)
     _machine_arguments(parser)
@@ -128,35 +160,7 @@ def _plan_options(parser: ArgumentParser) -> None:
         help="attention with its scores in memory, not in one kernel",
     )
     connectivity_arguments(parser)
-    parser.add_argument("--links", type=Path, metavar="FILE", help="measured links between the --ep ranks")
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="measured times (of `fcsd trace` or `fcsd bench serve`), not the roofline",
-    )
-    parser.add_argument(
-        "--routing",
-        type=Path,
-        metavar="FOLDER",
-        help="routing study (`fcsd routing`): the imbalance of this model's ranks, not even routing",
-    )
-    parser.add_argument(
-        "--study",
-        type=Path,
-        metavar="FOLDER",
-        help="layer study: what each selection brings beside what it costs",
-    )
-    parser.add_argument("--metric", metavar="NAME", help="of the study (default: its first)")
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="PNG of speed-up against quality, with --study"
-    )
-    parser.add_argument(
-        "--windows",
-        type=Path,
-        metavar="FILE",
-        help="write the windows of dispatch and combine, seconds by layer",
-    )
+    _file_arguments(parser)
     json_argument(parser)
 
 
