@@ -11,6 +11,7 @@ Not covered: outcomes of programs that depend on the order of sets are as random
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import math
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -70,6 +71,9 @@ class Outcome:
     def passed(self) -> bool:
         """True when the program counts."""
         return self.outcome == "passed"
+
+
+_CANONICAL_PASSED: dict[str, Outcome] = {}  # in this process, by sandbox and problem
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -178,6 +182,9 @@ class CodeScorer:
         """Score the canonical solutions, which must all pass; what they take sets the time limits of their
         problems. Where no problem has one, a program of ours must pass a test of ours.
 
+        One that has passed in this process, in the same sandbox, is not run again; but for the first of all, which
+        tells whether the sandbox still works.
+
         Raises:
             ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
         """
@@ -187,14 +194,20 @@ class CodeScorer:
             (problem, problem.program(problem.canonical) if problem.contest else problem.canonical, limit)
             for problem in problems
         ]
-        outcomes = self._run(jobs, progress, "canonical solutions")
+        sandbox = json.dumps([self.layers, self.memory_bytes, self.disable, limit], sort_keys=True)
+        keys = [_fingerprint(sandbox, problem) for problem in problems]
+        unknown = [number for number, key in enumerate(keys) if not number or key not in _CANONICAL_PASSED]
+        new = self._run([jobs[number] for number in unknown], progress, "canonical solutions")
+        ran = dict(zip(unknown, new, strict=True))
+        outcomes = [ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)]
         if failed := [outcome for outcome in outcomes if not outcome.passed]:
             shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
             raise ScorerError(
                 f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
                 " the scorer or the data set is broken, so no score is given"
             )
-        for problem, outcome in zip(problems, outcomes, strict=True):
+        for problem, key, outcome in zip(problems, keys, outcomes, strict=True):
+            _CANONICAL_PASSED.setdefault(key, outcome)
             self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
         return outcomes
 
@@ -268,6 +281,11 @@ class CodeScorer:
         except BaseException:
             self.close()
             raise
+
+
+def _fingerprint(sandbox: str, problem: Problem) -> str:
+    """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
+    return hashlib.sha256(f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _program(problem: Problem, text: str, whole: bool) -> str:
