@@ -24,10 +24,10 @@ from fcsd.errors import UserError
 if TYPE_CHECKING:
     from fcsd.config.recipe import ServerConfig
     from fcsd.config.suite import SuiteConfig
+    from fcsd.evaluate.stage import Evaluation
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from fcsd.config.model import ModelConfig
     from fcsd.evaluate.fetch import fetch_suite
 
     launch = launch_of(arguments)
@@ -44,36 +44,47 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
-    from fcsd.evaluate.stage import evaluate_checkpoint
+    from fcsd.evaluate.stage import run_evaluation
     from fcsd.report.table import result_table
-    from fcsd.routing.bias import read_tables
 
     quiet_transformers()
-    evaluate_checkpoint(
-        ModelConfig(
-            path=arguments.model,
-            revision=arguments.revision,
-            trust_remote_code=arguments.trust_remote_code,
-        ),
-        launch,
-        suite=suite,
-        data_root=arguments.fetch or arguments.data_root,
-        output=arguments.output,
-        batch_size=arguments.batch_size,
-        cache=arguments.cache,
-        limit=arguments.limit,
-        allow_weak_sandbox=arguments.allow_weak_sandbox,
-        device_map=arguments.device_map,
-        server=_server(arguments),
-        server_check=not arguments.no_server_check,
-        bias=None if arguments.router_bias is None else read_tables(arguments.router_bias),
-    )
+    run_evaluation(_evaluation(arguments, suite), arguments.output, launch)
     if not launch.first:
         return
     if arguments.json:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
         print(result_table(arguments.output))
+
+
+def _evaluation(arguments: argparse.Namespace, suite: "SuiteConfig") -> "Evaluation":
+    """Return what the options ask for; whether a number is in its range is for what it is handed to."""
+    from fcsd.config.model import ModelConfig
+    from fcsd.config.recipe import EvaluationConfig
+    from fcsd.evaluate.stage import Evaluation
+    from fcsd.routing.bias import read_tables
+
+    data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
+    return Evaluation(
+        name=arguments.model,
+        model=ModelConfig(
+            path=arguments.model,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
+        ),
+        suite=suite,
+        plan=EvaluationConfig.model_construct(
+            data_root=None if data_root is None else str(data_root),
+            batch_size=arguments.batch_size,
+            cache=None if cache is None else str(cache),
+            limit=arguments.limit,
+            allow_weak_sandbox=arguments.allow_weak_sandbox,
+            server=_server(arguments),
+        ),
+        device_map=arguments.device_map,
+        server_check=not arguments.no_server_check,
+        bias=None if arguments.router_bias is None else read_tables(arguments.router_bias),
+    )
 
 
 def _server(arguments: argparse.Namespace) -> "ServerConfig | None":

@@ -11,10 +11,10 @@ import pytest
 
 from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.evaluate.ready import score_file
-from fcsd.evaluate.runner import evaluate
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import write_repository
 from tests.evaluate.test_ready import lines
+from tests.support import evaluate
 
 SUBJECTS = (
     "biology", "business", "chemistry", "computer science", "economics", "engineering", "health", "history", "law",

@@ -18,10 +18,10 @@ from fcsd.evaluate.code.ready import programs_of
 from fcsd.evaluate.lm_eval.chosen import chosen_suite
 from fcsd.evaluate.ready import score_file
 from fcsd.evaluate.results import read_result
-from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.scores import compare
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import write_root
+from tests.support import evaluate
 
 RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]
 BASE_ONLY = [f"def mul{i}(a, b):\n    return a * b + {i} if a >= 0 else 0\n" for i in range(3)]

@@ -14,9 +14,9 @@ from fcsd.evaluate.code.problems import Problem, read_problems
 from fcsd.evaluate.code.scorer import CodeScorer, Outcome
 from fcsd.evaluate.ready import score_file
 from fcsd.evaluate.results import read_result
-from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.scores import compare
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from tests.support import evaluate
 
 SUM = {
     "question_title": "Sum",
