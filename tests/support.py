@@ -230,11 +230,18 @@ def run_of(recipe: Any) -> Any:
 
 
 def evaluate(
-    model: Any, tokenizer: Any, suite: Any, *, ranks: Ranks = ALONE, progress: bool = True, **plan: Any
+    model: Any,
+    tokenizer: Any,
+    suite: Any,
+    *,
+    name: str = "model",
+    ranks: Ranks = ALONE,
+    progress: bool = True,
+    **plan: Any,
 ) -> Any:
     """Result and samples of one model; plan: keys of a recipe's `evaluation`, which may be out of their range."""
     prepared = prepare_evaluation(
         tokenizer, suite, EvaluationConfig.model_construct(**plan), ranks=ranks, progress=progress
     )
     with preserved(model, tokenizer), prepared as ask:
-        return ask(model, "model")
+        return ask(model, name)

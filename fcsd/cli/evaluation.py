@@ -1,6 +1,7 @@
 """Commands that measure a model on tasks: evaluate, score, compare."""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,23 +132,11 @@ def _suite(arguments: argparse.Namespace) -> "SuiteConfig":
 
 def _score(arguments: argparse.Namespace) -> None:
     from fcsd.config.suite import load_suite
-    from fcsd.evaluate.ready import score_file
+    from fcsd.evaluate.ready import Scoring, score_file
     from fcsd.report.table import score_table
 
-    result = score_file(
-        arguments.samples,
-        arguments.dataset,
-        data_root=arguments.data_root,
-        output=arguments.output,
-        suite=load_suite(arguments.suite),
-        include_path=arguments.include_path,
-        scorer=arguments.scorer,
-        evalplus_data=arguments.evalplus_data,
-        partial=arguments.partial,
-        thinking=arguments.thinking,
-        timeout_s=arguments.timeout_s,
-        allow_weak_sandbox=arguments.allow_weak_sandbox,
-    )
+    options = {each.name: getattr(arguments, each.name) for each in dataclasses.fields(Scoring)}
+    result = score_file(Scoring(**options | {"suite": load_suite(arguments.suite)}))
     print_result(arguments, result, score_table)
 
 

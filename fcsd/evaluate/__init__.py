@@ -7,6 +7,7 @@
     runner      a suite on one model after another
     backend     what answers: a model in memory, or one behind a server (served, server, identity)
     endpoints   routers that are biased by where a batch would be; steered: the original under a sweep of them
+    lines       files of one JSON value a line
     results     `results.json` and the samples of each task
     store       finished tasks, by the hash of what they were measured on
     progress    how far, and how long still

@@ -81,12 +81,10 @@ def prepare_evaluation(
     prepared: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
     for row in missing:
-        prepared[row.task], facts[row.task] = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
-        if not (facts[row.task]["higher_is_better"] or any_direction):
-            raise UserError(
-                f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
-                " better, so choose one of those, or leave the task out"
-            )
+        items, found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
+        prepared[row.task], facts[row.task] = items, found
+        if not (found["higher_is_better"] or any_direction):
+            raise _lower_is_better(row)
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in kept.items()}
     settings = {"limit": plan.limit, "batch_size": plan.batch_size, "data_root": data_root}
@@ -120,6 +118,13 @@ def _checked_scorer(
             except ScorerError as error:
                 raise ScorerError(f"task {row.task}: {error}") from error
         yield scorer
+
+
+def _lower_is_better(row: TaskConfig) -> UserError:
+    return UserError(
+        f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is better, so"
+        " choose one of those, or leave the task out"
+    )
 
 
 def _prepare_task(
@@ -170,7 +175,8 @@ class PreparedEvaluation:
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
         size = self.settings["batch_size"]
-        return self.ask(InMemoryBackend(model, self.tokenizer, size, self.ranks, batches), name)
+        backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
+        return self.ask(backend, name)
 
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
@@ -187,10 +193,7 @@ class PreparedEvaluation:
                         samples[row.task] = self._run_code(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
-                            backend.language_model(progress=self.progress),
-                            row,
-                            self.prepared[row.task],
-                            self.settings["limit"],
+                            backend.language_model, row, self.prepared[row.task], self.settings["limit"]
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
@@ -214,7 +217,7 @@ class PreparedEvaluation:
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
         problems: Sequence[Problem] = self.prepared[row.task]
-        completions = backend.complete(problems, row, progress=self.progress)
+        completions = backend.complete(problems, row)
 
         def scored() -> list[dict[str, Any]]:
             assert self.scorer is not None

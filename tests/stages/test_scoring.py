@@ -139,13 +139,13 @@ def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
     bench: Bench, metrics: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers: list[Any] = []
-    spawn = scorer_module._Server._spawn
+    spawn = scorer_module.SandboxServer._spawn
 
     def noted(self: Any) -> None:
         spawn(self)
         servers.append((self._process.pid, Path(self.folder)))
 
-    monkeypatch.setattr(scorer_module._Server, "_spawn", noted)
+    monkeypatch.setattr(scorer_module.SandboxServer, "_spawn", noted)
     monkeypatch.setattr(scorer_module, "default_num_workers", lambda *_: 1)
     assert main(["distill", str(recipe(bench, "r", metrics["code"]))]) == 0
     ((pid, folder),) = servers
