@@ -89,7 +89,7 @@ def _settings(kind: "type[Settings]", arguments: argparse.Namespace, own: dict[s
 def _prompts(study: "RoutingStudy") -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
     """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
     from fcsd.config.suite import named_tasks
-    from fcsd.evaluate.prompts import suite_prompts
+    from fcsd.evaluate.items import suite_prompts
     from fcsd.evaluate.stage import test_set_fingerprints
 
     suite = named_tasks(study.suite, study.tasks)

@@ -72,12 +72,10 @@ def task_result(
     row: TaskConfig, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
 ) -> dict[str, Any]:
     """Sum up one task as the result has it."""
-    scores = [sample["score"] for sample in samples]
     result: dict[str, Any] = {
         "metric": row.metric,
-        "value": math.fsum(scores) / len(scores),
-        "stderr": standard_error(scores),
-        "num_items": len(scores),
+        **mean_of([sample["score"] for sample in samples]),
+        "num_items": len(samples),
         "num_items_total": num_items_total,
         "num_fewshot": row.num_fewshot,
         "kind": row.kind,
@@ -93,13 +91,17 @@ def task_result(
     return result
 
 
+def mean_of(scores: Sequence[float]) -> dict[str, Any]:
+    """Return `value` and `stderr` of items with these scores."""
+    return {"value": math.fsum(scores) / len(scores), "stderr": standard_error(scores)}
+
+
 def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count outcome classes over all programs; compute the base score, and pass@k for the usual k up to the samples."""
     outcomes = [name for sample in samples for name in sample.get("outcomes") or [sample["outcome"]]]
     numbers: dict[str, Any] = {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
     if all("base_score" in sample for sample in samples):
-        base = [sample["base_score"] for sample in samples]
-        numbers["base"] = {"value": math.fsum(base) / len(base), "stderr": standard_error(base)}
+        numbers["base"] = mean_of([sample["base_score"] for sample in samples])
     count = min(len(sample.get("outcomes") or [0]) for sample in samples)
     if count > 1:
         passed = [[name == "passed" for name in sample["outcomes"]] for sample in samples]

@@ -14,8 +14,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.lines import json_lines
 from fcsd.evaluate.lm_eval.write import lm_eval_key
 from fcsd.evaluate.question import lm_eval_sample
-from fcsd.evaluate.results import Samples, read_result, read_whole, whole_result
-from fcsd.stats import standard_error
+from fcsd.evaluate.results import Samples, mean_of, read_result, read_whole, whole_result
 
 Result = dict[str, Any]
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
@@ -130,17 +129,15 @@ def _task(
         raise UserError(
             f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
         ) from None
-    scores = [sample["score"] for sample in samples]
     config = whole["configs"].get(leaves[0]) or {}
     own = (config.get("metadata") or {}).get("chat_template")  # of a task, where fcsd wrote the files
     sizes = [(whole["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
     higher = (whole["higher_is_better"].get(leaves[0]) or {}).get(name)
     return {
         "metric": metric if "," in str(wanted or metric) else str(wanted),
-        "value": math.fsum(scores) / len(scores),
-        "stderr": standard_error(scores),
-        "num_items": len(scores),
-        "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(scores),
+        **mean_of([sample["score"] for sample in samples]),
+        "num_items": len(samples),
+        "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(samples),
         "num_fewshot": int(whole["n-shot"].get(leaves[0]) or 0),
         "kind": "generation" if config.get("output_type") == "generate_until" else "likelihood",
         "headline": True,
