@@ -17,7 +17,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.generate import prompts
 from fcsd.evaluate.code.problems import load_problems
 from fcsd.evaluate.lm_eval.tasks import item_requests, load_task, num_items
-from fcsd.evaluate.suites import dataset_location
+from fcsd.evaluate.suites import chat_text, dataset_location
 
 _GENERATED = ("test", "public_test_cases", "private_test_cases")
 
@@ -113,7 +113,7 @@ def suite_prompts(
         if row.kind == "code":
             texts = prompts(tokenizer, load_problems(row, data_root)[:limit], row)
         else:
-            chat = functools.partial(_chat, tokenizer, bool(row.thinking))
+            chat = functools.partial(chat_text, tokenizer, bool(row.thinking))
             texts = [
                 str(requests[0].args[0])
                 for task in load_task(row, suite, data_root, tokenizer).values()
@@ -123,14 +123,3 @@ def suite_prompts(
         special = row.kind == "code" and not row.chat_template
         found += [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
     return found
-
-
-def _chat(
-    tokenizer: Any, thinking: bool, turns: list[dict[str, str]], add_generation_prompt: bool = True
-) -> str:
-    """Write turns as lm-eval's own model in memory does; without a generation prompt the last turn is begun only."""
-    options = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": not add_generation_prompt,
-    }
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=thinking, **options))

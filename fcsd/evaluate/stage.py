@@ -164,7 +164,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     A finished evaluation is found, one that was cut off goes on with the next task. All ranks call this.
 
     Raises:
-        UserError: what rules itself out (a server and several ranks, a bias and a batch size of its own choice); a
+        UserError: what rules itself out (a server and several ranks, a bias and an automatic batch size); a
             model, task or data set that is not there; a folder with another evaluation.
     """
     plan = evaluation.plan

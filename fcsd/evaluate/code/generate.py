@@ -12,7 +12,7 @@ from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSize, BatchSizer
 from fcsd.evaluate.code.problems import Problem
-from fcsd.evaluate.suites import require_chat_template
+from fcsd.evaluate.suites import chat_text, require_chat_template
 from fcsd.models.positions import num_positions
 from fcsd.models.preserve import preserved
 from fcsd.text import progress_bar
@@ -57,13 +57,8 @@ def prompts(
     require_chat_template(tokenizer, task)
     first = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
     turns: Any = [[*first, {"role": "user", "content": problem.text(template)}] for problem in problems]
-    # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore it
-    options: dict[str, Any] = {
-        "tokenize": False,
-        "add_generation_prompt": True,
-        "enable_thinking": bool(task.thinking),
-    }
-    return [str(tokenizer.apply_chat_template(turn, **options)) for turn in turns]
+    # Unless they are asked not to, hybrids spend their tokens on thoughts.
+    return [chat_text(tokenizer, bool(task.thinking), turn) for turn in turns]
 
 
 def generate_completions(

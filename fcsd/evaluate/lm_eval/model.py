@@ -153,7 +153,7 @@ class InMemory(LanguageModel):
         batches: in lm-eval's order, so that lm-eval makes each of them again. idle: a pass whose result nobody reads.
         """
         numbered = [sorted(number for sequence in batch for number, _ in sequence) for batch in batches]
-        own = len(self.ranks.deal(numbered))
+        own = sum(map(len, self.ranks.deal(numbered)))
 
         def sized(numbers: list[int], size: int) -> list[Any]:
             self.batch_size_per_gpu = size
@@ -163,10 +163,10 @@ class InMemory(LanguageModel):
             if self.begin_batch is not None:
                 self.begin_batch(place)
             found = self.batch.run(functools.partial(sized, numbers))
-            bar.update()
+            bar.update(len(numbers))
             return list(zip(numbers, found, strict=True))
 
-        with progress_bar(total=own, desc="batches", shown=not self.silent) as bar:
+        with progress_bar(total=own, desc="requests", shown=not self.silent) as bar:
             answers = dict(pair for pairs in self.ranks.each(numbered, answer, idle) for pair in pairs)
         return [answers[number] for number in range(len(requests))]
 
