@@ -38,6 +38,20 @@ def evaluated(recipe: Path, name: str, folder: Path) -> None:
     stage.run_evaluation(evaluation, plan.folder / "evaluate" / name, join_launch())
 
 
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The results of evaluations in which no model is asked anything, in order; nothing of them is written."""
+    results: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def prepare_evaluation(tokenizer: Any, *args: Any, **options: Any) -> Iterator[Any]:
+        yield lambda model, name, batches: ({"name": name, "vocabulary": len(tokenizer)}, {})
+
+    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: results.append(result))
+    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
+    return results
+
+
 def on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(PartialState(), "device", torch.device(device))
 
@@ -95,7 +109,7 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
 
 
 def test_the_original_is_gone_when_the_judged_model_is_loaded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
 ) -> None:
     """One accelerator may not hold both: the KL needs the original's hidden states and head only."""
     loaded: list[weakref.ref[Any]] = []
@@ -107,14 +121,7 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
         loaded.append(weakref.ref(model))
         return model
 
-    @contextlib.contextmanager
-    def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name, batches: ({}, {})
-
-    left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
     monkeypatch.setattr(stage, "load_for_evaluation", seen)
-    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
     evaluated(bench.recipe(data=data | {"max_length": 32}), "original", bench.base)
     assert len(loaded) == 2
@@ -123,7 +130,7 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
 
 
 def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
 ) -> None:
     reads: list[int] = []
     read = stage.read_original
@@ -132,14 +139,7 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
         reads.append(len(rows))
         return read(model, rows, **options)
 
-    @contextlib.contextmanager
-    def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name, batches: ({}, {})
-
-    left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
     monkeypatch.setattr(stage, "read_original", counted)
-    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
     plan = load_recipe(bench.recipe(data=data | {"max_length": 32}))
     original = ModelFolder(plan.model, bench.base)
@@ -149,19 +149,18 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
     ).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     reference = stage.Reference(original, plan.data)
-    models = {
-        "original": original, "other": ModelFolder(plan.model, other), "again": original,
-    }  # fmt: skip
-    for name, model in models.items():
+
+    def evaluate(name: str, model: ModelFolder, reference: stage.Reference) -> None:
         one = stage.Evaluation(name, model, load_suite("tiny"), plan.evaluation, reference)
         stage.run_evaluation(one, bench.folder / name, join_launch())
+
+    for name, model in (("one", original), ("other", ModelFolder(plan.model, other)), ("again", original)):
+        evaluate(name, model, reference)
     assert reads == [4]
     original_kl, other_kl, again = (result["kl_to_original"]["kl"] for result in left)
     assert original_kl == again == pytest.approx(0, abs=1e-6) and other_kl > 0.01
     longer = plan.data.model_copy(update={"heldout_examples": 5})
-    reference = stage.Reference(original, longer, _known=reference._known)
-    one = stage.Evaluation("longer", original, load_suite("tiny"), plan.evaluation, reference)
-    stage.run_evaluation(one, bench.folder / "longer", join_launch())
+    evaluate("longer", original, stage.Reference(original, longer, _known=reference._known))
     assert reads == [4, 5], "other rows are read"
 
 
@@ -199,14 +198,7 @@ def test_files_that_change_an_answer_identify_a_configuration_and_no_others(
 
 
 def test_a_revision_belongs_to_the_original_on_the_hub_and_not_to_the_models_of_the_run(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, left: list[dict[str, Any]]
 ) -> None:
-    @contextlib.contextmanager
-    def prepare_evaluation(tokenizer: Any, *_: Any, **__: Any) -> Iterator[Any]:
-        yield lambda model, name, batches: ({"name": name, "vocabulary": len(tokenizer)}, {})
-
-    left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
-    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     evaluated(bench.recipe(model={"path": "owner/name", "revision": "a" * 40}), "converted", bench.base)
     assert left[0]["name"] == "converted" and left[0]["vocabulary"] > 0

@@ -12,18 +12,16 @@ Not covered: adaptive batch sizes of lm-eval; ours are in `fcsd.evaluate.batch`.
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 
-from fcsd.distributed.ranks import input_device
+from fcsd.distributed.ranks import Ranks, input_device
 from fcsd.errors import UserError
+from fcsd.evaluate.batch import BatchSizer
 from fcsd.text import draws_foreign_bars, progress_bar
-
-if TYPE_CHECKING:
-    from fcsd.evaluate.backend import InMemoryBackend
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
@@ -86,13 +84,16 @@ class LanguageModel(HFLM):
 
 
 class InMemory(LanguageModel):
-    """A batch size that may shrink, and several ranks; lm-eval is asked batch by batch."""
+    """The model of a `fcsd.evaluate.backend.InMemoryBackend`: a batch size that may shrink, and several ranks; lm-eval
+    is asked batch by batch."""
 
-    def __init__(self, backend: "InMemoryBackend"):
+    def __init__(self, backend: Any):
         ranks = backend.ranks
         super().__init__(backend.model, backend.tokenizer, silent=not (backend.progress and ranks.first))
         self._device = input_device(backend.model)
-        self.batch, self.ranks, self.begin_batch = backend.batch, ranks, backend.batches.begin
+        self.batch: BatchSizer = backend.batch
+        self.ranks: Ranks = ranks
+        self.begin_batch: Callable[[int], None] | None = backend.batches.begin
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None

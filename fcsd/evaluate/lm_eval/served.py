@@ -10,7 +10,7 @@ Not covered: settings of generation that a server does not know (beams).
 """
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -21,9 +21,6 @@ from fcsd.evaluate.code.generate import SAMPLING_SEED
 from fcsd.evaluate.lm_eval.model import LanguageModel
 from fcsd.evaluate.lm_eval.tasks import longest_requests
 
-if TYPE_CHECKING:
-    from fcsd.evaluate.served import ServedBackend
-
 # What a task may ask for beyond length and stop strings. All of it is sent, as a model in memory would have it: what a
 # server takes by itself is its administrator's choice.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -31,10 +28,10 @@ Body = dict[str, Any]
 
 
 class ServedModel(LanguageModel):
-    """Sends requests to the server of a backend; the first item that is sampled has `SAMPLING_SEED`, the next one the
-    next number."""
+    """Sends requests to the server of a `fcsd.evaluate.served.ServedBackend`; the first item that is sampled has
+    `SAMPLING_SEED`, the next one the next number."""
 
-    def __init__(self, backend: "ServedBackend"):
+    def __init__(self, backend: Any):
         stand_in = SimpleNamespace(config=backend.config, device=torch.device("cpu"))
         super().__init__(stand_in, backend.tokenizer, silent=False)
         self.backend = backend
