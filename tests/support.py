@@ -18,6 +18,10 @@ from typing import Any
 import torch
 import yaml
 
+from fcsd.config.recipe import EvaluationConfig
+from fcsd.distributed.ranks import ALONE, Ranks
+from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.models.preserve import preserved
 from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,3 +227,21 @@ def run_of(recipe: Any) -> Any:
     from fcsd.stages.context import Run
 
     return Run(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), join_launch())
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    suite: Any,
+    *,
+    name: str = "model",
+    ranks: Ranks = ALONE,
+    progress: bool = True,
+    **plan: Any,
+) -> Any:
+    """Result and samples of one model; plan: keys of a recipe's `evaluation`, which may be out of their range."""
+    prepared = prepare_evaluation(
+        tokenizer, suite, EvaluationConfig.model_construct(**plan), ranks=ranks, progress=progress
+    )
+    with preserved(model, tokenizer), prepared as ask:
+        return ask(model, name)

@@ -202,7 +202,7 @@ def test_a_sandbox_that_cannot_start_leaves_no_folder(
     def refused(*arguments: object, **options: object) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(scorer.subprocess, "Popen", refused)
+    monkeypatch.setattr(subprocess, "Popen", refused)
     with pytest.raises(OSError, match="no more processes"), scorer.CodeScorer(num_workers=1):
         pass
     assert list(tmp_path.iterdir()) == []

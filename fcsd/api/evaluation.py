@@ -3,16 +3,19 @@
 Not covered: stages that go on where they were cut off; `fcsd evaluate` and recipes have them.
 """
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import Launch, join_launch
 from fcsd.errors import UserError
 from fcsd.evaluate.results import Samples, read_result, write_result
-from fcsd.evaluate.runner import evaluate
+from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.models.preserve import preserved
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 
 if TYPE_CHECKING:
@@ -85,18 +88,19 @@ def evaluate_model(
     if launch is None:
         launch = join_launch()
         stop_watching()  # a script may go on after the evaluation
-    result, samples = evaluate(
-        model,
-        tokenizer,
-        suite if isinstance(suite, SuiteConfig) else load_suite(suite),
-        data_root=None if data_root is None else Path(data_root),
+    start = time.monotonic()
+    suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
+    # Not validated: whether a number is in its range is for the evaluation.
+    plan = EvaluationConfig.model_construct(
+        data_root=None if data_root is None else str(data_root),
         batch_size=batch_size,
         limit=limit,
         allow_weak_sandbox=allow_weak_sandbox,
-        progress=progress,
-        name=name,
-        ranks=launch.ranks,
     )
+    prepared = prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks, progress=progress)
+    with preserved(model, tokenizer), prepared as evaluate:
+        result, samples = evaluate(model, name)
+    result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
     return Evaluation(result, samples)
 
 

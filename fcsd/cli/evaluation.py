@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -26,8 +27,8 @@ with lazy_imports():
     from fcsd.config.suite import SuiteConfig, changed_suite, load_suite
     from fcsd.evaluate.fetch import fetch_suite
     from fcsd.evaluate.lm_eval.chosen import chosen_suite
-    from fcsd.evaluate.ready import score_file
-    from fcsd.evaluate.stage import evaluate_checkpoint
+    from fcsd.evaluate.ready import Scoring, score_file
+    from fcsd.evaluate.stage import Evaluation, run_evaluation
     from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
     from fcsd.report.table import result_table, score_table
     from fcsd.routing.bias import read_tables
@@ -49,27 +50,34 @@ def _evaluate(arguments: Namespace) -> None:
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
     quiet_transformers()
-    evaluate_checkpoint(
-        ModelConfig.from_options(vars(arguments), path=arguments.model),
-        launch,
-        suite=suite,
-        data_root=arguments.fetch or arguments.data_root,
-        output=arguments.output,
-        batch_size=arguments.batch_size,
-        cache=arguments.cache,
-        limit=arguments.limit,
-        allow_weak_sandbox=arguments.allow_weak_sandbox,
-        device_map=arguments.device_map,
-        server=_server(arguments),
-        server_check=not arguments.no_server_check,
-        bias=None if arguments.router_bias is None else read_tables(arguments.router_bias),
-    )
+    run_evaluation(_evaluation(arguments, suite), arguments.output, launch)
     if not launch.first:
         return
     if arguments.json:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
         print(result_table(arguments.output))
+
+
+def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
+    """Return what the options ask for; whether a number is in its range is for what it is handed to."""
+    data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
+    return Evaluation(
+        name=arguments.model,
+        model=ModelConfig.from_options(vars(arguments), path=arguments.model),
+        suite=suite,
+        plan=EvaluationConfig.model_construct(
+            data_root=None if data_root is None else str(data_root),
+            batch_size=arguments.batch_size,
+            cache=None if cache is None else str(cache),
+            limit=arguments.limit,
+            allow_weak_sandbox=arguments.allow_weak_sandbox,
+            server=_server(arguments),
+        ),
+        device_map=arguments.device_map,
+        server_check=not arguments.no_server_check,
+        bias=None if arguments.router_bias is None else read_tables(arguments.router_bias),
+    )
 
 
 def _server(arguments: Namespace) -> ServerConfig | None:
@@ -107,20 +115,8 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 
 def _score(arguments: Namespace) -> None:
-    result = score_file(
-        arguments.samples,
-        arguments.dataset,
-        data_root=arguments.data_root,
-        output=arguments.output,
-        suite=load_suite(arguments.suite),
-        include_path=arguments.include_path,
-        scorer=arguments.scorer,
-        evalplus_data=arguments.evalplus_data,
-        partial=arguments.partial,
-        thinking=arguments.thinking,
-        timeout_s=arguments.timeout_s,
-        allow_weak_sandbox=arguments.allow_weak_sandbox,
-    )
+    options = {each.name: getattr(arguments, each.name) for each in dataclasses.fields(Scoring)}
+    result = score_file(Scoring(**options | {"suite": load_suite(arguments.suite)}))
     print_result(arguments, result, score_table)
 
 

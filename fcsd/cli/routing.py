@@ -26,7 +26,7 @@ with lazy_imports():
     from fcsd.config.model import ModelConfig
     from fcsd.config.suite import named_tasks
     from fcsd.data.local import data_fingerprint
-    from fcsd.evaluate.prompts import suite_prompts
+    from fcsd.evaluate.items import suite_prompts
     from fcsd.evaluate.stage import test_set_fingerprints
     from fcsd.report.study_plots import plot_routing
     from fcsd.routing.report import report

@@ -1,7 +1,8 @@
 """The ranks that evaluate one model together: each takes a share of the batches, all of them know all answers.
 
     launch = join_launch()                               # all ranks of the launch; one process: that one
-    result, samples = evaluate(model, tokenizer, suite, data_root=root, batch_size=16, ranks=launch.ranks)
+    with prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks) as evaluate:
+        result, samples = evaluate(model, "model")
     texts = generate_completions(model, tokenizer, problems, task=row, batch_size=16, ranks=launch.ranks)
 
 All ranks make these calls, with the same arguments, and all of them get the same back; the first one alone prints,
@@ -58,6 +59,23 @@ class Ranks:
         """Return how many batches this rank has less than the first; in lockstep it runs as many dummy forwards."""
         own = len(range(self.rank, num_batches, self.size))
         return math.ceil(num_batches / self.size) - own if self.lockstep else 0
+
+    def each(
+        self, items: Sequence[Item], call: Callable[[int, Item], Result], idle: Callable[[], Any]
+    ) -> list[Result]:
+        """call(number, item) of every item on the rank that it is dealt to; all results in order, on all ranks.
+
+        idle: a pass whose result nobody reads, of a rank in lockstep with less to do than others. Raises as `share`.
+        """
+
+        def own_share() -> list[Result]:
+            found = [call(number, item) for number, item in self.deal(list(enumerate(items)))]
+            for _ in range(self.idle_passes(len(items))):
+                idle()
+            return found
+
+        by_rank = self.share(own_share)
+        return [by_rank[number % self.size][number // self.size] for number in range(len(items))]
 
     def share(self, call: Callable[[], Result]) -> list[Result]:
         """call() of every rank, by rank, on all ranks. Plain data only.

@@ -3,8 +3,11 @@
     suites      the data set of a suite's row, and what its task needs of the tokenizer
     fetch       fills a data root from the Hub
     items       the texts of test items, which training data is compared with
-    stage       `fcsd evaluate`, and the evaluation stage of a recipe
-    runner      a suite on a model in memory
+    stage       `fcsd evaluate`, and the evaluations of a recipe: `run_evaluation`
+    runner      a suite on one model after another
+    backend     what answers: a model in memory, or one behind a server (served, server, identity)
+    endpoints   routers that are biased by where a batch would be; steered: the original under a sweep of them
+    lines       files of one JSON value a line
     results     `results.json` and the samples of each task
     store       finished tasks, by the hash of what they were measured on
     progress    how far, and how long still
@@ -14,5 +17,5 @@
     lm_eval     lm-eval's tasks on a model in memory, offline, and its files
     code        completions, and the sandbox that runs them: passed, wrong, error, timeout, memory
 
-Not covered: servers that answer for a model (vLLM, SGLang); it is in the memory of the ranks.
+Not covered: starting servers (vLLM, SGLang); they are asked where they run.
 """

@@ -4,6 +4,7 @@ Not covered: which questions there are, and what an answer is worth.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,12 +30,11 @@ class Backend(Protocol):
     def begin(self, journal: Journal) -> None:
         """Start a task, whose single answers may be kept in `journal`."""
 
-    def language_model(self, *, progress: bool) -> Any:
-        """Return the model that lm-eval asks, with `think` and `cut`."""
+    @property
+    def language_model(self) -> Any:
+        """The model that lm-eval asks, one for all tasks, with `think` and `cut`."""
 
-    def complete(
-        self, problems: Sequence[Problem], row: CodeTaskConfig, *, progress: bool
-    ) -> dict[str, list[str]]:
+    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
         """Return `row.num_samples` completions of every problem: task_id -> texts up to the first stop string."""
 
     def settings(self) -> dict[str, Any]:
@@ -59,10 +59,11 @@ class InMemoryBackend:
         batch: BatchSize,
         ranks: Ranks,
         batches: Batches | None = None,
+        *,
+        progress: bool = True,
     ):
-        self.model, self.tokenizer, self.ranks = model, tokenizer, ranks
+        self.model, self.tokenizer, self.ranks, self.progress = model, tokenizer, ranks, progress
         self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
-        self._wrapper: Any = None
 
     @contextlib.contextmanager
     def asking(self) -> Any:
@@ -74,25 +75,15 @@ class InMemoryBackend:
     def begin(self, journal: Journal) -> None:
         """Do nothing: batches are answered together."""
 
-    def language_model(self, *, progress: bool) -> Any:
-        """Return lm-eval's model, one for all tasks."""
-        if self._wrapper is None:
-            with quiet():
-                from fcsd.evaluate.lm_eval.model import InMemory
+    @functools.cached_property
+    def language_model(self) -> Any:
+        """lm-eval's model."""
+        with quiet():
+            from fcsd.evaluate.lm_eval.model import InMemory
 
-                self._wrapper = InMemory(
-                    self.model,
-                    self.tokenizer,
-                    self.batch,
-                    self.ranks,
-                    progress=progress,
-                    begin_batch=self.batches.begin,
-                )
-        return self._wrapper
+            return InMemory(self)
 
-    def complete(
-        self, problems: Sequence[Problem], row: CodeTaskConfig, *, progress: bool
-    ) -> dict[str, list[str]]:
+    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
         """Generate on all ranks."""
         return generate_completions(
             self.model,
@@ -100,7 +91,7 @@ class InMemoryBackend:
             problems,
             task=row,
             batch_size=self.batch,
-            progress=progress,
+            progress=self.progress,
             ranks=self.ranks,
             begin_batch=self.batches.begin,
         )

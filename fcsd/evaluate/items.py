@@ -1,8 +1,10 @@
-"""The texts of test items, for training data to be compared with: of a suite's tasks, or of data sets by name.
+"""The texts of test items: all of a suite's tasks or of data sets by name, for training data to be compared with; and
+the prompts of a suite as tokens, text that a model really is asked.
 
 Not covered: what an item is for a score; that is lm-eval's and the scorer's business.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from fcsd.config.suite import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.errors import UserError
-from fcsd.evaluate.lm_eval.tasks import load_task
-from fcsd.evaluate.suites import dataset_location
+from fcsd.evaluate.code.generate import prompts
+from fcsd.evaluate.code.problems import load_problems
+from fcsd.evaluate.lm_eval.tasks import item_requests, load_task, num_items
+from fcsd.evaluate.suites import chat_text, dataset_location
 
 _GENERATED = ("test", "public_test_cases", "private_test_cases")
 
@@ -94,3 +98,28 @@ def test_set_location(path: str, data_root: Path | None) -> str:
             " repository"
         )
     return str(folder.resolve())
+
+
+def suite_prompts(
+    suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
+) -> list[list[int]]:
+    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first `limit` items of each.
+
+    Raises:
+        UserError: a task, data set or chat template that does not exist.
+    """
+    found: list[list[int]] = []
+    for row in suite.tasks:
+        if row.kind == "code":
+            texts = prompts(tokenizer, load_problems(row, data_root)[:limit], row)
+        else:
+            chat = functools.partial(chat_text, tokenizer, bool(row.thinking))
+            texts = [
+                str(requests[0].args[0])
+                for task in load_task(row, suite, data_root, tokenizer).values()
+                for requests in item_requests(task, row, range(num_items({"": task}, limit)), chat)
+            ]
+        # As lm-eval does, without a first token of ours; a chat template writes its own.
+        special = row.kind == "code" and not row.chat_template
+        found += [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
+    return found

@@ -17,6 +17,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.code.scorer import Outcome, pass_at_k
 from fcsd.evaluate.fetch import fetched_revision
+from fcsd.evaluate.lines import json_lines
 from fcsd.evaluate.question import end_of
 from fcsd.evaluate.suites import dataset_location
 from fcsd.files import make_folder, write_text
@@ -24,6 +25,7 @@ from fcsd.stats import plain_mean, standard_error
 
 SCHEMA_VERSION = 1
 Samples = dict[str, list[dict[str, Any]]]
+_SAMPLE_KEYS = ("doc_id", "doc_hash", "prompt_hash", "score")
 _ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
 
 
@@ -70,12 +72,10 @@ def task_result(
     row: TaskConfig, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
 ) -> dict[str, Any]:
     """Sum up one task as the result has it."""
-    scores = [sample["score"] for sample in samples]
     result: dict[str, Any] = {
         "metric": row.metric,
-        "value": math.fsum(scores) / len(scores),
-        "stderr": standard_error(scores),
-        "num_items": len(scores),
+        **mean_of([sample["score"] for sample in samples]),
+        "num_items": len(samples),
         "num_items_total": num_items_total,
         "num_fewshot": row.num_fewshot,
         "kind": row.kind,
@@ -91,13 +91,17 @@ def task_result(
     return result
 
 
+def mean_of(scores: Sequence[float]) -> dict[str, Any]:
+    """Return `value` and `stderr` of items with these scores."""
+    return {"value": math.fsum(scores) / len(scores), "stderr": standard_error(scores)}
+
+
 def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Count outcome classes over all programs; compute the base score, and pass@k for the usual k up to the samples."""
     outcomes = [name for sample in samples for name in sample.get("outcomes") or [sample["outcome"]]]
     numbers: dict[str, Any] = {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
     if all("base_score" in sample for sample in samples):
-        base = [sample["base_score"] for sample in samples]
-        numbers["base"] = {"value": math.fsum(base) / len(base), "stderr": standard_error(base)}
+        numbers["base"] = mean_of([sample["base_score"] for sample in samples])
     count = min(len(sample.get("outcomes") or [0]) for sample in samples)
     if count > 1:
         passed = [[name == "passed" for name in sample["outcomes"]] for sample in samples]
@@ -171,7 +175,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         if (folder / "stage.json").is_file():
             why = "the evaluation is not finished; run it again, and it continues"
         raise UserError(f"{folder}: no results.json; {why}")
-    result = parse_json(path, path.read_text(encoding="utf-8"))
+    result = read_whole(path)
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
     if result.get("schema_version") != SCHEMA_VERSION:
@@ -195,11 +199,11 @@ def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[s
     file = folder / f"samples_{task}.jsonl"
     if not file.is_file():
         raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 ({error}); evaluate again") from None
-    samples = [_sample(file, line, number) for number, line in enumerate(lines, start=1)]
+    samples = []
+    for where, sample in json_lines(file, advice="; evaluate again"):
+        if not isinstance(sample, dict) or not sample.keys() >= set(_SAMPLE_KEYS):
+            raise UserError(f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again")
+        samples.append(sample)
     if len(samples) != row["num_items"]:
         raise UserError(
             f"{file}: {len(samples)} samples, but results.json says {row['num_items']}; evaluate again"
@@ -213,19 +217,9 @@ def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[s
     return samples
 
 
-def _sample(file: Path, line: str, number: int) -> dict[str, Any]:
-    sample = parse_json(file, line, number)
-    if not isinstance(sample, dict) or not {"doc_id", "doc_hash", "prompt_hash", "score"} <= sample.keys():
-        raise UserError(
-            f"{file}, line {number}: not a sample (doc_id, doc_hash, prompt_hash, score); evaluate again"
-        )
-    return sample
-
-
-def parse_json(path: Path, text: str, line: int | None = None) -> Any:
-    """Parse the text of a result's file, or one line of it; a damaged one is a `UserError`."""
+def read_whole(path: Path) -> Any:
+    """Read a result's file of one JSON value; a damaged one is a `UserError`."""
     try:
-        return json.loads(text)
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        where = f"{path}, line {line}" if line else str(path)
-        raise UserError(f"{where}: not valid JSON ({error}); evaluate again") from None
+        raise UserError(f"{path}: not valid JSON ({error}); evaluate again") from None

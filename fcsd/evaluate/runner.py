@@ -1,7 +1,7 @@
-"""Runs a suite on a model, in memory or behind a server, and keeps the result in a folder.
+"""Runs a suite on models, in memory or behind a server.
 
-    result, samples = evaluate(model, tokenizer, load_suite("tiny"), data_root=Path("data"), batch_size=16)
-    write_result(result, samples, folder)      # results.json, samples_<task>.jsonl
+    with prepare_evaluation(tokenizer, load_suite("tiny"), EvaluationConfig(data_root="data")) as evaluate:
+        result, samples = evaluate(model, "model")
 
 With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=launch.ranks`) all of them
 make these calls and return the same; the first one alone prints, keeps and writes.
@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.suite import CODE_STOP, CodeTaskConfig, SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.backend import Backend, Batches, InMemoryBackend
-from fcsd.evaluate.batch import BatchSize, check_batch_size
+from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.code.generate import prompts
 from fcsd.evaluate.code.problems import Problem, load_problems
 from fcsd.evaluate.code.scorer import CodeScorer
@@ -37,120 +38,93 @@ from fcsd.evaluate.results import (
     whole_result,
 )
 from fcsd.evaluate.store import Journal, TaskStore
-from fcsd.models.preserve import preserved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def evaluate(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    suite: SuiteConfig,
-    *,
-    data_root: Path | None,
-    batch_size: BatchSize,
-    limit: int | None = None,
-    allow_weak_sandbox: bool = False,
-    progress: bool = True,
-    name: str = "model",
-    ranks: Ranks = ALONE,
-) -> tuple[dict[str, Any], Samples]:
-    """Evaluate `model` on every task of `suite`; return (result, samples), both JSON-able.
-
-    All data, templates and the sandbox are checked before the model is asked anything. The model's training
-    mode and settings, the tokenizer, and the random generators are as before afterwards.
-
-    Args:
-        data_root: folder that holds the data sets in hub layout; None: the Hub, or its cache.
-        batch_size: sequences in one forward, or "auto" (`fcsd.evaluate.batch`).
-        limit: only the first items of every task (of every member, for a group of tasks); recorded in the
-            result.
-        allow_weak_sandbox: run generated code even where it cannot be kept off the network and from writing files.
-        ranks: those that share the work (`fcsd.distributed.ranks`); by default this process does all of it.
-
-    Raises:
-        UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
-        ScorerError: the scorer of the code tasks failed; never a score of 0.
-    """
-    start = time.monotonic()
-    prepared = prepare_evaluation(
-        tokenizer,
-        suite,
-        data_root=data_root,
-        batch_size=batch_size,
-        limit=limit,
-        allow_weak_sandbox=allow_weak_sandbox,
-        progress=progress,
-        ranks=ranks,
-    )
-    with preserved(model, tokenizer), prepared as evaluation:
-        result, samples = evaluation(model, name)
-    return result | {"wall_s": ranks.from_first(lambda: time.monotonic() - start)}, samples
 
 
 @contextlib.contextmanager
 def prepare_evaluation(
     tokenizer: "PreTrainedTokenizerBase",
     suite: SuiteConfig,
+    plan: EvaluationConfig,
     *,
-    data_root: Path | None,
-    batch_size: BatchSize,
-    limit: int | None = None,
-    allow_weak_sandbox: bool = False,
-    progress: bool = True,
     store: TaskStore | None = None,
     ranks: Ranks = ALONE,
+    progress: bool = True,
     any_direction: bool = False,
 ) -> Iterator["PreparedEvaluation"]:
     """Prepare data and sandbox once, to evaluate one model after another; gives a function of model and name.
 
-    store: where finished tasks are kept and found; the first rank's.
-    any_direction: take metrics of which less is better, too; for scores that are not compared between models.
+    All data, templates and the sandbox are checked before a model is asked anything.
 
-    Raises: as `evaluate`.
+    Args:
+        plan: of it batch size, limit, data root, and whether a weak sandbox will do.
+        store: where finished tasks are kept and found; the first rank's.
+        ranks: those that share the work (`fcsd.distributed.ranks`); by default this process does all of it.
+        any_direction: take metrics of which less is better, too; for scores that are not compared between models.
+
+    Raises:
+        UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
+        ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
-    check_batch_size(batch_size, ranks)
-    if limit is not None and limit < 1:
-        raise UserError(f"limit: must be at least 1, got {limit}")
+    check_batch_size(plan.batch_size, ranks)
+    if plan.limit is not None and plan.limit < 1:
+        raise UserError(f"limit: must be at least 1, got {plan.limit}")
+    data_root = Path(plan.data_root) if plan.data_root is not None else None
     if data_root is not None and not data_root.is_dir():
         raise UserError(f"{data_root}: no such folder (data root)")
     kept = ranks.from_first(
         lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
     )
     missing = [row for row in suite.tasks if row.task not in kept]
+    prepared: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
+    for row in missing:
+        items, found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
+        prepared[row.task], facts[row.task] = items, found
+        if not (found["higher_is_better"] or any_direction):
+            raise _lower_is_better(row)
+    code = [row for row in missing if row.kind == "code"]
+    finished = {task: samples for task, (samples, _) in kept.items()}
+    settings = {"limit": plan.limit, "batch_size": plan.batch_size, "data_root": data_root}
+    scorer: CodeScorer | None = None
     with contextlib.ExitStack() as stack:
-        prepared: dict[str, Any] = {}
-        facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
-        for row in missing:
-            prepared[row.task], facts[row.task] = _prepare_task(row, suite, data_root, tokenizer, limit)
-            if not (facts[row.task]["higher_is_better"] or any_direction):
-                raise UserError(
-                    f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
-                    " better, so choose one of those, or leave the task out"
-                )
-        code = [row for row in missing if row.kind == "code"]
-        scorer: CodeScorer | None = None
 
-        def checked() -> dict[str, Any]:
+        def start() -> dict[str, Any]:
             """Start the sandbox, of which one is enough for all ranks, and return its layers."""
             nonlocal scorer
-            scorer = stack.enter_context(CodeScorer(allow_weak_sandbox=allow_weak_sandbox))
-            for row in code:
-                try:
-                    scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
-                except ScorerError as error:
-                    raise ScorerError(f"task {row.task}: {error}") from error
+            scorer = stack.enter_context(_checked_scorer(code, prepared, plan, progress))
             return scorer.layers
 
-        layers = ranks.from_first(checked) if code else None
-        for row in code:
-            facts[row.task]["sandbox"] = layers
-        settings = {"limit": limit, "batch_size": batch_size, "data_root": data_root}
-        finished = {task: samples for task, (samples, _) in kept.items()}
+        if code:
+            layers = ranks.from_first(start)
+            for row in code:
+                facts[row.task]["sandbox"] = layers
         yield PreparedEvaluation(
             tokenizer, suite, settings, finished, missing, prepared, facts, scorer, store, ranks, progress
         )
+
+
+@contextlib.contextmanager
+def _checked_scorer(
+    code: Sequence[CodeTaskConfig], prepared: Mapping[str, Any], plan: EvaluationConfig, progress: bool
+) -> Iterator[CodeScorer]:
+    """Give a scorer that the canonical solutions of these tasks have passed."""
+    with CodeScorer(allow_weak_sandbox=plan.allow_weak_sandbox) as scorer:
+        for row in code:
+            try:
+                scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+            except ScorerError as error:
+                raise ScorerError(f"task {row.task}: {error}") from error
+        yield scorer
+
+
+def _lower_is_better(row: TaskConfig) -> UserError:
+    return UserError(
+        f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is better, so"
+        " choose one of those, or leave the task out"
+    )
 
 
 def _prepare_task(
@@ -201,7 +175,8 @@ class PreparedEvaluation:
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
         size = self.settings["batch_size"]
-        return self.ask(InMemoryBackend(model, self.tokenizer, size, self.ranks, batches), name)
+        backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
+        return self.ask(backend, name)
 
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
@@ -218,10 +193,7 @@ class PreparedEvaluation:
                         samples[row.task] = self._run_code(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
-                            backend.language_model(progress=self.progress),
-                            row,
-                            self.prepared[row.task],
-                            self.settings["limit"],
+                            backend.language_model, row, self.prepared[row.task], self.settings["limit"]
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
@@ -245,7 +217,7 @@ class PreparedEvaluation:
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
         problems: Sequence[Problem] = self.prepared[row.task]
-        completions = backend.complete(problems, row, progress=self.progress)
+        completions = backend.complete(problems, row)
 
         def scored() -> list[dict[str, Any]]:
             assert self.scorer is not None

@@ -1,8 +1,7 @@
 """Score arithmetic: means, standard errors, and the paired comparison of two models on the same items. Pure
 functions.
 
-A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score` (as `fcsd.evaluate.runner` writes
-them).
+A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score` (`fcsd.evaluate.results`).
 
 Not covered: several samples an item; tasks that share items (they count as independent in the plain mean).
 """

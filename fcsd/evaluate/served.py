@@ -14,6 +14,7 @@ Not covered: KL, which needs all logits; several ranks.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,6 @@ class ServedBackend:
         self.ends = end_tokens(self.generation, tokenizer)
         self.checked: dict[str, Any] | None = None
         self._journal = Journal()
-        self._wrapper: Any = None
 
     def check(self, evaluation: PreparedEvaluation) -> None:
         """Check that the server can answer every task that is to be run, without asking it.
@@ -89,7 +89,7 @@ class ServedBackend:
                     f"returns no prompt_logprobs, and task {row.task} is scored by likelihood; vLLM has them"
                 )
             try:
-                self.language_model(progress=True).look(row, items, limit)
+                self.language_model.look(row, items, limit)
             except UserError as error:
                 raise UserError(f"task {row.task}: {error}") from error
             return
@@ -105,27 +105,15 @@ class ServedBackend:
         """Start a task."""
         self._journal = journal
 
-    def language_model(self, *, progress: bool) -> Any:
-        """Return lm-eval's model, one for all tasks."""
-        if self._wrapper is None:
-            with quiet():
-                from fcsd.evaluate.lm_eval.served import ServedModel
+    @functools.cached_property
+    def language_model(self) -> Any:
+        """lm-eval's model."""
+        with quiet():
+            from fcsd.evaluate.lm_eval.served import ServedModel
 
-                self._wrapper = ServedModel(
-                    self.config,
-                    self.generation,
-                    self.tokenizer,
-                    ends=self.ends,
-                    context=self.server.context,
-                    ask=self._ask,
-                    seed=SAMPLING_SEED,
-                    progress=progress,
-                )
-        return self._wrapper
+            return ServedModel(self)
 
-    def complete(
-        self, problems: Sequence[Problem], row: CodeTaskConfig, *, progress: bool
-    ) -> dict[str, list[str]]:
+    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
         """Generate; the n-th sample of all has the n-th seed."""
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
@@ -146,7 +134,7 @@ class ServedBackend:
                         **seed,
                     }
                 )
-        texts = iter(self._ask("generation", bodies))
+        texts = iter(self.ask("generation", bodies))
 
         def text() -> str:
             found = next(texts)
@@ -174,7 +162,9 @@ class ServedBackend:
             },
         }
 
-    def _ask(self, what: str, bodies: Sequence[Body]) -> list[Any]:
+    def ask(self, what: str, bodies: Sequence[Body]) -> list[Any]:
+        """Return the answers of the current task to requests: of a "likelihood" [log-probabilities, ranks] of the last
+        `answer_tokens` of the prompt, of a "generation" token ids, or a text where the server gives no ids."""
         return self._send(what, bodies, self._journal)
 
     def _send(

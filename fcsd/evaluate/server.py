@@ -198,7 +198,7 @@ class Server:
                 outage.since, outage.told = None, False
                 return answer
             except (httpx2.TransportError, _Retry) as error:
-                now_s, text = time.monotonic(), _reason(error)
+                now_s, text = time.monotonic(), one_line(error)
                 own = own or now_s
                 if max(outage.lasted(self.url, text, now_s), (now_s - own) / 4) > PATIENCE_S:
                     raise self.error(
@@ -224,7 +224,7 @@ class Server:
             response = httpx2.get(self.url + path, headers=self._headers, timeout=_TIMEOUT)
         except (httpx2.TransportError, httpx2.InvalidURL) as error:
             raise self.error(
-                f"cannot be reached ({_reason(error)}); is the server up, and is this its address?"
+                f"cannot be reached ({one_line(error)}); is the server up, and is this its address?"
             ) from None
         try:
             return self._checked(response, path)
@@ -268,10 +268,6 @@ def _engine_of(answer: Body) -> str:
     """Return what vLLM says of itself in an answer, as vllm-0.32.0-tp2-ep, without the hash of its settings."""
     words = str(answer.get("system_fingerprint") or "").split("-")
     return "-".join(words[:-1]) if words[0] == "vllm" else ""
-
-
-def _reason(error: Exception) -> str:
-    return one_line(error) if str(error) else type(error).__name__
 
 
 def _said(found: Any) -> str:

@@ -1,4 +1,7 @@
-"""Evaluate one model on a suite, in a folder with a manifest.
+"""Evaluate one model on a suite, in a folder with a manifest: in memory or behind a server, steered or not, of a
+recipe or of none.
+
+    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), plan), folder, launch)
 
 Not covered: which models a recipe has; that is `fcsd.stages.run`.
 """
@@ -7,222 +10,215 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fcsd.artifact import Stage, versions
 from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.model import ModelConfig
 from fcsd.config.recipe import EvaluationConfig, ServerConfig
-from fcsd.config.suite import SuiteConfig, TaskConfig, load_suite
+from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
+from fcsd.data.packing import PackedRows
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.evaluate.batch import BatchSize, check_batch_size
+from fcsd.evaluate.backend import Batches
+from fcsd.evaluate.batch import check_batch_size
 from fcsd.evaluate.endpoints import bias_facts, biased_routers, check_bias, check_bias_model
 from fcsd.evaluate.lm_eval.write import write_lm_eval
 from fcsd.evaluate.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluate.runner import PreparedEvaluation, prepare_evaluation
 from fcsd.evaluate.served import ServedBackend
 from fcsd.evaluate.server import Server
+from fcsd.evaluate.steered import Sweep
 from fcsd.evaluate.store import TaskStore, configuration_fingerprint
 from fcsd.evaluate.suites import dataset_location
 from fcsd.files import new_folder, read_json
-from fcsd.losses.kl import mean_kl, read_original
+from fcsd.losses.kl import Original, mean_kl, read_original
 from fcsd.models.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.models.place import check_device_map, load_for_evaluation
 from fcsd.overlap import refusal
 from fcsd.routing.bias import BiasTables
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 FINISHED_TASKS = "finished-tasks"
+Measure = Callable[["PreTrainedModel", Batches | None], dict[str, Any]]
+"""What is measured of a model beside its scores, for its result, while its routers are still biased."""
 
 
 @dataclass(frozen=True)
-class Steered:
-    """A model of a run whose routers are biased.
+class Reference:
+    """What the models of a recipe are measured against beside their scores: the original, on held-out text.
 
-    ask: gives result and samples. inputs: name -> fingerprint of what they depend on beside tables and model.
+    What the original makes of the text is read once for all evaluations that are given the same reference, and stays in
+    main memory between them: each of them needs all of it until its end.
+
+    inputs: name -> fingerprint of what results depend on beside model, original and data. sweep: of a steered original,
+    gives the one model that is asked under every bias.
     """
 
-    tables: BiasTables
-    inputs: Mapping[str, str]
-    ask: Callable[[PreparedEvaluation], tuple[dict[str, Any], Samples]]
+    original: ModelFolder
+    data: DataConfig
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    sweep: Callable[[], Sweep] | None = None
+    _known: list[tuple[Any, Original]] = field(default_factory=list, repr=False, compare=False)
+
+    def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:
+        """Return what measures a model; None without held-out text. Before the model is loaded, and on all ranks."""
+        if self.sweep is not None:
+            return self.sweep().measure
+        rows = heldout_of(self.data, tokenizer)
+        if rows is None:
+            return None
+        if not any(_same_rows(rows, others) for others, _ in self._known):
+            # First, and then it goes: a device may not hold two models.
+            known = read_original(load_for_evaluation(self.original, launch), rows, ranks=launch.ranks)
+            free_memory()
+            self._known[:] = [(rows, known)]
+        known = self._known[0][1]
+
+        def kl(loaded: "PreTrainedModel", batches: Batches | None) -> dict[str, Any]:
+            found = mean_kl(known, loaded, rows, ranks=launch.ranks)
+            known.head.cpu()  # off the device, where the next model needs the room
+            return {"kl_to_original": found}
+
+        return kl
 
 
-def evaluate_stage(
-    name: str,
-    model: ModelFolder,
-    original: ModelFolder,
-    *,
-    folder: Path,
-    evaluation: EvaluationConfig,
-    data: DataConfig,
-    launch: Launch,
-    steered: Steered | None = None,
-) -> Stage:
-    """Evaluate one model of a run on its suite, and measure its KL to the original on held-out text.
+@dataclass(frozen=True)
+class Evaluation:
+    """One model on one suite.
 
-    All ranks call this.
+    name: of the model in the result. model: found, or as a checkpoint is named. plan: batch size, limit, data root,
+    cache, server and sandbox. reference: of a model of a recipe.
+    bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
+    device_map: see `fcsd.models.place.load_for_evaluation`. server_check: first find out whether the server has it.
     """
-    biased = {} if steered is None else bias_facts(steered.tables, evaluation.batch_size)
-    check_server(evaluation.server, launch)
-    launch = launch.for_evaluation()
-    data_root = Path(evaluation.data_root) if evaluation.data_root is not None else None
-    suite = load_suite(evaluation.suite)
-    settings = {
+
+    name: str
+    model: ModelFolder | ModelConfig
+    suite: SuiteConfig
+    plan: EvaluationConfig
+    reference: Reference | None = None
+    bias: BiasTables | None = None
+    device_map: str | None = None
+    server_check: bool = True
+
+    @cached_property
+    def checkpoint(self) -> ModelFolder:
+        """The model's folder; of a hub id what is missing is fetched."""
+        return self.model if isinstance(self.model, ModelFolder) else find_model(self.model)
+
+    @property
+    def data_root(self) -> Path | None:
+        """The folder in hub layout that test sets are read from; None: the Hub."""
+        return Path(self.plan.data_root) if self.plan.data_root is not None else None
+
+    @property
+    def answered_by(self) -> dict[str, Any]:
+        """What scores depend on where a server answers (that there is one, not where), or routers are biased."""
+        served = {} if self.plan.server is None else {"server": True}
+        return served | bias_facts(self.bias, self.plan.batch_size)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a result depends on, for the manifest."""
+        suite = {"suite": self.suite.model_dump(mode="json", exclude={"folder"})}
+        if self.reference is None:
+            return {**suite, "limit": self.plan.limit, **self.answered_by}
         # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
-        "evaluation": evaluation.model_dump(
-            mode="json", exclude={"layer_study", "cache", "batch_size", "server", "router_bias"}
-        ),
-        "suite": suite.model_dump(mode="json", exclude={"folder"}),
-        "data": data.model_dump(
-            mode="json", include={"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
-        ),
-        "model": {"dtype": model.config.dtype},
-        **_asked(evaluation.server),
-        **biased,
-    }
-    inputs = launch.ranks.from_first(
-        lambda: {
-            **_identity(model),
-            **(steered.inputs if steered is not None else {}),
-            "original": original.weights,
-            **test_set_fingerprints(suite.tasks, data_root, data.heldout),
+        left_out = {"layer_study", "cache", "batch_size", "server", "router_bias"}
+        text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
+        return {
+            "evaluation": self.plan.model_dump(mode="json", exclude=left_out),
+            **suite,
+            "data": self.reference.data.model_dump(mode="json", include=text),
+            "model": {"dtype": self.checkpoint.config.dtype},
+            **self.answered_by,
         }
-    )
-    stage = Stage(folder, "evaluate", settings, inputs)
-    loading = model.config.model_dump(include={"dtype", "attn_implementation", "experts_implementation"})
-    cache = Path(evaluation.cache) if evaluation.cache is not None else None
 
-    def store(answered_by: dict[str, Any]) -> TaskStore:
-        return _store(stage, suite, cache, evaluation.limit, {"loading": loading, **answered_by, **biased})
+    def inputs(self) -> dict[str, str]:
+        """Return the fingerprints of what is read: of the model never its path."""
+        model, reference, heldout = self.checkpoint, self.reference, None
+        found = {
+            "model": model.weights,
+            "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
+            "configuration": configuration_fingerprint(model.folder),
+        }
+        if reference is not None:
+            found |= {**reference.inputs, "original": reference.original.weights}
+            heldout = reference.data.heldout
+        return found | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
 
-    if _begin(stage, suite, store({}) if evaluation.server is None else None, launch) == "finished":
+
+def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
+    """Evaluate a model on its suite, and what its reference measures beside; the result is in `folder`.
+
+    A finished evaluation is found, one that was cut off goes on with the next task. All ranks call this.
+
+    Raises:
+        UserError: what rules itself out (a server and several ranks, a bias and an automatic batch size); a
+            model, task or data set that is not there; a folder with another evaluation.
+    """
+    plan = evaluation.plan
+    check_server(plan.server, launch)
+    check_bias(evaluation.bias, plan.batch_size, plan.server)
+    launch = launch.for_evaluation()
+    check_device_map(evaluation.device_map, launch)
+    check_batch_size(plan.batch_size, launch.ranks)
+    model = evaluation.checkpoint
+    if evaluation.reference is None:
+        _check_overlap(model, launch)
+    if evaluation.bias is not None:
+        check_bias_model(evaluation.bias, read_json(model.folder / "config.json")["model_type"])
+    stage = Stage(folder, "evaluate", evaluation.settings(), launch.ranks.from_first(evaluation.inputs))
+    if _begin(evaluation, stage, launch) == "finished":
         return stage
     free_memory()  # of the trainings before
     tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
-    backend = _backend(evaluation.server, model, tokenizer)
-    with prepare_evaluation(
-        tokenizer,
-        suite,
-        data_root=data_root,
-        batch_size=evaluation.batch_size,
-        limit=evaluation.limit,
-        allow_weak_sandbox=evaluation.allow_weak_sandbox,
-        store=store(_answered_by(backend, check=True)),
-        ranks=launch.ranks,
-    ) as evaluate:
-        if steered is not None:
-            result, samples = steered.ask(evaluate)
-        else:
-            rows = heldout_of(data, tokenizer)
-            result, samples = _ask(evaluate, backend, name, model, original, rows, launch)
+    backend = _backend(plan.server, model, tokenizer)
+    store = _store(evaluation, stage, backend)
+    # A mistake in tasks or data shows before the weights are read.
+    with prepare_evaluation(tokenizer, evaluation.suite, plan, store=store, ranks=launch.ranks) as prepared:
+        result, samples = _ask(evaluation, prepared, backend, tokenizer, launch)
     _leave(stage, result, samples, launch)
     return stage
 
 
 def _ask(
-    evaluate: PreparedEvaluation,
+    evaluation: Evaluation,
+    prepared: PreparedEvaluation,
     backend: ServedBackend | None,
-    name: str,
-    model: ModelFolder,
-    original: ModelFolder,
-    rows: Any,
+    tokenizer: Any,
     launch: Launch,
 ) -> tuple[dict[str, Any], Samples]:
-    """Return result, with the KL to the original, and samples of one model of a run."""
+    """Return result and samples of a model; the result with what its reference measures."""
+    reference = evaluation.reference
+
+    def load() -> "PreTrainedModel":
+        if reference is not None and reference.sweep is not None:
+            return reference.sweep().loaded
+        return load_for_evaluation(evaluation.checkpoint, launch, device_map=evaluation.device_map)
+
     if backend is not None:
-        backend.check(evaluate)
-        backend.identify(lambda: load_for_evaluation(model, launch))
-    known, loaded = None, None
-    if rows is not None:
-        # First, and then it goes: a device may not hold two models.
-        known = read_original(load_for_evaluation(original, launch), rows, ranks=launch.ranks)
-        free_memory()
-    if backend is None:
-        loaded = load_for_evaluation(model, launch)
-        result, samples = evaluate(loaded, name)
-    else:
-        result, samples = evaluate.ask(backend, name)
-    if rows is not None and known is not None:
-        loaded = load_for_evaluation(model, launch) if loaded is None else loaded
-        result["kl_to_original"] = mean_kl(known, loaded, rows, ranks=launch.ranks)
-    return result, samples
-
-
-def evaluate_checkpoint(
-    config: ModelConfig,
-    launch: Launch,
-    *,
-    suite: str | SuiteConfig,
-    data_root: Path | None,
-    output: Path,
-    batch_size: BatchSize,
-    limit: int | None,
-    allow_weak_sandbox: bool,
-    cache: Path | None = None,
-    device_map: str | None = None,
-    server: ServerConfig | None = None,
-    server_check: bool = True,
-    bias: BiasTables | None = None,
-) -> None:
-    """Evaluate any checkpoint, without a recipe; the results are in `output`. All ranks call this.
-
-    cache: a folder of finished tasks that several evaluations share; None: one in `output`, until all are finished.
-    device_map: see `fcsd.models.place.load_for_evaluation`.
-    server: what answers for the model, if it is not to be asked in memory; checked first whether it is this model.
-    bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
-    """
-    check_server(server, launch)
-    check_bias(bias, batch_size, server)
-    launch = launch.for_evaluation()
-    ranks = launch.ranks
-    check_device_map(device_map, launch)
-    check_batch_size(batch_size, ranks)
-    tasks = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
-    model = find_model(config)
-    _check_overlap(model, launch)
-    if bias is not None:
-        check_bias_model(bias, read_json(model.folder / "config.json")["model_type"])
-    biased = bias_facts(bias, batch_size)
-    settings = {
-        "suite": tasks.model_dump(mode="json", exclude={"folder"}),
-        "limit": limit,
-        **_asked(server),
-        **biased,
-    }
-    inputs = ranks.from_first(lambda: {**_identity(model), **test_set_fingerprints(tasks.tasks, data_root)})
-    stage = Stage(output, "evaluate", settings, inputs)
-
-    def store(answered_by: dict[str, Any]) -> TaskStore:
-        return _store(stage, tasks, cache, limit, {"loading": {}, **answered_by, **biased})
-
-    if _begin(stage, tasks, store({}) if server is None else None, launch) != "finished":
-        tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
-        backend = _backend(server, model, tokenizer)
-        with prepare_evaluation(
-            tokenizer,
-            tasks,
-            data_root=data_root,
-            batch_size=batch_size,
-            limit=limit,
-            allow_weak_sandbox=allow_weak_sandbox,
-            store=store(_answered_by(backend, check=server_check)),
-            ranks=ranks,
-        ) as evaluate:  # a mistake in tasks or data shows before the weights are read
-            if backend is None:
-                loaded = load_for_evaluation(model, launch, device_map=device_map)
-                with biased_routers(loaded, bias, batch_size) as batches:
-                    result, samples = evaluate(loaded, config.path, batches)
-            else:
-                backend.check(evaluate)
-                if server_check:
-                    backend.identify(lambda: load_for_evaluation(model, launch, device_map=device_map))
-                result, samples = evaluate.ask(backend, config.path)
-        _leave(stage, result, samples, launch)
+        backend.check(prepared)
+        if evaluation.server_check:
+            backend.identify(load)
+    measure = reference.measure(tokenizer, launch) if reference is not None else None
+    if backend is not None:
+        result, samples = prepared.ask(backend, evaluation.name)
+        return result | (measure(load(), None) if measure is not None else {}), samples
+    loaded = load()
+    with biased_routers(loaded, evaluation.bias, evaluation.plan.batch_size) as batches:
+        result, samples = prepared(loaded, evaluation.name, batches)
+        return result | (measure(loaded, batches) if measure is not None else {}), samples
 
 
 def _check_overlap(model: ModelFolder, launch: Launch) -> None:
@@ -238,7 +234,7 @@ def _check_overlap(model: ModelFolder, launch: Launch) -> None:
 
 
 def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
-    """Return the rows that the KL to the original is measured on, if there are any."""
+    """Return the rows (`PackedRows`) that the KL to the original is measured on; None where there are none."""
     if data.heldout is None:
         return None
     return heldout_rows(
@@ -269,44 +265,34 @@ def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) ->
     return ServedBackend(found, model, tokenizer)
 
 
-def _asked(server: ServerConfig | None) -> dict[str, Any]:
-    """Return what a stage's settings say of the server: that there is one, but not where."""
-    return {} if server is None else {"server": True}
+def _same_rows(one: PackedRows, other: PackedRows) -> bool:
+    return all(np.array_equal(column, other.columns[name]) for name, column in one.columns.items())
 
 
-def _answered_by(backend: ServedBackend | None, *, check: bool) -> dict[str, Any]:
-    """Return what finished tasks depend on where a server answered them."""
-    return {} if backend is None else {"server": {**backend.server.facts, "checked": check}}
-
-
-def _identity(model: ModelFolder) -> dict[str, str]:
-    """Return what identifies the model that answers: never its path."""
-    return {
-        "model": model.weights,
-        "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
-        "configuration": configuration_fingerprint(model.folder),
-    }
-
-
-def _store(
-    stage: Stage, suite: SuiteConfig, cache: Path | None, limit: int | None, computed: dict[str, Any]
-) -> TaskStore:
+def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None) -> TaskStore:
     """Return where finished tasks are kept: under the fingerprints of what was evaluated, never under its path.
 
-    computed: how the model is loaded, or which server answers for it.
+    backend: which server answers for the model, if one does.
     """
+    plan, loading = evaluation.plan, dict[str, Any]()
+    if evaluation.reference is not None:
+        how = {"dtype", "attn_implementation", "experts_implementation"}
+        loading = evaluation.checkpoint.config.model_dump(include=how)
+    served = {"server": {**backend.server.facts, "checked": evaluation.server_check}} if backend else {}
     identity = {
         **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
-        **computed,
-        "limit": limit,
+        "loading": loading,
+        **served,
+        **bias_facts(evaluation.bias, plan.batch_size),
+        "limit": plan.limit,
         "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
     }
-    data = {row.task: stage.inputs[f"task {row.task}"] for row in suite.tasks}
-    return TaskStore(cache or stage.folder / FINISHED_TASKS, identity, data)
+    data = {row.task: stage.inputs[f"task {row.task}"] for row in evaluation.suite.tasks}
+    return TaskStore(Path(plan.cache) if plan.cache else stage.folder / FINISHED_TASKS, identity, data)
 
 
-def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore | None, launch: Launch) -> str:
-    """Begin the stage; a finished one whose result is damaged is taken back, whole tasks are kept in `store`."""
+def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
+    """Begin the stage; a finished one whose result is damaged is taken back, and its whole tasks are kept."""
 
     def take_back() -> None:
         if stage.state() != "finished":
@@ -315,19 +301,20 @@ def _begin(stage: Stage, suite: SuiteConfig, store: TaskStore | None, launch: La
             read_result(stage.folder)
         except UserError as error:
             print(f"evaluate: {error}: this is done now", file=sys.stderr)
-            if store is not None:
-                _keep_whole_tasks(stage, suite, store)
+            if evaluation.plan.server is None:  # which server answered is not known yet
+                _keep_whole_tasks(evaluation, stage)
             (stage.folder / "manifest.json").unlink()
 
     launch.ranks.from_first(take_back)
     return launch.begin(stage)
 
 
-def _keep_whole_tasks(stage: Stage, suite: SuiteConfig, store: TaskStore) -> None:
+def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
+    store = _store(evaluation, stage)
     made = read_json(stage.folder / "manifest.json").get("versions", {})
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
         result = read_json(stage.folder / "results.json")
-        for row in suite.tasks if made == versions() else ():
+        for row in evaluation.suite.tasks if made == versions() else ():
             found = result["tasks"][row.task]
             facts = {name: found[name] for name in ("num_items_total", "higher_is_better")}
             facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}

@@ -19,13 +19,10 @@ from numpy.typing import NDArray
 
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.distributed.launch import Launch
-from fcsd.evaluate.endpoints import biased_routers
-from fcsd.evaluate.results import Samples
-from fcsd.evaluate.runner import PreparedEvaluation
+from fcsd.evaluate.backend import Batches
 from fcsd.losses.kl import Original, mean_kl, read_original
 from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload
-from fcsd.routing.bias import BiasTables
 from fcsd.routing.counts import recording
 from fcsd.routing.exchanges import exchange_counts, exchange_times, time_summary
 from fcsd.routing.metrics import avg_layer_cv, avg_layer_kl, cv, kl, routes_moved
@@ -59,19 +56,14 @@ class Sweep:
         with self._routes() as (routes, around):
             return read_original(self.loaded, self.rows, ranks=self.launch.ranks, around_row=around), routes
 
-    def ask(
-        self, tables: BiasTables, evaluate: PreparedEvaluation, name: str
-    ) -> tuple[dict[str, Any], Samples]:
-        """Return result and samples under a bias; the result with `kl_to_original`, `exchange` and `routing`."""
+    def measure(self, loaded: "PreTrainedModel", batches: Batches | None) -> dict[str, Any]:
+        """Return `kl_to_original`, `exchange` and `routing` of the original, whose routers are biased now."""
+        assert batches is not None and batches.begin is not None
         known, _ = self._unbiased
-        with biased_routers(self.loaded, tables, self.batch_size) as batches:
-            assert batches is not None and batches.begin is not None
-            result, samples = evaluate(self.loaded, name, batches)
-            with self._routes(batches.begin) as (routes, around):
-                result["kl_to_original"] = mean_kl(
-                    known, self.loaded, self.rows, ranks=self.launch.ranks, around_row=around
-                )
-        return result | self._measured(routes), samples
+        with self._routes(batches.begin) as (routes, around):
+            ranks = self.launch.ranks
+            kl = mean_kl(known, loaded, self.rows, ranks=ranks, around_row=around)
+        return {"kl_to_original": kl, **self._measured(routes)}
 
     def unbiased(self) -> dict[str, Any]:
         """Return `exchange` and `routing` of the original itself."""

@@ -68,6 +68,20 @@ def require_chat_template(tokenizer: Any, row: TaskBase) -> None:
         )
 
 
+def chat_text(
+    tokenizer: Any, thinking: bool, turns: list[dict[str, str]], add_generation_prompt: bool = True
+) -> str:
+    """Write turns as lm-eval's own model in memory does; without a generation prompt the last turn is begun only.
+
+    thinking: what a hybrid is asked; templates without that switch pass over it.
+    """
+    options = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": not add_generation_prompt,
+    }
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=thinking, **options))
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an exception says, or its name, without what `datasets` says around it."""
     if error.__cause__ is not None and str(error).startswith(

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config
@@ -210,17 +211,14 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     with contextlib.ExitStack() as stack:
         evaluate = None
         if suite is not None:
+            plan = EvaluationConfig(
+                data_root=study.data_root,
+                batch_size=study.batch_size,
+                limit=study.limit,
+                allow_weak_sandbox=study.allow_weak_sandbox,
+            )
             evaluate = stack.enter_context(
-                prepare_evaluation(
-                    tokenizer,
-                    suite,
-                    data_root=Path(study.data_root) if study.data_root is not None else None,
-                    batch_size=study.batch_size,
-                    limit=study.limit,
-                    allow_weak_sandbox=study.allow_weak_sandbox,
-                    progress=False,
-                    ranks=ranks,
-                )
+                prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
             )
         known = read_original(model, rows, ranks=ranks) if rows is not None else None
 

@@ -57,7 +57,7 @@ def study_routing(
 
     Args:
         draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`).
-        prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluate.prompts.suite_prompts`).
+        prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluate.items.suite_prompts`).
         inputs: what identifies the text.
         device_map: see `fcsd.models.place.load_for_evaluation`.
 

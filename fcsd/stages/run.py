@@ -4,8 +4,9 @@ import sys
 from dataclasses import replace
 
 from fcsd.artifact import Stage
+from fcsd.config.suite import load_suite
 from fcsd.evaluate.batch import check_batch_size
-from fcsd.evaluate.stage import evaluate_stage
+from fcsd.evaluate.stage import Evaluation, Reference, run_evaluation
 from fcsd.layers.settings import Study
 from fcsd.layers.study import study_layers
 from fcsd.models.load import ModelFolder
@@ -78,19 +79,14 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
 
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that is there, on the same items."""
-    original = run.original
+    original, plan = run.original, run.recipe.evaluation
+    suite, reference = load_suite(plan.suite), Reference(original, run.recipe.data)
     for name, path in run.models().items():
         run.begin(evaluation(name))
         own = original.config.model_copy(update={"path": str(path)})
-        evaluate_stage(
-            name,
-            original if name == "original" else ModelFolder(own, path),
-            original,
-            folder=run.layout.evaluation(name),
-            evaluation=run.recipe.evaluation,
-            data=run.recipe.data,
-            launch=run.launch,
-        )
+        model = original if name == "original" else ModelFolder(own, path)
+        one = Evaluation(name, model, suite, plan, reference)
+        run_evaluation(one, run.layout.evaluation(name), run.launch)
 
 
 def layers(run: Run) -> Stage:

@@ -34,7 +34,7 @@ def early_stopping(
     scorer that fails them would stop every run.
 
     Raises:
-        UserError, ScorerError: as `fcsd.evaluate.runner.evaluate`.
+        UserError, ScorerError: as `fcsd.evaluate.runner.prepare_evaluation`.
     """
     recipe, plan = run.recipe, run.recipe.early_stopping
     if plan is None:
@@ -56,12 +56,9 @@ def early_stopping(
                     tokenizer,
                     # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
                     SuiteConfig(name="early_stopping", tasks=[row], folder="."),
-                    data_root=run.data_root,
-                    batch_size=plan.batch_size,
-                    limit=plan.limit,
-                    allow_weak_sandbox=recipe.evaluation.allow_weak_sandbox,
-                    progress=False,  # a bar of its own would cut the training's to pieces
+                    recipe.evaluation.model_copy(update={"batch_size": plan.batch_size, "limit": plan.limit}),
                     ranks=run.launch.ranks,
+                    progress=False,  # a bar of its own would cut the training's to pieces
                     any_direction=True,
                 )
             )

@@ -13,9 +13,10 @@ from torch import Tensor
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
 from fcsd.config.router_bias import RouterBiasConfig
+from fcsd.config.suite import load_suite
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.errors import UserError
-from fcsd.evaluate.stage import Steered, evaluate_stage, heldout_of, test_set_fingerprints
+from fcsd.evaluate.stage import Evaluation, Reference, heldout_of, run_evaluation, test_set_fingerprints
 from fcsd.evaluate.steered import Sweep
 from fcsd.families import row_width
 from fcsd.families.structure import packing_of
@@ -108,19 +109,12 @@ class _Steering:
         self.launch.finish(stage, {"original": self.sweep.unbiased()})
 
     def evaluate(self, name: str) -> None:
-        run, tables = self.run, read_tables(self.run.layout.bias_tables(name))
-        evaluate_stage(
-            name,
-            run.original,
-            run.original,
-            folder=run.layout.evaluation(name),
-            evaluation=run.recipe.evaluation,
-            data=run.recipe.data,
-            launch=run.launch,
-            steered=Steered(
-                tables, {"links": self.links_sha256}, lambda evaluate: self.sweep.ask(tables, evaluate, name)
-            ),
-        )
+        run, plan = self.run, self.run.recipe.evaluation
+        links = {"links": self.links_sha256}
+        reference = Reference(run.original, run.recipe.data, links, lambda: self.sweep)
+        tables = read_tables(run.layout.bias_tables(name))
+        evaluation = Evaluation(name, run.original, load_suite(plan.suite), plan, reference, tables)
+        run_evaluation(evaluation, run.layout.evaluation(name), run.launch)
 
     # ---- tables
 

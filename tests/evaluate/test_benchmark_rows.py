@@ -14,10 +14,9 @@ from fcsd.errors import UserError
 from fcsd.evaluate.lm_eval.columns import COLUMNS, check_rows
 from fcsd.evaluate.lm_eval.tasks import load_task, work
 from fcsd.evaluate.progress import Work
-from fcsd.evaluate.runner import evaluate
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import mmlu_subjects, rows_of, write_repository, write_root
-from tests.support import start
+from tests.support import evaluate, start
 
 
 @pytest.fixture(scope="module")

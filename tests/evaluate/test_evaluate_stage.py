@@ -13,6 +13,7 @@ from accelerate import PartialState
 
 from fcsd.config.load import load_recipe
 from fcsd.config.model import ModelConfig
+from fcsd.config.suite import load_suite
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import Launch, join_launch
 from fcsd.distributed.ranks import Ranks
@@ -21,6 +22,7 @@ from fcsd.evaluate import stage
 from fcsd.evaluate.store import configuration_fingerprint
 from fcsd.models import place as placed
 from fcsd.models.load import ModelFolder, to_device
+from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.test_kept_tasks import judge, place
 from tests.support import Bench
 
@@ -31,10 +33,23 @@ def evaluated(recipe: Path, name: str, folder: Path) -> None:
     """Evaluate a model of a run; the original of the recipe is the same folder."""
     plan = load_recipe(recipe)
     model = ModelFolder(plan.model, folder)
-    stage.evaluate_stage(
-        name, model, model, folder=plan.folder / "evaluate" / name, evaluation=plan.evaluation, data=plan.data,
-        launch=join_launch(),
-    )  # fmt: skip
+    suite, reference = load_suite(plan.evaluation.suite), stage.Reference(model, plan.data)
+    evaluation = stage.Evaluation(name, model, suite, plan.evaluation, reference)
+    stage.run_evaluation(evaluation, plan.folder / "evaluate" / name, join_launch())
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The results of evaluations in which no model is asked anything, in order; nothing of them is written."""
+    results: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def prepare_evaluation(tokenizer: Any, *args: Any, **options: Any) -> Iterator[Any]:
+        yield lambda model, name, batches: ({"name": name, "vocabulary": len(tokenizer)}, {})
+
+    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: results.append(result))
+    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
+    return results
 
 
 def on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -94,7 +109,7 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
 
 
 def test_the_original_is_gone_when_the_judged_model_is_loaded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
 ) -> None:
     """One accelerator may not hold both: the KL needs the original's hidden states and head only."""
     loaded: list[weakref.ref[Any]] = []
@@ -106,19 +121,47 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
         loaded.append(weakref.ref(model))
         return model
 
-    @contextlib.contextmanager
-    def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name: ({}, {})
-
-    left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
     monkeypatch.setattr(stage, "load_for_evaluation", seen)
-    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
     evaluated(bench.recipe(data=data | {"max_length": 32}), "original", bench.base)
     assert len(loaded) == 2
     kl = left[0]["kl_to_original"]
     assert kl["kl"] == pytest.approx(0, abs=1e-6) and kl["num_tokens"] > 0
+
+
+def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
+) -> None:
+    reads: list[int] = []
+    read = stage.read_original
+
+    def counted(model: Any, rows: Any, **options: Any) -> Any:
+        reads.append(len(rows))
+        return read(model, rows, **options)
+
+    monkeypatch.setattr(stage, "read_original", counted)
+    data = {"train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 4}
+    plan = load_recipe(bench.recipe(data=data | {"max_length": 32}))
+    original = ModelFolder(plan.model, bench.base)
+    other = bench.folder / "models" / "other"
+    tiny_model(
+        "qwen3_moe", vocab_size=original.load_config().vocab_size, num_hidden_layers=1, seed=9
+    ).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    reference = stage.Reference(original, plan.data)
+
+    def evaluate(name: str, model: ModelFolder, reference: stage.Reference) -> None:
+        one = stage.Evaluation(name, model, load_suite("tiny"), plan.evaluation, reference)
+        stage.run_evaluation(one, bench.folder / name, join_launch())
+
+    for name, model in (("one", original), ("other", ModelFolder(plan.model, other)), ("again", original)):
+        evaluate(name, model, reference)
+    assert reads == [4]
+    original_kl, other_kl, again = (result["kl_to_original"]["kl"] for result in left)
+    assert original_kl == again == pytest.approx(0, abs=1e-6) and other_kl > 0.01
+    longer = plan.data.model_copy(update={"heldout_examples": 5})
+    evaluate("longer", original, stage.Reference(original, longer, _known=reference._known))
+    assert reads == [4, 5], "other rows are read"
 
 
 def test_a_finished_evaluation_is_not_that_of_another_tokenizer_or_configuration(
@@ -155,14 +198,7 @@ def test_files_that_change_an_answer_identify_a_configuration_and_no_others(
 
 
 def test_a_revision_belongs_to_the_original_on_the_hub_and_not_to_the_models_of_the_run(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, left: list[dict[str, Any]]
 ) -> None:
-    @contextlib.contextmanager
-    def prepare_evaluation(tokenizer: Any, *_: Any, **__: Any) -> Iterator[Any]:
-        yield lambda model, name: ({"name": name, "vocabulary": len(tokenizer)}, {})
-
-    left: list[dict[str, Any]] = []
-    monkeypatch.setattr(stage, "_leave", lambda _, result, samples, launch: left.append(result))
-    monkeypatch.setattr(stage, "prepare_evaluation", prepare_evaluation)
     evaluated(bench.recipe(model={"path": "owner/name", "revision": "a" * 40}), "converted", bench.base)
     assert left[0]["name"] == "converted" and left[0]["vocabulary"] > 0

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fcsd.config.suite import SuiteConfig, load_suite
-from fcsd.evaluate.ready import score_file
-from fcsd.evaluate.runner import evaluate
+from fcsd.evaluate.ready import Scoring, score_file
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.evaluate.rows import write_repository
 from tests.evaluate.test_ready import lines
+from tests.support import evaluate
 
 SUBJECTS = (
     "biology", "business", "chemistry", "computer science", "economics", "engineering", "health", "history", "law",
@@ -86,7 +86,7 @@ def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *
         for index, sample in enumerate(samples)
     ]
     file = lines(folder / "s.jsonl", *rows)
-    result = score_file(file, name, data_root=root, suite=load_suite("instruct"))
+    result = score_file(Scoring(file, name, data_root=root, suite=load_suite("instruct")))
     return float(result["tasks"][name]["value"])
 
 

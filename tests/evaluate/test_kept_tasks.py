@@ -13,8 +13,9 @@ import yaml
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.strict import validate
-from fcsd.config.suite import TaskConfig
+from fcsd.config.suite import TaskConfig, load_suite
 from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
@@ -22,7 +23,7 @@ from fcsd.evaluate import runner
 from fcsd.evaluate.batch import BatchSizer
 from fcsd.evaluate.lm_eval import tasks as likelihood
 from fcsd.evaluate.progress import Progress, Work
-from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint
+from fcsd.evaluate.stage import FINISHED_TASKS, Evaluation, run_evaluation
 from fcsd.evaluate.store import TaskStore
 from fcsd.files import read_json
 from fcsd.text import duration
@@ -74,12 +75,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def judge(place: Path, output: Path, **changes: Any) -> Any:
-    options: dict[str, Any] = {
-        "suite": str(place / "suite.yaml"), "data_root": place / "root", "output": output, "batch_size": 4,
-        "limit": None, "allow_weak_sandbox": False,
-    }  # fmt: skip
     config = ModelConfig(path=str(changes.pop("model", place / "model")))
-    evaluate_checkpoint(config, join_launch(), **(options | changes))
+    plan = {"data_root": str(place / "root"), "batch_size": 4} | changes
+    suite = load_suite(place / "suite.yaml")
+    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**plan)), output, join_launch())
     return {task: row["value"] for task, row in read_json(output / "results.json")["tasks"].items()}
 
 
@@ -166,22 +165,22 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
     import shutil
 
     cache = tmp_path / "cache"
-    first = judge(place, tmp_path / "a", cache=cache)
+    first = judge(place, tmp_path / "a", cache=str(cache))
     asked.clear()
     shutil.copytree(place / "model", tmp_path / "moved")
-    assert judge(place, tmp_path / "b", cache=cache, model=tmp_path / "moved") == first and asked == []
+    assert judge(place, tmp_path / "b", cache=str(cache), model=tmp_path / "moved") == first and asked == []
     # Other weights at the same path, other items, another tokenizer: asked again.
     other = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, num_hidden_layers=1, seed=1)
     other.save_pretrained(tmp_path / "moved")
-    judge(place, tmp_path / "c", cache=cache, model=tmp_path / "moved")
+    judge(place, tmp_path / "c", cache=str(cache), model=tmp_path / "moved")
     assert asked == ["piqa", "sciq", "gsm8k"]
     asked.clear()
-    judge(place, tmp_path / "d", cache=cache, limit=2)
+    judge(place, tmp_path / "d", cache=str(cache), limit=2)
     assert asked == ["piqa", "sciq", "gsm8k"]
     asked.clear()
     shutil.copytree(place / "model", tmp_path / "template")
     (tmp_path / "template" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    judge(place, tmp_path / "e", cache=cache, model=tmp_path / "template")
+    judge(place, tmp_path / "e", cache=str(cache), model=tmp_path / "template")
     assert asked == ["piqa", "sciq", "gsm8k"]
 
 

@@ -16,13 +16,12 @@ from fcsd.connectivity import load_model
 from fcsd.distributed.ranks import input_device
 from fcsd.evaluate import runner
 from fcsd.evaluate.results import read_result
-from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.stage import FINISHED_TASKS
 from fcsd.files import read_json
 from fcsd.tiny.models import tiny_tokenizer
 from tests.distributed.test_engines import launch, outcomes
 from tests.evaluate.test_ranks import place
-from tests.support import ROOT, Bench, in_forked_ranks, start
+from tests.support import ROOT, Bench, evaluate, in_forked_ranks, start
 
 __all__ = ["place"]  # a fixture
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from fcsd.config.suite import changed_suite, load_suite, named_tasks
-from fcsd.evaluate.prompts import suite_prompts
+from fcsd.evaluate.items import suite_prompts
 from fcsd.tiny.models import tiny_tokenizer
 from fcsd.tiny.tasks import write_tiny_data
 

@@ -13,12 +13,13 @@ import torch
 import yaml
 
 from fcsd.config.model import ModelConfig
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.suite import load_suite
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import Ranks, is_sharded
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import evaluate, prepare_evaluation
+from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.losses.kl import mean_kl, read_original
 from fcsd.models.load import ModelFolder
 from fcsd.models.place import load_for_evaluation
@@ -27,7 +28,7 @@ from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.distributed.test_engines import environment
 from tests.evaluate.test_runner import TASKS, write_rows
 from tests.reference.ranks import run_ranks
-from tests.support import ROOT
+from tests.support import ROOT, evaluate
 
 ROWS: list[dict[str, Any]] = [
     {"task": "t_group", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "o/choice", "num_fewshot": 1},
@@ -240,10 +241,12 @@ def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(pl
     with (
         pytest.raises(UserError, match=r"'auto' needs .* shards the weights over 2; give a number"),
         prepare_evaluation(
-            tiny_tokenizer(), load_suite(place / "suite.yaml"), data_root=None, batch_size="auto",
+            tiny_tokenizer(),
+            load_suite(place / "suite.yaml"),
+            EvaluationConfig(batch_size="auto"),
             ranks=Ranks(0, 2, lockstep=True),
         ),
-    ):  # fmt: skip
+    ):
         pass
 
 

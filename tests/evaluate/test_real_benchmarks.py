@@ -8,8 +8,8 @@ import pytest
 from fcsd.config.suite import load_suite
 from fcsd.evaluate.code.problems import Tests, read_problems
 from fcsd.evaluate.code.scorer import CodeScorer
-from fcsd.evaluate.runner import evaluate
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from tests.support import evaluate
 
 pytestmark = pytest.mark.real_data
 

@@ -10,6 +10,7 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.suite import load_suite
 from fcsd.distributed.launch import join_launch
 from fcsd.evaluate import stage as stage_module
@@ -45,10 +46,9 @@ def tables_of(model: Any, num_endpoints: int, size: float = 2.0) -> BiasTables:
 
 def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> Any:
     """The samples of the suite beside the model."""
-    with prepare_evaluation(
-        tiny_tokenizer(), load_suite(folder / "suite.yaml"), data_root=folder / "data", batch_size=BATCH,
-        progress=False, ranks=launch.ranks,
-    ) as evaluate:  # fmt: skip
+    plan = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
+    suite = load_suite(folder / "suite.yaml")
+    with prepare_evaluation(tiny_tokenizer(), suite, plan, progress=False, ranks=launch.ranks) as evaluate:
         return evaluate(model, "model", batches)[1]
 
 

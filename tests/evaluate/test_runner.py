@@ -14,9 +14,9 @@ import yaml
 from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.errors import UserError
 from fcsd.evaluate.results import read_result, write_result
-from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.scores import compare
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from tests.support import evaluate
 
 CHOICE = {
     "dataset_path": "o/choice",

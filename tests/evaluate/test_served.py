@@ -9,7 +9,7 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import Recipe, ServerConfig
+from fcsd.config.recipe import EvaluationConfig, Recipe, ServerConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import SuiteConfig, load_suite
 from fcsd.connectivity.export import convert_checkpoint
@@ -19,7 +19,7 @@ from fcsd.distributed.launch import Launch, join_launch
 from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
 from fcsd.evaluate import server as client
-from fcsd.evaluate.stage import FINISHED_TASKS, evaluate_checkpoint, evaluate_stage
+from fcsd.evaluate.stage import FINISHED_TASKS, Evaluation, Reference, run_evaluation
 from fcsd.evaluate.store import Journal
 from fcsd.files import read_json
 from fcsd.models.load import ModelFolder
@@ -70,15 +70,19 @@ def url(engine: Engine) -> Iterator[str]:
         yield address
 
 
+def plan(place: Path, **changes: Any) -> EvaluationConfig:
+    options = {"data_root": str(place / "tiny" / "data"), "batch_size": 4, "limit": ITEMS} | changes
+    return EvaluationConfig(**options)
+
+
 def evaluated(place: Path, output: Path, url: str | None = None, **changes: Any) -> dict[str, list[Any]]:
     """Samples by task, of the first items of suite tiny."""
     if url is not None:
         changes["server"] = ServerConfig(url=url, concurrency=changes.pop("concurrency", 4))
-    options: dict[str, Any] = {
-        "suite": "tiny", "data_root": place / "tiny" / "data", "output": output, "batch_size": 4, "limit": ITEMS,
-        "allow_weak_sandbox": False,
-    }  # fmt: skip
-    evaluate_checkpoint(ModelConfig(path=str(place / "model")), join_launch(), **(options | changes))
+    own = {name: changes.pop(name) for name in ("suite", "server_check") if name in changes}
+    options: dict[str, Any] = {"suite": load_suite("tiny"), "plan": plan(place, **changes)}
+    model = ModelConfig(path=str(place / "model"))
+    run_evaluation(Evaluation("model", model, **(options | own)), output, join_launch())
     return {
         path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_text().splitlines()]
         for path in output.glob("samples_*.jsonl")
@@ -153,7 +157,7 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
 def test_tasks_of_one_engine_are_not_taken_for_those_of_another(
     place: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
-    options = {"suite": only("likelihood"), "cache": tmp_path / "cache", "server_check": False}
+    options = {"suite": only("likelihood"), "cache": str(tmp_path / "cache"), "server_check": False}
 
     def asked(output: str, **changes: Any) -> int:
         engine.bodies.clear()
@@ -168,7 +172,7 @@ def test_tasks_of_one_engine_are_not_taken_for_those_of_another(
     engine.version = "0.33.0"
     assert asked("e") == first
     assert read_json(tmp_path / "e" / "results.json")["settings"]["server"]["check"] is None
-    in_memory = evaluated(place, tmp_path / "f", None, suite=options["suite"], cache=tmp_path / "cache")
+    in_memory = evaluated(place, tmp_path / "f", None, suite=options["suite"], cache=options["cache"])
     assert len(in_memory["tiny_choice"]) == ITEMS and len(list((tmp_path / "cache").iterdir())) == 5
 
 
@@ -202,11 +206,10 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
     short = Engine(model, tiny_tokenizer())
     short.context = longest - 2
     with serving(short) as address:
-        evaluate_checkpoint(
-            ModelConfig(path=str(folder)), join_launch(), suite=only("likelihood"),
-            data_root=place / "tiny" / "data", output=tmp_path / "cut", batch_size=4, limit=ITEMS,
-            allow_weak_sandbox=False, server=ServerConfig(url=address),
-        )  # fmt: skip
+        server = plan(place, server=ServerConfig(url=address))
+        model_of = ModelConfig(path=str(folder))
+        evaluation = Evaluation("short", model_of, only("likelihood"), server)
+        run_evaluation(evaluation, tmp_path / "cut", join_launch())
     assert max(len(body["prompt"]) for body in short.bodies) == longest - 3
     assert read_json(tmp_path / "cut" / "results.json")["tasks"]["tiny_choice"]["prompts_cut"] > 0
 
@@ -321,10 +324,10 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
     def evaluate(name: str, server: ServerConfig | None, launch: Launch) -> dict[str, Any]:
         original = ModelFolder(recipe.model.model_copy(update={"path": str(place / "base")}), place / "base")
         config = recipe.model.model_copy(update={"path": str(place / name)})
-        stage = evaluate_stage(
-            name, ModelFolder(config, place / name), original, folder=tmp_path / name, data=recipe.data,
-            evaluation=recipe.evaluation.model_copy(update={"server": server}), launch=launch,
-        )  # fmt: skip
+        plan = recipe.evaluation.model_copy(update={"server": server})
+        model, reference = ModelFolder(config, place / name), Reference(original, recipe.data)
+        evaluation = Evaluation(name, model, load_suite("tiny"), plan, reference)
+        stage = run_evaluation(evaluation, tmp_path / name, launch)
         return dict(read_json(stage.folder / "results.json"))
 
     server, launch = recipe.evaluation.server, join_launch()

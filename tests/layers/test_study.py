@@ -16,6 +16,7 @@ from fcsd.calibration.model import calibrate_model
 from fcsd.cli.main import main
 from fcsd.config.data import SourceConfig
 from fcsd.config.model import ConnectivityConfig
+from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.strict import validate
 from fcsd.config.suite import load_suite
 from fcsd.connectivity import (
@@ -27,7 +28,7 @@ from fcsd.connectivity import (
 )
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.errors import UserError
-from fcsd.evaluate.runner import evaluate, prepare_evaluation
+from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.layers import study as study_module
 from fcsd.layers.proposal import (
     least_sensitive,
@@ -45,6 +46,7 @@ from fcsd.report.study_plots import plot_layers
 from fcsd.stats import ratio, standard_error
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from fcsd.tiny.tasks import write_tiny_data
+from tests.support import evaluate
 
 NUM_LAYERS = 4
 ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "response"}
@@ -250,7 +252,8 @@ def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
     suite = suite.model_copy(update={"tasks": [row.model_copy(update={"num_fewshot": 2})]})
     wired = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512)
     tokenizer = load_tokenizer(tasks.parent / "tokenizer")
-    with prepare_evaluation(tokenizer, suite, data_root=tasks, batch_size=8, progress=False) as judge:
+    plan = EvaluationConfig(data_root=str(tasks), batch_size=8)
+    with prepare_evaluation(tokenizer, suite, plan, progress=False) as judge:
         _, one = judge(wired, "one")
         _, two = judge(wired, "two")
     assert one == two and len(one["tiny_choice"]) == 8

@@ -9,11 +9,13 @@ import torch
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from fcsd.config.model import ModelConfig
+from fcsd.config.recipe import EvaluationConfig
+from fcsd.config.suite import load_suite
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distributed.engine import Engine, distributed_config, requested_engine
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.evaluate.stage import evaluate_checkpoint
+from fcsd.evaluate.stage import Evaluation, run_evaluation
 from fcsd.families import FAMILIES
 from fcsd.overlap import attach, check, refusal
 from fcsd.stages.checks import check_overlap
@@ -122,17 +124,13 @@ def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(tm
 
 def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(bench: Bench, tmp_path: Path) -> None:
     launch = Launch(CPU, Engine("ep", expert_parallel=2, overlap="full"))
-    options: dict[str, Any] = {
-        "suite": "tiny",
-        "data_root": None,
-        "output": tmp_path,
-        "batch_size": 1,
-        "limit": 1,
-    }
+    evaluation = Evaluation(
+        "model", ModelConfig(path=str(bench.base)), load_suite("tiny"), EvaluationConfig(limit=1)
+    )
     with pytest.raises(
         UserError, match=r"--overlap full: .* cannot: none of its layers is rewired; leave --overlap"
     ):
-        evaluate_checkpoint(ModelConfig(path=str(bench.base)), launch, allow_weak_sandbox=True, **options)
+        run_evaluation(evaluation, tmp_path, launch)
 
 
 def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:

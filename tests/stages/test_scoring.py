@@ -19,13 +19,12 @@ from fcsd.distill import trainer as trainer_module
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code import scorer as scorer_module
 from fcsd.evaluate.code.scorer import CodeScorer
-from fcsd.evaluate.runner import evaluate
 from fcsd.files import data_dir, read_json, weights_fingerprint
 from fcsd.models.load import load_tokenizer
 from fcsd.stages.scoring import early_stopping
 from tests.distill.test_parallel import ranks
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, make_bench, run_of, write_rows
+from tests.support import Bench, evaluate, make_bench, run_of, write_rows
 
 TRAIN = {
     "max_steps": 4, "batch_size_tokens": 64, "per_device_train_batch_size": 1, "learning_rate": 1e-3,
@@ -140,13 +139,13 @@ def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
     bench: Bench, metrics: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers: list[Any] = []
-    spawn = scorer_module._Server._spawn
+    spawn = scorer_module.SandboxServer._spawn
 
     def noted(self: Any) -> None:
         spawn(self)
         servers.append((self._process.pid, Path(self.folder)))
 
-    monkeypatch.setattr(scorer_module._Server, "_spawn", noted)
+    monkeypatch.setattr(scorer_module.SandboxServer, "_spawn", noted)
     monkeypatch.setattr(scorer_module, "default_num_workers", lambda *_: 1)
     assert main(["distill", str(recipe(bench, "r", metrics["code"]))]) == 0
     ((pid, folder),) = servers

@@ -184,7 +184,7 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
         raise Done
 
     monkeypatch.setattr(steer_module, "Calibration", Noted)
-    monkeypatch.setattr(steer_module, "evaluate_stage", stop)
+    monkeypatch.setattr(steer_module, "run_evaluation", stop)
     path = recipe_of(bench, placement="balanced", scale="logit_std", selection=True)
     run = run_of(load_recipe(path, ["data.packing=false"]))
     with pytest.raises(Done):

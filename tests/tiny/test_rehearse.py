@@ -23,7 +23,7 @@ from fcsd.config.suite import load_suite
 from fcsd.data.dataset import build_dataset
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
-from fcsd.evaluate.stage import evaluate_stage
+from fcsd.evaluate.stage import Evaluation, Reference, run_evaluation
 from fcsd.evaluate.suites import dataset_location
 from fcsd.files import data_dir, read_json
 from fcsd.models.load import find_model
@@ -204,10 +204,9 @@ def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
     small = rehearse(load_recipe(path), tmp_path / "r")
     model = find_model(small.model)
-    stage = evaluate_stage(
-        "original", model, model, folder=tmp_path / "out", evaluation=small.evaluation, data=small.data,
-        launch=join_launch(),
-    )  # fmt: skip
+    suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
+    evaluation = Evaluation("original", model, suite, small.evaluation, reference)
+    stage = run_evaluation(evaluation, tmp_path / "out", join_launch())
     result = read_json(stage.folder / "results.json")
     assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
     assert abs(result["kl_to_original"]["kl"]) < 1e-6

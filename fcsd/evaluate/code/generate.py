@@ -3,9 +3,8 @@
 Not covered: reading the problems (`fcsd.evaluate.code.problems`); running the programs (`fcsd.evaluate.code.scorer`).
 """
 
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fcsd.config.suite import CodeTaskConfig
@@ -13,7 +12,7 @@ from fcsd.distributed.ranks import ALONE, Ranks, input_device
 from fcsd.errors import UserError
 from fcsd.evaluate.batch import BatchSize, BatchSizer
 from fcsd.evaluate.code.problems import Problem
-from fcsd.evaluate.suites import require_chat_template
+from fcsd.evaluate.suites import chat_text, require_chat_template
 from fcsd.models.positions import num_positions
 from fcsd.models.preserve import preserved
 from fcsd.text import progress_bar
@@ -58,13 +57,8 @@ def prompts(
     require_chat_template(tokenizer, task)
     first = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
     turns: Any = [[*first, {"role": "user", "content": problem.text(template)}] for problem in problems]
-    # enable_thinking: hybrids would spend their tokens on thoughts; templates without the switch ignore it
-    options: dict[str, Any] = {
-        "tokenize": False,
-        "add_generation_prompt": True,
-        "enable_thinking": bool(task.thinking),
-    }
-    return [str(tokenizer.apply_chat_template(turn, **options)) for turn in turns]
+    # Unless they are asked not to, hybrids spend their tokens on thoughts.
+    return [chat_text(tokenizer, bool(task.thinking), turn) for turn in turns]
 
 
 def generate_completions(
@@ -88,8 +82,7 @@ def generate_completions(
 
     Args:
         batch_size: "auto" may shrink where memory runs out; as may a `BatchSizer`, which several tasks share.
-        ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions. By
-            default this process does all of it.
+        ranks: those that share the work (`fcsd.distributed.ranks`): all of them call this and get all completions.
         begin_batch: called with the number of a batch before this rank generates it.
 
     Raises:
@@ -104,42 +97,49 @@ def generate_completions(
     sizer.begin(len(rows), ranks)
     batches = [range(start, min(start + sizer.size, len(rows))) for start in range(0, len(rows), sizer.size)]
 
-    def generate(batch: range, size: int) -> list[str]:
-        texts = []
-        for start in range(batch.start, batch.stop, size):
-            piece = rows[start : min(start + size, batch.stop)]
-            torch.manual_seed(SAMPLING_SEED + start)
-            texts += _generate(model, tokenizer, [tokens[index] for index in piece], task, ranks)
+    def made(number: int, batch: range) -> list[str]:
+        if begin_batch is not None:
+            begin_batch(number)
+        sequences = {row: tokens[rows[row]] for row in batch}
+        texts = sizer.run(lambda size: _generate_pieces(model, tokenizer, sequences, task, ranks, size))
+        bar.update(len(batch))
         return texts
 
-    def own_share() -> list[list[str]]:
-        own, made = ranks.deal(list(enumerate(batches))), []
-        of_ranks = f" (the first of {ranks.size} ranks)" if ranks.size > 1 else ""
-        bar = progress_bar(
-            total=sum(len(batch) for _, batch in own),
-            desc=f"generation{of_ranks}",
-            shown=progress and ranks.first,
-        )
-        with bar:
-            for number, batch in own:
-                if begin_batch is not None:
-                    begin_batch(number)
-                made.append(sizer.run(functools.partial(generate, batch)))
-                bar.update(len(batch))
-        for _ in range(ranks.idle_passes(len(batches))):
-            short = task.model_copy(update={"max_new_tokens": 1})
-            _generate(model, tokenizer, [tokens[rows[-1]]], short, ranks)
-        return made
+    def idle() -> None:
+        short = task.model_copy(update={"max_new_tokens": 1})
+        _generate(model, tokenizer, [tokens[rows[-1]]], short, ranks)
 
-    completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
-    with preserved(model), torch.no_grad():
+    bar = progress_bar(
+        total=sum(map(len, ranks.deal(batches))),
+        desc=f"generation{f' (the first of {ranks.size} ranks)' if ranks.size > 1 else ''}",
+        shown=progress and ranks.first,
+    )
+    with preserved(model), torch.no_grad(), bar:
         model.eval()
-        by_rank = ranks.share(own_share)
-    for number, batch in enumerate(batches):
-        texts = by_rank[number % ranks.size][number // ranks.size]
-        for row, text in zip(batch, texts, strict=True):
-            completions[problems[rows[row]].task_id].append(text)
+        texts = [text for batch in ranks.each(batches, made, idle) for text in batch]
+    completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
+    for row, text in zip(rows, texts, strict=True):
+        completions[problems[row].task_id].append(text)
     return completions
+
+
+def _generate_pieces(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    sequences: Mapping[int, list[int]],
+    task: CodeTaskConfig,
+    ranks: Ranks,
+    size: int,
+) -> list[str]:
+    """Generate from the prompts of a batch, by their number among all, `size` at a time, each time with a seed."""
+    import torch
+
+    numbers, texts = list(sequences), list[str]()
+    for start in range(0, len(numbers), size):
+        piece = numbers[start : start + size]
+        torch.manual_seed(SAMPLING_SEED + piece[0])
+        texts += _generate(model, tokenizer, [sequences[number] for number in piece], task, ranks)
+    return texts
 
 
 def prompt_tokens(

@@ -10,19 +10,13 @@ A failure of the scorer raises `ScorerError`; it is never a score of 0.
 Not covered: outcomes of programs that depend on the order of sets are as random as that order.
 """
 
-import contextlib
-import importlib.util
+import hashlib
 import json
 import math
 import os
-import select
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -30,7 +24,7 @@ from typing import Any, Literal
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import extract_code
 from fcsd.evaluate.code.problems import PROBE, Problem
-from fcsd.temporary import scratch_folder
+from fcsd.evaluate.code.sandbox.client import SandboxServer
 from fcsd.text import progress_bar
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
@@ -42,9 +36,6 @@ _CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0  # Mbpp/255 took 137 s on a ma
 # A program may take this many times as long as the canonical solution of its problem, where that was
 # measured.
 _SLOWER = 4.0
-
-_SERVER = Path(__file__).parent / "sandbox" / "server.py"
-_START_S, _GRACE_S, _WAIT = 60.0, 30.0, 3.0  # the server ends a job at _WAIT times its limit
 
 
 @dataclass(frozen=True)
@@ -70,6 +61,9 @@ class Outcome:
     def passed(self) -> bool:
         """True when the program counts."""
         return self.outcome == "passed"
+
+
+_CANONICAL_PASSED: dict[str, Outcome] = {}  # in this process, by sandbox and problem
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -125,7 +119,7 @@ class CodeScorer:
         self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
         self.layers: dict[str, Any] = {}
         self._canonical_s: dict[tuple[str, str], float] = {}
-        self._servers: list[_Server] = []
+        self._servers: list[SandboxServer] = []
 
     def __enter__(self) -> "CodeScorer":
         try:
@@ -151,7 +145,7 @@ class CodeScorer:
                 server.stop()
         self._servers = [server for server in self._servers if not server.broken]
         while len(self._servers) < self.num_workers:
-            self._servers.append(_Server(self.memory_bytes, self.disable))
+            self._servers.append(SandboxServer(self.memory_bytes, self.disable))
         for server in self._servers:
             self.layers = server.ready()
             self._refuse_weak()
@@ -178,6 +172,9 @@ class CodeScorer:
         """Score the canonical solutions, which must all pass; what they take sets the time limits of their
         problems. Where no problem has one, a program of ours must pass a test of ours.
 
+        One that has passed in this process, in the same sandbox, is not run again; but for the first of all, which
+        tells whether the sandbox still works.
+
         Raises:
             ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
         """
@@ -187,14 +184,20 @@ class CodeScorer:
             (problem, problem.program(problem.canonical) if problem.contest else problem.canonical, limit)
             for problem in problems
         ]
-        outcomes = self._run(jobs, progress, "canonical solutions")
+        sandbox = json.dumps([self.layers, self.memory_bytes, self.disable, limit], sort_keys=True)
+        keys = [_fingerprint(sandbox, problem) for problem in problems]
+        unknown = [number for number, key in enumerate(keys) if not number or key not in _CANONICAL_PASSED]
+        new = self._run([jobs[number] for number in unknown], progress, "canonical solutions")
+        ran = dict(zip(unknown, new, strict=True))
+        outcomes = [ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)]
         if failed := [outcome for outcome in outcomes if not outcome.passed]:
             shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
             raise ScorerError(
                 f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
                 " the scorer or the data set is broken, so no score is given"
             )
-        for problem, outcome in zip(problems, outcomes, strict=True):
+        for problem, key, outcome in zip(problems, keys, outcomes, strict=True):
+            _CANONICAL_PASSED.setdefault(key, outcome)
             self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
         return outcomes
 
@@ -249,7 +252,7 @@ class CodeScorer:
 
     def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
         self._start()
-        idle: SimpleQueue[_Server] = SimpleQueue()
+        idle: SimpleQueue[SandboxServer] = SimpleQueue()
         for server in self._servers:
             idle.put(server)
         bar = progress_bar(total=len(jobs), desc=what, shown=progress)
@@ -270,6 +273,11 @@ class CodeScorer:
             raise
 
 
+def _fingerprint(sandbox: str, problem: Problem) -> str:
+    """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
+    return hashlib.sha256(f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def _program(problem: Problem, text: str, whole: bool) -> str:
     """Build what is run for a completion, or for a text that is a whole program."""
     if whole:
@@ -277,7 +285,7 @@ def _program(problem: Problem, text: str, whole: bool) -> str:
     return problem.program(extract_code(text, last=problem.contest))
 
 
-def _grade(server: "_Server", problem: Problem, program: str, limit: float) -> Outcome:
+def _grade(server: SandboxServer, problem: Problem, program: str, limit: float) -> Outcome:
     """Run a program against the base tests, if there are any, and if it passes against the others."""
 
     def run(tests: Sequence[str]) -> Outcome:
@@ -310,131 +318,3 @@ def _grade_each(tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]) -
             message = f"test {number} of {len(cases)}: {outcome.message}"
             return replace(outcome, seconds=seconds, message=message)
     return replace(outcome, seconds=seconds)
-
-
-class _Server:
-    """One sandbox server process and the pipes to it; one job at a time."""
-
-    def __init__(self, memory_bytes: int, disable: Sequence[str]):
-        self.memory_bytes, self.disable = memory_bytes, list(disable)
-        self._number = 0
-        self._spawn()
-
-    def _spawn(self) -> None:
-        self.broken, self._clean = True, True  # broken: it has not begun, has ended, or answers no more
-        self._layers: dict[str, Any] | None = None
-        numpy = importlib.util.find_spec("numpy")
-        with contextlib.ExitStack() as opened:
-            self.folder = str(opened.enter_context(scratch_folder("fcsd-sandbox")))
-            self._log = opened.enter_context(tempfile.TemporaryFile())
-            config = {
-                "folder": self.folder,
-                "memory_bytes": self.memory_bytes,
-                "disable": self.disable,
-                "numpy": str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else None,
-            }
-            # Nothing of this process reaches the server: no environment, no descriptors, another working
-            # directory.
-            one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(_SERVER), json.dumps(config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **one_thread},
-                cwd=self.folder,
-                bufsize=0,
-            )
-            self._opened = opened.pop_all()
-        self.broken = False
-
-    def ready(self) -> dict[str, Any]:
-        """Read the layers of a started server."""
-        if self._layers is None:
-            self._layers = self._read(time.monotonic() + _START_S)["layers"]
-        return self._layers
-
-    def run(
-        self, code: str, tests: Sequence[str], limit_s: float, names: Sequence[str] | None
-    ) -> dict[str, Any]:
-        """Run one job; the server's reply. The tests see the program's functions in `names`, see `Problem.names`."""
-        if not self._clean:  # a program left a folder that cannot be removed
-            self.stop()
-            self._spawn()
-        self.ready()
-        self._number += 1
-        body = json.dumps({"code": code, "tests": list(tests), "names": names}).encode()
-        message = memoryview(
-            f"{self._number:016x}{len(body):016x}{round(limit_s * 1000):016x}".encode() + body
-        )
-        deadline = time.monotonic() + _WAIT * limit_s + _GRACE_S
-        assert self._process.stdin is not None
-        try:
-            while message:
-                message = message[self._process.stdin.write(message) or 0 :]
-        except OSError:
-            raise self._failure("takes no more programs") from None
-        outcome: dict[str, Any] | None = None
-        while True:
-            reply = self._read(deadline)
-            if reply.get("job") != self._number:
-                raise self._failure("answers for another program")
-            if "clean" in reply:
-                self._clean = reply["clean"] is True
-                if outcome is None:
-                    raise self._failure("gave no outcome")
-                return outcome
-            # The examiner may have replied in the moment in which the server gave it up: the first counts.
-            outcome = outcome or reply
-
-    def _read(self, deadline: float) -> dict[str, Any]:
-        size = int(self._read_exactly(16, deadline), 16)
-        try:
-            reply = json.loads(self._read_exactly(size, deadline))
-        except ValueError:
-            raise self._failure("wrote something that is no reply") from None
-        return dict(reply)
-
-    def _read_exactly(self, size: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        fd, parts = self._process.stdout.fileno(), b""
-        while len(parts) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise self._failure("does not answer")
-            part = os.read(fd, size - len(parts))
-            if not part:
-                raise self._failure("has ended")
-            parts += part
-        return parts
-
-    def _failure(self, what: str) -> ScorerError:
-        """Build the error that says how the server ended; it is not used again."""
-        self.broken = True
-        status: Any = "running"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(2.0)
-        self._log.seek(0)
-        log = self._log.read().decode(errors="replace").strip().splitlines()
-        return ScorerError(
-            f"the sandbox server {what} (exit status {status}){': ' + log[-1] if log else ''};"
-            " the scorer has failed, nothing is known about the programs; call again to start it anew"
-        )
-
-    def stop(self) -> None:
-        """End the server and all that runs in it, and remove its folder."""
-        process = self._process
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        try:
-            process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the supervisor kills its server and cleans up
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._opened.close()

@@ -4,12 +4,12 @@ model is asked.
 Not covered: tasks that are not listed; what a text says.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fcsd.errors import UserError
+from fcsd.evaluate.lines import json_lines
 
 Check = tuple[str, Callable[[Any], bool]]  # what is allowed, in words, and whether a value is
 
@@ -105,12 +105,10 @@ def check_files(task: str, location: str, name: str | None, split: str) -> None:
         if file.suffix == ".parquet":
             check_rows(task, pyarrow.parquet.read_table(file).to_pylist(), str(file))
         elif file.suffix in (".jsonl", ".json"):
-            rows = []
-            for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-                try:
-                    rows += [json.loads(line)] if line.strip() else []
-                except ValueError as error:
-                    raise UserError(f"task {task}: {file}, line {number}: not valid JSON ({error})") from None
+            try:
+                rows = [row for _, row in json_lines(file)]
+            except UserError as error:
+                raise UserError(f"task {task}: {error}") from None
             if not rows:
                 raise UserError(f"task {task}: {file}: the file is empty")
             check_rows(task, rows, str(file))

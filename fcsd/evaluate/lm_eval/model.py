@@ -2,7 +2,7 @@
 over them (`fcsd.evaluate.lm_eval.served` has the one that a server answers).
 
 lm-eval sees one process: on every rank it builds all requests, and is given all answers. Here, between the two, the
-requests are cut into the batches that lm-eval would make of them, and this rank is asked its share.
+requests are cut into the batches that lm-eval would make of them, and each is asked on one of the ranks.
 
 Importing this imports lm-eval.
 
@@ -84,24 +84,16 @@ class LanguageModel(HFLM):
 
 
 class InMemory(LanguageModel):
-    """A batch size that may shrink, and several ranks.
+    """The model of a `fcsd.evaluate.backend.InMemoryBackend`: a batch size that may shrink, and several ranks; lm-eval
+    is asked batch by batch."""
 
-    begin_batch: called with the number of a batch in its task before this rank asks it; then each is asked alone.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        batch: BatchSizer,
-        ranks: Ranks,
-        *,
-        progress: bool,
-        begin_batch: Callable[[int], None] | None = None,
-    ):
-        super().__init__(model, tokenizer, silent=not (progress and ranks.first))
-        self._device = input_device(model)
-        self.batch, self.ranks, self.begin_batch = batch, ranks, begin_batch
+    def __init__(self, backend: Any):
+        ranks = backend.ranks
+        super().__init__(backend.model, backend.tokenizer, silent=not (backend.progress and ranks.first))
+        self._device = input_device(backend.model)
+        self.batch: BatchSizer = backend.batch
+        self.ranks: Ranks = ranks
+        self.begin_batch: Callable[[int], None] | None = backend.batches.begin
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -117,8 +109,8 @@ class InMemory(LanguageModel):
         return self._shared(
             requests,
             batches,
-            lambda own: ask(own, disable_tqdm or self.silent or self.begin_batch is not None),
-            idle=lambda: self._model_call(self._one_token()),
+            lambda own: ask(own, disable_tqdm=True),
+            lambda: self._model_call(self._one_token()),
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -146,8 +138,8 @@ class InMemory(LanguageModel):
         return self._shared(
             requests,
             batches,
-            lambda own: ask(own, disable_tqdm or self.silent or self.begin_batch is not None),
-            idle=idle,
+            lambda own: ask(own, disable_tqdm=True),
+            idle,
         )
 
     def _shared(
@@ -155,44 +147,28 @@ class InMemory(LanguageModel):
         requests: Any,
         batches: _Batches,
         ask: Callable[[list[Any]], list[Any]],
-        *,
         idle: Callable[[], Any],
     ) -> list[Any]:
-        """Return the answers to all requests, of which `ask` answers this rank's share.
+        """Return the answers to all requests, of which `ask` answers a batch.
 
-        batches: in lm-eval's order, so that lm-eval makes the same ones again of any part of them. idle: a pass whose
-        result nobody reads.
+        batches: in lm-eval's order, so that lm-eval makes each of them again. idle: a pass whose result nobody reads.
         """
-        batches = list(batches)
-        dealt = [
-            (place, sorted(number for sequence in chunk for number, _ in sequence))
-            for place, chunk in self.ranks.deal(list(enumerate(batches)))
-        ]
-        own = sorted(number for _, numbers in dealt for number in numbers)
+        numbered = [sorted(number for sequence in batch for number, _ in sequence) for batch in batches]
+        own = sum(map(len, self.ranks.deal(numbered)))
 
         def sized(numbers: list[int], size: int) -> list[Any]:
             self.batch_size_per_gpu = size
             return ask([requests[number] for number in numbers])
 
-        def one_by_one(begin: Callable[[int], None]) -> list[Any]:
-            found: dict[int, Any] = {}
-            for place, numbers in progress_bar(dealt, desc="batches", shown=not self.silent):
-                begin(place)
-                found |= zip(numbers, self.batch.run(functools.partial(sized, numbers)), strict=True)
-            return [found[number] for number in own]
-
-        def share() -> tuple[list[int], list[Any]]:
+        def answer(place: int, numbers: list[int]) -> list[tuple[int, Any]]:
             if self.begin_batch is not None:
-                answers = one_by_one(self.begin_batch)
-            else:
-                answers = self.batch.run(functools.partial(sized, own)) if own else []
-            for _ in range(self.ranks.idle_passes(len(batches))):
-                idle()
-            return own, answers
+                self.begin_batch(place)
+            found = self.batch.run(functools.partial(sized, numbers))
+            bar.update(len(numbers))
+            return list(zip(numbers, found, strict=True))
 
-        answers = {
-            number: answer for pairs in self.ranks.share(share) for number, answer in zip(*pairs, strict=True)
-        }
+        with progress_bar(total=own, desc="requests", shown=not self.silent) as bar:
+            answers = dict(pair for pairs in self.ranks.each(numbered, answer, idle) for pair in pairs)
         return [answers[number] for number in range(len(requests))]
 
     def _one_token(self) -> torch.Tensor:

@@ -5,17 +5,16 @@
 Not covered: metrics that are not means over items; several answers an item (`repeats`).
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fcsd.errors import UserError
+from fcsd.evaluate.lines import json_lines
 from fcsd.evaluate.lm_eval.write import lm_eval_key
 from fcsd.evaluate.question import lm_eval_sample
-from fcsd.evaluate.results import Samples, parse_json, read_result, whole_result
-from fcsd.stats import standard_error
+from fcsd.evaluate.results import Samples, mean_of, read_result, read_whole, whole_result
 
 Result = dict[str, Any]
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
@@ -48,7 +47,7 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
     metrics = {task: row["metric"] for task, row in (like or {}).get("tasks", {}).items()}
     found: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
-        whole = parse_json(file, file.read_text(encoding="utf-8"))
+        whole = read_whole(file)
         if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
         whole |= {section: whole.get(section) or {} for section in _SECTIONS}
@@ -130,17 +129,15 @@ def _task(
         raise UserError(
             f"{file}: task {task}: result or samples are not as lm_eval writes them ({error!r}); evaluate again"
         ) from None
-    scores = [sample["score"] for sample in samples]
     config = whole["configs"].get(leaves[0]) or {}
     own = (config.get("metadata") or {}).get("chat_template")  # of a task, where fcsd wrote the files
     sizes = [(whole["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
     higher = (whole["higher_is_better"].get(leaves[0]) or {}).get(name)
     return {
         "metric": metric if "," in str(wanted or metric) else str(wanted),
-        "value": math.fsum(scores) / len(scores),
-        "stderr": standard_error(scores),
-        "num_items": len(scores),
-        "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(scores),
+        **mean_of([sample["score"] for sample in samples]),
+        "num_items": len(samples),
+        "num_items_total": sum(sizes) if all(isinstance(size, int) for size in sizes) else len(samples),
         "num_fewshot": int(whole["n-shot"].get(leaves[0]) or 0),
         "kind": "generation" if config.get("output_type") == "generate_until" else "likelihood",
         "headline": True,
@@ -159,16 +156,12 @@ def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
         )
     if path.stat().st_size == 0:
         raise UserError(f"{path}: has no samples; evaluate again")
-    rows = []
-    # Not splitlines(): a line ends at \n alone, and an answer may hold the other characters that Python takes for ends.
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+    what, rows = "a sample of lm_eval", []
+    for where, row in json_lines(path, what, "; evaluate again"):
         try:
-            row = json.loads(line)
             int(row["doc_id"]), row["doc_hash"], row["prompt_hash"], row["filter"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number}: not a sample of lm_eval ({error!r}); evaluate again"
-            ) from None
+            raise UserError(f"{where}: not {what} ({error!r}); evaluate again") from None
         rows.append(row)
     return rows
 

@@ -6,7 +6,7 @@ Not covered: tasks that are scored by likelihood, which no text tells.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +100,16 @@ def grade_answers(
         raise UserError(
             f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it needs {needed}"
         )
-    passes = [answers] if repeats != {1} else _one_by_one(answers, counts.pop())
+    passes = [answers]
+    if repeats == {1}:
+        passes = [{item: texts[n : n + 1] for item, texts in answers.items()} for n in range(counts.pop())]
     some = documents if partial else None
     graded = [run_task(Ready(each, some, thinking=thinking), row, tasks, None, some) for each in passes]
+    items = [_item(row, sample["doc_id"]) for sample in graded[0]]
     return [
-        _whole(samples, _told(row, samples[0], told), texts)
-        for *samples, texts in zip(*graded, _in_order(row, graded[0], answers), strict=True)
+        _whole(row, samples, *told[item], answers[item])
+        for item, *samples in zip(items, *graded, strict=True)
     ]
-
-
-def _one_by_one(answers: Mapping[_Item, Sequence[str]], count: int) -> list[dict[_Item, list[str]]]:
-    return [{item: [texts[number]] for item, texts in answers.items()} for number in range(count)]
 
 
 def _item(row: LMEvalTaskConfig, doc_id: Any) -> _Item:
@@ -118,29 +117,23 @@ def _item(row: LMEvalTaskConfig, doc_id: Any) -> _Item:
     return (member if slash else row.task, int(number))
 
 
-def _in_order(
-    row: LMEvalTaskConfig, samples: Iterable[Mapping[str, Any]], answers: Mapping[_Item, Sequence[str]]
-) -> list[Sequence[str]]:
-    return [answers[_item(row, sample["doc_id"])] for sample in samples]
-
-
-def _told(
-    row: LMEvalTaskConfig, sample: Mapping[str, Any], told: Mapping[_Item, tuple[str, Mapping[str, Any]]]
-) -> Mapping[str, Any]:
-    """Return the line of a document, after checking that it is of this very document."""
-    where, line = told[_item(row, sample["doc_id"])]
-    if line.get("doc_hash", sample["doc_hash"]) != sample["doc_hash"]:
-        raise UserError(
-            f"{where}: doc_hash is of another document than {row.task}'s {sample['doc_id']}: the data set differs"
-        )
-    return line
-
-
 def _whole(
-    samples: Sequence[dict[str, Any]], line: Mapping[str, Any], texts: Sequence[str]
+    row: LMEvalTaskConfig,
+    samples: Sequence[dict[str, Any]],
+    where: str,
+    line: Mapping[str, Any],
+    texts: Sequence[str],
 ) -> dict[str, Any]:
-    """Join what was graded of one document; the prompt is the one that the line says was asked, if it does."""
-    first = samples[0] | ({"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {})
+    """Join what was graded of one document, to which the line belongs.
+
+    The prompt is the one that the line says was asked, if it does.
+    """
+    first = samples[0]
+    if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
+        raise UserError(
+            f"{where}: doc_hash is of another document than {row.task}'s {first['doc_id']}: the data set differs"
+        )
+    first = first | ({"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {})
     if len(texts) == 1:
         return first
     scores = [sample["score"] for sample in samples]

@@ -9,7 +9,6 @@ Importing this imports lm-eval.
 Not covered: settings of generation that a server does not know (beams).
 """
 
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from fcsd.config.suite import LMEvalTaskConfig
 from fcsd.errors import UserError
+from fcsd.evaluate.code.generate import SAMPLING_SEED
 from fcsd.evaluate.lm_eval.model import LanguageModel
 from fcsd.evaluate.lm_eval.tasks import longest_requests
 
@@ -25,37 +25,17 @@ from fcsd.evaluate.lm_eval.tasks import longest_requests
 # server takes by itself is its administrator's choice.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 Body = dict[str, Any]
-Ask = Callable[[str, Sequence[Body]], list[Any]]
 
 
 class ServedModel(LanguageModel):
-    """Sends requests to `ask`.
+    """Sends requests to the server of a `fcsd.evaluate.served.ServedBackend`; the first item that is sampled has
+    `SAMPLING_SEED`, the next one the next number."""
 
-    Args:
-        config, generation: the checkpoint's configuration, and its settings of generation.
-        ends: tokens that end an answer.
-        context: tokens that the server takes, prompt and answer; None: as many as the model has positions.
-        ask: what ("likelihood", "generation") and bodies -> of a likelihood [log-probabilities, ranks] of the last
-            `answer_tokens` of the prompt, of a generation token ids, or a text where the server gives no ids.
-        seed: of the first item that is sampled; the next one has the next number.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        generation: Any,
-        tokenizer: Any,
-        *,
-        ends: Sequence[int],
-        context: int | None,
-        ask: Ask,
-        seed: int,
-        progress: bool,
-    ):
-        stand_in = SimpleNamespace(config=config, device=torch.device("cpu"))
-        super().__init__(stand_in, tokenizer, silent=not progress)
-        self.generation, self.ends, self.ask, self.seed = generation, list(ends), ask, seed
-        self.context = context or self.max_length
+    def __init__(self, backend: Any):
+        stand_in = SimpleNamespace(config=backend.config, device=torch.device("cpu"))
+        super().__init__(stand_in, backend.tokenizer, silent=False)
+        self.backend = backend
+        self.context: int = backend.server.context or self.max_length
         self._looking = False
 
     @property
@@ -103,7 +83,7 @@ class ServedModel(LanguageModel):
             return [(0.0, False)] * len(bodies)
         return [
             (sum(logprobs), all(rank == 1 for rank in ranks))
-            for logprobs, ranks in self.ask("likelihood", bodies)
+            for logprobs, ranks in self.backend.ask("likelihood", bodies)
         ]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -125,15 +105,15 @@ class ServedModel(LanguageModel):
                     "prompt": ids[0, -room:].tolist(),
                     "max_tokens": new,
                     "stop": [word for word in stop if word],
-                    "stop_token_ids": self.ends,
+                    "stop_token_ids": self.backend.ends,
                     # Stop strings may be special tokens, which a model in memory is stopped by as well.
                     "skip_special_tokens": False,
-                    **self._sampling(settings, self.seed + number),
+                    **self._sampling(settings, SAMPLING_SEED + number),
                 }
             )
         if self._looking:
             return [""] * len(bodies)
-        answers = self.ask("generation", bodies)
+        answers = self.backend.ask("generation", bodies)
         think = self.think_end_token if isinstance(self.think_end_token, str) else None
         texts = [answer if isinstance(answer, str) else self.tok_decode(answer) for answer in answers]
         return [
@@ -147,7 +127,7 @@ class ServedModel(LanguageModel):
                 f"the task sets {', '.join(sorted(unknown))} for generation, which a server is not asked for; evaluate"
                 " it in memory"
             )
-        own = {name: getattr(self.generation, name, None) for name in _SAMPLING}
+        own = {name: getattr(self.backend.generation, name, None) for name in _SAMPLING}
         penalty = settings.get("repetition_penalty", own["repetition_penalty"]) or 1.0
         if not sampled:
             return {"temperature": 0.0, "repetition_penalty": penalty}

@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from fcsd.config.suite import CodeTaskConfig
 from fcsd.errors import ScorerError, UserError
+from fcsd.evaluate.code import scorer as scorer_module
 from fcsd.evaluate.code.generate import extract_code, generate_completions, prompts
 from fcsd.evaluate.code.problems import Problem, load_problems, read_problems
 from fcsd.evaluate.code.scorer import CodeScorer
@@ -224,6 +226,40 @@ def test_a_failing_canonical_solution_is_a_scorer_error() -> None:
         ),
     ):
         scorer.self_check([good(), good("def f(x): return x")])
+
+
+def test_a_canonical_solution_is_run_once_in_a_process_until_it_or_the_sandbox_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one is run each time: it tells whether the sandbox still works."""
+    ran: list[str] = []
+    grade = scorer_module._grade
+
+    def noted(server: Any, problem: Problem, *rest: Any) -> Any:
+        ran.append(problem.task_id)
+        return grade(server, problem, *rest)
+
+    monkeypatch.setattr(scorer_module, "_grade", noted)
+    monkeypatch.setattr(scorer_module, "_CANONICAL_PASSED", {})
+    problems = [replace(good(), task_id=name) for name in "abc"]
+
+    def checked(problems: list[Problem], **options: Any) -> list[str]:
+        ran.clear()
+        with CodeScorer(num_workers=1, **options) as scorer:
+            assert all(outcome.passed for outcome in scorer.self_check(problems))
+            assert len(scorer._canonical_s) == len(problems), "limits follow from what they took"
+        return sorted(ran)
+
+    assert checked(problems) == ["a", "b", "c"]
+    assert checked(problems) == ["a"]
+    assert checked([*problems[:2], replace(problems[2], tests=("assert f(2) == 3",))]) == ["a", "c"]
+    assert checked(problems, memory_bytes=1 << 30) == ["a", "b", "c"]
+    assert checked(problems, disable=["landlock"], allow_weak_sandbox=True) == ["a", "b", "c"]
+    wrong = [problems[0], replace(problems[1], canonical="def f(x): return x")]
+    for _ in range(2):
+        with pytest.raises(ScorerError, match="1 of 2 canonical solutions do not pass"):
+            checked(wrong)
+        assert sorted(ran) == ["a", "b"]
 
 
 def test_a_scorer_error_is_no_user_error_and_no_score() -> None:

@@ -12,11 +12,11 @@ from fcsd.errors import UserError
 from fcsd.evaluate.code.contest_oracle import fcsd_printed, fcsd_returned
 from fcsd.evaluate.code.problems import Problem, read_problems
 from fcsd.evaluate.code.scorer import CodeScorer, Outcome
-from fcsd.evaluate.ready import score_file
+from fcsd.evaluate.ready import Scoring, score_file
 from fcsd.evaluate.results import read_result
-from fcsd.evaluate.runner import evaluate
 from fcsd.evaluate.scores import compare
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from tests.support import evaluate
 
 SUM = {
     "question_title": "Sum",
@@ -237,7 +237,7 @@ def test_ready_samples_give_pass_at_k_and_can_be_compared(data: Path, tmp_path: 
 
     def graded(name: str, *samples: dict[str, Any]) -> dict[str, Any]:
         file = write(tmp_path / f"{name}.jsonl", *samples)
-        score_file(file, str(data), data_root=None, output=tmp_path / name, timeout_s=2.0)
+        score_file(Scoring(file, str(data), data_root=None, output=tmp_path / name, timeout_s=2.0))
         result, kept = read_result(tmp_path / name)
         return {"result": result, "samples": kept}
 

@@ -11,7 +11,7 @@ import pytest
 
 from fcsd.evaluate.code.problems import Problem, read_problems
 from fcsd.evaluate.code.scorer import CodeScorer
-from fcsd.evaluate.ready import score_file
+from fcsd.evaluate.ready import Scoring, score_file
 from tests.evaluate.code.mutants import CHANGES, changed, edited
 from tests.evaluate.rows import ASSERTION, mbpp_row, write_root
 
@@ -205,7 +205,7 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
         "".join(json.dumps({"task_id": 1000 + i, "solution": p}) + "\n" for i, p in enumerate(programs))
     )
     found = [
-        score_file(samples, "mbpp_plus", data_root=root, **options)["tasks"]["mbpp_plus"]
+        score_file(Scoring(samples, "mbpp_plus", data_root=root, **options))["tasks"]["mbpp_plus"]
         for options in (
             {},
             {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},

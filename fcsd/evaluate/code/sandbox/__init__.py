@@ -1,9 +1,9 @@
 """The sandbox that runs generated programs: `server.py` is run as `python -I`, never imported into the main
-process.
+process; `job.py` has its examiner and program.
 
 Four kinds of process, each with less to lose than the one before:
 
-    scorer      the caller (`fcsd.evaluate.code.scorer`); may hold a model and a GPU
+    scorer      the caller (`fcsd.evaluate.code.scorer`, through `client.py`); may hold a model and a GPU
     supervisor  `python -I server.py`, fresh and with an empty environment; waits, and cleans up if the
                 scorer dies
     server      first process of its own namespaces; starts two processes for each job and kills both after it
