@@ -11,7 +11,7 @@ from transformers.trainer_utils import SaveStrategy
 from fcsd.distill.arguments import Scorer, TrainingRun
 from fcsd.distill.checkpoints import STOPPER_FILE, checkpoints
 from fcsd.distill.early_stopping import EarlyStopper, Score
-from fcsd.distill.trainer import DistillTrainer
+from fcsd.distill.fcsd_trainer import FCSDTrainer
 from fcsd.distributed.ranks import known_to_all
 from fcsd.distributed.state import check_state, write_state
 from fcsd.errors import UserError
@@ -29,7 +29,7 @@ def best_folder(run: TrainingRun, step: int) -> Path:
     return run.folder / "best" / f"step-{step}"
 
 
-def keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
+def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
     """All ranks write their parts of the weights beside, then the first renames the folder."""
     best = best_folder(run, step)
     beside = best.with_name(f".{best.name}.tmp")
@@ -46,7 +46,7 @@ def keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
+def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
     """Keep the best weights of this step, and those that a checkpoint names: the run may go back to it."""
     if trainer.is_world_process_zero():
         kept = checkpoints(run.folder / "checkpoints")
@@ -64,7 +64,7 @@ class StopWhenScoreStalls(TrainerCallback):
     error.
     """
 
-    def __init__(self, trainer: DistillTrainer, run: TrainingRun, stopper: EarlyStopper, score: Scorer):
+    def __init__(self, trainer: FCSDTrainer, run: TrainingRun, stopper: EarlyStopper, score: Scorer):
         self.trainer, self.run, self.stopper, self.score = trainer, run, stopper, score
         self.failure: ScoreFailure | None = None
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
-from fcsd.distill.python_words import with_known_names
+from fcsd.distill.python_words import python_words, with_known_names
 from fcsd.distill.schedule import ScheduledArguments
 from fcsd.errors import UserError
 
@@ -25,6 +26,9 @@ _OBJECTIVE_KEYS = (
     "temperature", "jsd_beta", "clip", "l2_coefficient", "l2_relative", "l2_points", "l2_until",
     "router_kl_coefficient", "vocab_size", "freeze_embeddings_and_head", "freeze_routers",
 )  # fmt: skip
+
+# Keys of a recipe's `train` section that are no arguments here, or of another meaning.
+_NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
 
 # What would change nothing, or something else than it says: argument -> (its neutral values, what to do instead).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -169,13 +173,29 @@ class FCSDConfig(ScheduledArguments):
     model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the model.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
 
+    @classmethod
+    def of_sections(
+        cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
+    ) -> "FCSDConfig":
+        """Say sections of a recipe in arguments; inside `engine_environment`.
+
+        arguments: what no section says, or what it leaves open (`activation_checkpointing`).
+        """
+        sections = objective.model_dump(exclude={"name"}) | train.model_dump(exclude=_NOT_ARGUMENTS)
+        return cls(objective=objective.name, safety=safety.model_dump(), **sections | arguments)
+
+    @python_words()
     def __post_init__(self) -> None:
+        bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         if not torch.accelerator.is_available():
-            self.use_cpu, self.dataloader_pin_memory = True, False
+            # accelerate knows DeepSpeed on devices only
+            self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
+        self.bf16 = bf16 and not by_deepspeed  # without a GPU transformers refuses it, DeepSpeed does not
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             # transformers would take all but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
         super().__post_init__()
+        self.bf16 = bf16
         for name, (neutral, instead) in _REFUSED.items():
             if getattr(self, name) not in neutral:
                 raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")

@@ -31,6 +31,7 @@ class GuardedTrainer(Trainer):
     """A Trainer whose every step a `Guard` decides on, by figures that all ranks share.
 
     interrupted_by: the number of the signal that ended the training before its last step, on whichever rank it came.
+    events_folder: of `events.jsonl`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GuardedTrainer(Trainer):
 
     # ---- what the subclass has
 
+    events_folder: Path
     meters: Meters  # a skipped step is taken out of them
 
     def restore(self, checkpoint: Path) -> None:
@@ -181,11 +183,6 @@ class GuardedTrainer(Trainer):
         self._heed_signals()
         self._count_epoch(args[4])
         super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    @property
-    def events_folder(self) -> Path:
-        """The folder of `events.jsonl`: beside that of the checkpoints."""
-        return Path(str(self.args.output_dir)).parent
 
     @property
     def ending(self) -> bool:

@@ -126,8 +126,7 @@ def with_known_names(cls: Class) -> Class:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise UserError(f"{cls.__name__}: {name}: no such argument{near if 'mean' in near else ''}")
-        with python_words():
-            construct(self, *args, **given)
+        construct(self, *args, **given)
 
     cls.__init__ = construct_or_say  # type: ignore[misc]
     return cls

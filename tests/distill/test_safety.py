@@ -335,7 +335,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
 ) -> None:
     steps = list(range(12))  # more than are trained: a helper that is ahead has not given them all, and lives
     train(run(tmp_path / "whole", teacher, steps, max_steps=5))
-    compute, arguments = DistillTrainer.compute_loss, run_module.training_arguments
+    compute, arguments = DistillTrainer.compute_loss, run_module._arguments
 
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == 2:
@@ -350,7 +350,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
         changed.dataloader_num_workers = helpers
         return changed
 
-    monkeypatch.setattr(run_module, "training_arguments", with_helpers)
+    monkeypatch.setattr(run_module, "_arguments", with_helpers)
     with monkeypatch.context() as patch, pytest.raises(Interrupted) as interruption:
         patch.setattr(DistillTrainer, "compute_loss", asked)
         train(run(tmp_path / "r", teacher, steps, max_steps=5))
