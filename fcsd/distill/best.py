@@ -59,7 +59,7 @@ def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
 class StopWhenScoreStalls(TrainerCallback):
     """Scores the model every `every_steps` steps with all ranks, and ends training when the stopper says so.
 
-    A step that is asked to be the last one (`trainer.ending`) is not scored any more, and one whose score failed ends
+    A step that is asked to be the last one (`guarded.ending`) is not scored any more, and one whose score failed ends
     the training: both leave a checkpoint, and the run that goes on from it begins with that score. `failure` is the
     error.
     """
@@ -83,7 +83,7 @@ class StopWhenScoreStalls(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Score, keep the best, stop."""
         step = state.global_step
-        later = self.trainer.ending and step < state.max_steps
+        later = self.trainer.guarded.ending and step < state.max_steps
         if self.stopper.is_due(step, state.max_steps) and not later:
             try:
                 self._evaluate(step)
@@ -97,9 +97,9 @@ class StopWhenScoreStalls(TrainerCallback):
 
     def _evaluate(self, step: int) -> None:
         best = self.stopper.update(step, self._score())
-        self.trainer.say(self.stopper.line())
+        self.trainer.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
-            self.trainer.say(warning)
+            self.trainer.guarded.say(warning)
         if best:
             keep_best(self.trainer, self.run, step)
 
@@ -121,7 +121,7 @@ class StopWhenScoreStalls(TrainerCallback):
                 raise
             raise ScoreFailure(str(error)) from error
         found: Score = trainer.launch.ranks.from_first(lambda: own)
-        trainer.listen()
+        trainer.guarded.listen()
         due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
         name = stopper.name
         errors = {f"{name}_stderr": found.stderr} if found.stderr is not None else {}

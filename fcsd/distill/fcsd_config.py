@@ -17,8 +17,10 @@ from fcsd.config.model import ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.distill.arguments import accumulation_steps
 from fcsd.distill.python_words import python_words, with_known_names
 from fcsd.distill.schedule import ScheduledArguments
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 
 # Keys of a recipe's `objective` section, which are arguments of their own here.
@@ -233,6 +235,18 @@ class FCSDConfig(ScheduledArguments):
             "safety": self.safety or {},
         }
         return validate(Sections, raw, "FCSDConfig")
+
+    def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
+        """Set what the engine and the batch of a step decide; train: what the arguments say, as a section."""
+        if self.batch_size_tokens is not None:
+            self.gradient_accumulation_steps = accumulation_steps(train, self.max_length, launch.ranks.size)
+        if launch.engine.shards:
+            self.bf16, self.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
+        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
+        each = {"sync_each_batch": launch.engine.has_dtensors}
+        self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
+        if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = {"use_reentrant": False}
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""

@@ -9,7 +9,7 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from fcsd.config.training import TrainConfig
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.given import given_rows
 from fcsd.data.stream import RowStream
-from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
-from fcsd.distill.checkpoints import damage, newest_usable
+from fcsd.distill.arguments import refuse_what_cannot_be_sharded
+from fcsd.distill.checkpoints import chosen_checkpoint
 from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig, is_loss
-from fcsd.distill.heldout import HeldoutCE, HeldoutKL
+from fcsd.distill.heldout import HeldoutLosses
 from fcsd.distill.models import check_models, student_of, teacher_of
+from fcsd.distill.optimizer import refuse_factored_states
 from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import (
     Ready,
@@ -38,7 +38,6 @@ from fcsd.distill.prepare import (
     whole_steps,
 )
 from fcsd.distill.python_words import python_words, with_known_names
-from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.lora import has_adapters
 from fcsd.distill.trainer import DistillTrainer
@@ -47,9 +46,8 @@ from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import Launch, join_launch
 from fcsd.distributed.state import read_state
 from fcsd.errors import UserError
-from fcsd.families.structure import head_scaling, output_head
 from fcsd.files import writing
-from fcsd.losses.head import attach_loss_head, detach_loss_head
+from fcsd.losses.head import attach_loss_head, detach_loss_head, head_logits
 from fcsd.models.load import dtype_of, find_model, load_tokenizer, to_dtype
 
 
@@ -114,7 +112,7 @@ class FCSDTrainer(DistillTrainer):
             train, objective = sections.train, sections.objective
             refuse_what_cannot_be_sharded(train, objective, launch.engine)
             set_seed(args.seed)
-            self._fit_to_engine(args, train, launch)
+            args.fit_to_engine(train, launch)
             if isinstance(model, Ready):
                 ready = model
             else:
@@ -138,8 +136,7 @@ class FCSDTrainer(DistillTrainer):
             collate = collator(args, compared, rows)
             if launch.engine.uses_deepspeed:
                 finish_zero_settings(args, train)
-            self._heldout: dict[int, list[HeldoutCE]] = {}
-            self._compared = compared
+            self._heldout = HeldoutLosses(compared, launch, of_teacher=objective.has_teacher)
             super().__init__(
                 student,
                 args,
@@ -147,7 +144,7 @@ class FCSDTrainer(DistillTrainer):
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
                 settings=train,
-                guard=Guard(sections.safety),
+                safety=sections.safety,
                 train_dataset=rows,
                 eval_dataset=ready.heldout,
                 data_collator=collate,
@@ -158,7 +155,6 @@ class FCSDTrainer(DistillTrainer):
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
-        self.events_folder = Path(str(args.output_dir))
         if not launch.engine.shards:
             detach_loss_head(student)  # outside training and evaluation the model is the user's
 
@@ -199,18 +195,6 @@ class FCSDTrainer(DistillTrainer):
         if has_teacher or teacher is not None:
             teacher = teacher_of(teacher, student, args, launch)
         return Ready(student, teacher, self._tokenizer, rows, heldout)
-
-    def _fit_to_engine(self, args: FCSDConfig, train: TrainConfig, launch: Launch) -> None:
-        """Set what the engine and the batch of a step decide."""
-        if args.batch_size_tokens is not None:
-            args.gradient_accumulation_steps = accumulation_steps(train, args.max_length, launch.ranks.size)
-        if launch.engine.shards:
-            args.bf16, args.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
-        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
-        each = {"sync_each_batch": launch.engine.has_dtensors}
-        args.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
-        if args.activation_checkpointing and args.activation_checkpointing_kwargs is None:
-            args.activation_checkpointing_kwargs = {"use_reentrant": False}
 
     # ---- rows
 
@@ -271,7 +255,7 @@ class FCSDTrainer(DistillTrainer):
         attached = self.launch.engine.shards or "_forward_before_loss_head" in model.__dict__
         with self._at_work():
             if not attached:
-                attach_loss_head(model, self.objective.vocab_size)
+                attach_loss_head(model, self.step_loss.objective.vocab_size)
             try:
                 yield
             finally:
@@ -295,7 +279,9 @@ class FCSDTrainer(DistillTrainer):
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is needed for training")
-        return self.train_from(self._checkpoint(resume_from_checkpoint), trial, ignore_keys_for_eval)
+        folder = Path(str(self.args.output_dir))
+        checkpoint = chosen_checkpoint(folder, resume_from_checkpoint, self.launch.ranks)
+        return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
         """Train from a checkpoint that is known to be whole; None: from the beginning."""
@@ -312,22 +298,6 @@ class FCSDTrainer(DistillTrainer):
         if self.average is not None:
             self.average.apply()
         return output
-
-    def _checkpoint(self, given: str | bool | None) -> Path | None:
-        if given is None or given is False:
-            return None
-        folder = Path(str(self.args.output_dir))
-        if given is True:
-            newest = newest_usable(folder, self.launch.ranks)
-            if newest is None:
-                raise UserError(
-                    f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
-                )
-            return newest
-        checkpoint = Path(str(given))
-        if (what := damage(checkpoint, self.launch.ranks)) is not None:
-            raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
-        return checkpoint
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
@@ -377,33 +347,13 @@ class FCSDTrainer(DistillTrainer):
                 output = super().evaluation_loop(
                     dataloader, description, False, ignore_keys, metric_key_prefix
                 )
-            output.metrics.update(self._heldout_metrics(rows, metric_key_prefix))  # type: ignore[union-attr]
+            held = self.eval_dataset
+            known = held.values() if isinstance(held, Mapping) else [held]
+            keep = any(rows is own for own in known)
+            losses = self._heldout(self.plain_model, rows, metric_key_prefix, keep=keep)
+            output.metrics.update(losses)  # type: ignore[union-attr]
         self.plain_model.train(training)
         return output
-
-    def _heldout_metrics(self, rows: Sequence[Any], prefix: str) -> dict[str, float]:
-        held: Any = self.eval_dataset
-        kept = list(held.values()) if isinstance(held, Mapping) else [held]
-        measures = self._heldout.get(id(rows)) or self._measures(rows)
-        if any(rows is own for own in kept):
-            self._heldout[id(rows)] = measures  # the teacher is asked once
-        found: dict[str, float] = {}
-        for measure in measures:
-            score = measure(self.plain_model)
-            name = f"{prefix}_{'kl' if isinstance(measure, HeldoutKL) else 'ce'}"
-            found[name] = score.value
-            if score.stderr is not None:
-                found[f"{name}_stderr"] = score.stderr
-        loss = "kl" if self.objective.has_teacher else "ce"
-        return {f"{prefix}_loss": found[f"{prefix}_{loss}"], **found}
-
-    def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
-        measures = [] if self.objective.has_teacher else [HeldoutCE(rows, self.launch)]
-        if self._compared is not None:
-            against = HeldoutKL(rows, _no_original, self.launch)
-            against.set_teacher(self._compared, sharded=self.launch.engine.shards)
-            measures.append(against)
-        return measures
 
     def prediction_step(
         self,
@@ -417,10 +367,7 @@ class FCSDTrainer(DistillTrainer):
         ids, positions = given["input_ids"], given["position_ids"]
         with torch.no_grad():
             hidden = model(input_ids=ids, position_ids=positions, objective="hidden")["hidden"]
-            logits = output_head(self.plain_model)(hidden)
-            scale, softcap = head_scaling(self.plain_model.config)
-            logits = logits if scale == 1 else logits * scale
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            logits = head_logits(self.plain_model, hidden)
         return None, logits.view(*ids.shape, -1), given["labels"]
 
     # ---- what is left
@@ -453,24 +400,12 @@ class FCSDTrainer(DistillTrainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._refuse_factored_states()
+        if not self.engine.shards:
+            refuse_factored_states(getattr(self.optimizer, "optimizer", self.optimizer))
         super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
             self._push_from_checkpoint(str(folder))
-
-    def _refuse_factored_states(self) -> None:
-        """Refuse an optimiser whose states are not laid out like its parameters: a checkpoint would lose them."""
-        if self.launch.engine.shards:
-            return
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        for parameter, states in optimizer.state.items():
-            for name, state in states.items():
-                if isinstance(state, Tensor) and state.ndim > 0 and state.shape != parameter.shape:
-                    raise UserError(
-                        f"{type(optimizer).__name__}: its state {name!r} has not the shape of its parameter, and no"
-                        " checkpoint can hold it; use another optimizer, or save_strategy='no' and save_model()"
-                    )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the Trainer's card, and how the model is loaded."""
@@ -540,9 +475,3 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
         )
     found = find_model(args.model_config(str(path)))
     return load_tokenizer(found.folder, trust_remote_code=args.trust_remote_code)
-
-
-def _no_original() -> PreTrainedModel:
-    raise UserError(
-        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that reads a cache cannot"
-    )

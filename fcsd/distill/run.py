@@ -67,7 +67,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
             callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
             launch=run.launch,
         )
-        trainer.events_folder, trainer.stopper = run.folder, run.stopper
+        trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
         if isinstance(run.score, HeldoutKL):
             run.score.set_teacher(trainer.teacher, sharded=run.launch.engine.shards)
         run.launch.ranks.from_first(lambda: _check_disk(run, trainer.save_dtype))
@@ -77,8 +77,8 @@ def _train(run: TrainingRun) -> dict[str, Any]:
             trainer.add_callback(stops)
         done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
         if done is not None:
-            trainer.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
-        with trainer.signals:
+            trainer.guarded.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
+        with trainer.guarded.signals:
             trainer.train_from(done)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
@@ -86,7 +86,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         bar.close()
     if stops is not None and stops.failure is not None:
         raise _not_scored(trainer, run, stops.failure) from stops.failure.__cause__
-    if trainer.interrupted_by:
+    if trainer.guarded.interrupted_by:
         raise _interrupted(trainer, run)
     results = _results(trainer, run)
     if trainer.is_world_process_zero():
@@ -95,9 +95,9 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         write_text(run.folder / "history.jsonl", "".join(lines))
         if run.stopper is not None:
             write_json(run.folder / "scores.json", run.stopper.record())
-            trainer.say(run.stopper.summary())
+            trainer.guarded.say(run.stopper.summary())
             if (warning := run.stopper.no_gain()) is not None:
-                trainer.say(warning)
+                trainer.guarded.say(warning)
     if run.save_model:
         _leave_model(trainer, run)
     trainer.accelerator.wait_for_everyone()
@@ -197,10 +197,10 @@ def _not_scored(trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure) -
 def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
     kept = checkpoints(run.folder / "checkpoints")
     return Interrupted(
-        f"ended by {signal.Signals(trainer.interrupted_by).name} after step {trainer.state.global_step} of"
+        f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step {trainer.state.global_step} of"
         f" {trainer.state.max_steps}; run the same command again to go on from"
         f" {kept[-1] if kept else 'the beginning, no checkpoint was written'}",
-        trainer.interrupted_by,
+        trainer.guarded.interrupted_by,
     )
 
 
