@@ -14,11 +14,11 @@ from fcsd.connectivity.checkpoint import read_config
 from fcsd.connectivity.spec import changed_by, field_text
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.teachers.load import load_model_teacher
-from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families import family_of, moe_mask
-from fcsd.models.load import find_model, load_checkpoint
+from fcsd.models.load import find_model
+from fcsd.models.place import load_for_launch
 from fcsd.models.positions import check_positions
 
 
@@ -58,12 +58,7 @@ def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedMo
     connectivity = args.connectivity()
     if connectivity is None and read_config(found.folder)[2] is None:
         raise _not_converted(path)
-    return load_checkpoint(
-        found,
-        connectivity,
-        weights=launch.loads_weights,
-        distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=args.bf16),
-    )
+    return load_for_launch(found, launch, connectivity, bf16=args.bf16)
 
 
 def _not_converted(what: str) -> UserError:

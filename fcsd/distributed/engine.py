@@ -15,16 +15,27 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from fcsd.config.training import TrainConfig
 from fcsd.errors import UserError
 
 Overlap = Literal["full", "forward", "off"]
+
+
+class Precision(Protocol):
+    """What an engine must know of a training: a recipe's `train` section has it."""
+
+    @property
+    def bf16(self) -> bool: ...
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+    @property
+    def gradient_checkpointing(self) -> bool | None: ...
+
 
 # From this size on activation checkpointing is on unless the recipe says otherwise.
 CHECKPOINTING_FROM = 1_000_000_000
@@ -197,7 +208,7 @@ def _zero3(device: torch.device) -> Engine:
     return Engine("zero3")
 
 
-def check_precision(train: TrainConfig, engine: Engine) -> None:
+def check_precision(train: Precision, engine: Engine) -> None:
     """Raise UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed == "bf16" and not train.bf16:
@@ -247,7 +258,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def finish_zero_settings(arguments: Any, train: TrainConfig) -> None:
+def finish_zero_settings(arguments: Any, train: Precision) -> None:
     """Tell DeepSpeed what the recipe and we want, whatever accelerate's configuration says."""
     config = arguments.deepspeed_plugin.deepspeed_config
     config["bf16"] = {"enabled": train.bf16}
@@ -279,7 +290,7 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
     )
 
 
-def checkpoints_activations(train: TrainConfig, model: nn.Module) -> bool:
+def checkpoints_activations(train: Precision, model: nn.Module) -> bool:
     """Return `train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
     if train.gradient_checkpointing is not None:
         return train.gradient_checkpointing

@@ -26,16 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.config.training import TrainConfig
 from fcsd.connectivity.rewire import decoder_layers, is_one_of
-from fcsd.distributed.engine import Engine
+from fcsd.distributed.engine import Engine, Precision
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.families.structure import head_and_body
 
 
-def shard_student(model: PreTrainedModel, launch: Launch, train: TrainConfig) -> None:
+def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> None:
     """Leave on every rank its part of a model that is to be trained. It carries its loss head already.
 
     FSDP2: parameters in train.dtype; with train.bf16 they are gathered as bfloat16 and gradients are reduced in

@@ -13,7 +13,6 @@ from fcsd.connectivity.checkpoint import (
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
-    read_config,
 )
 from fcsd.connectivity.load import load_config, load_model
 from fcsd.connectivity.modeling import register
@@ -91,10 +90,6 @@ def load_checkpoint(
         UserError: what `load_model` refuses; a model that cannot be sharded as the configuration says.
     """
     config = model.config
-    if distributed_config is not None:
-        from fcsd.overlap import attach_loaded, with_plan
-
-        distributed_config = with_plan(distributed_config, read_config(model.folder, any_family=True)[1])
     given = {"distributed_config": distributed_config, "device_map": device_map}
     options = {name: value for name, value in given.items() if value is not None}
     try:
@@ -116,8 +111,6 @@ def load_checkpoint(
             f"{config.path}: cannot be sharded with --expert-parallel {distributed_config.ep_size}:"
             f" {' '.join(str(error).split())} Launch FSDP2 instead (configs/fsdp2_8.yaml)"
         ) from None
-    if distributed_config is not None:
-        attach_loaded(loaded, distributed_config)
     return loaded
 
 

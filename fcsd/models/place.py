@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fcsd.connectivity import Connectivity
+from fcsd.connectivity.checkpoint import read_config
 from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.shard import shard_teacher
 from fcsd.errors import UserError
 from fcsd.models.load import ModelFolder, does_not_fit, load_checkpoint, to_device
+from fcsd.overlap import attach_loaded, with_plan
 
 
 def check_device_map(device_map: Any, launch: Launch) -> None:
@@ -53,13 +56,40 @@ def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any =
             ) from None
     if not engine.shards:
         return _whole(model, launch.device)
-    loaded = load_checkpoint(
-        model,
-        weights=launch.loads_weights,
-        distributed_config=distributed_config(engine, launch.ranks.size),
-    )
+    loaded = load_for_launch(model, launch)
     if engine.shards_when_placed:
         shard_teacher(loaded, launch)
+    return loaded
+
+
+def load_for_launch(
+    model: ModelFolder,
+    launch: Launch,
+    connectivity: Connectivity | None = None,
+    *,
+    any_family: bool = False,
+    bf16: bool = False,
+) -> PreTrainedModel:
+    """Load a checkpoint as this rank begins with it: experts spread while they are read, or what is sharded later.
+
+    any_family: as `load_model`. bf16: weights that are spread are computed with in bfloat16, their gradients reduced
+    in float32.
+
+    Raises:
+        UserError: what `load_model` refuses; a model whose experts cannot be spread.
+    """
+    spread = distributed_config(launch.engine, launch.ranks.size, bf16=bf16)
+    if spread is not None:
+        spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
+    loaded = load_checkpoint(
+        model,
+        connectivity,
+        weights=launch.loads_weights,
+        any_family=any_family,
+        distributed_config=spread,
+    )
+    if spread is not None:
+        attach_loaded(loaded, spread)
     return loaded
 
 

@@ -19,11 +19,11 @@ from fcsd.distill.sweep import Candidate, choice_text, edges, run_sweep
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
-from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
-from fcsd.models.load import ModelFolder, dtype_of, load_checkpoint
+from fcsd.models.load import ModelFolder, dtype_of
+from fcsd.models.place import load_for_launch
 from fcsd.report.plots import plot_sweep
 from fcsd.stages.calibrate import calibrated_start
 from fcsd.stages.checks import check_overlap, check_training
@@ -183,13 +183,8 @@ def _training_run(
 ) -> TrainingRun:
     """Describe a training with a fresh student; `teacher` as `load_teacher` gives it, `start` as `calibrated_start`."""
     recipe = run.recipe
-    student = load_checkpoint(
-        start or run.original,
-        recipe.connectivity.spec(),
-        weights=run.launch.loads_weights,
-        distributed_config=distributed_config(
-            run.launch.engine, run.launch.ranks.size, bf16=recipe.train.bf16
-        ),
+    student = load_for_launch(
+        start or run.original, run.launch, recipe.connectivity.spec(), bf16=recipe.train.bf16
     )
     adapters = None
     if recipe.lora is not None:

@@ -19,11 +19,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fcsd.cost.measured import ExchangeTime, Times, write_times
-from fcsd.distributed.engine import checkpoints_activations, distributed_config
+from fcsd.distributed.engine import checkpoints_activations
 from fcsd.errors import UserError
 from fcsd.families import family_of
 from fcsd.files import check_folder_place, make_folder
-from fcsd.models.load import dtype_of, free_memory, load_checkpoint, to_dtype
+from fcsd.models.load import dtype_of, free_memory, to_dtype
+from fcsd.models.place import load_for_launch
 from fcsd.overlap import attach, detach
 from fcsd.overlap.exchange import Record
 from fcsd.overlap.layer import runtimes
@@ -54,11 +55,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     make_folder(folder)
     found, timelines = {}, {}
     for name, connectivity in (("regular", None), ("farskip", recipe.connectivity.spec())):
-        model = load_checkpoint(
-            run.original,
-            connectivity,
-            distributed_config=distributed_config(launch.engine, launch.ranks.size, bf16=recipe.train.bf16),
-        )
+        model = load_for_launch(run.original, launch, connectivity, bf16=recipe.train.bf16)
         to_dtype(model, dtype_of(recipe.train.dtype))
         if checkpoints_activations(recipe.train, model):
             model.activation_checkpointing_enable({"use_reentrant": False})

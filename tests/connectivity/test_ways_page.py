@@ -4,15 +4,15 @@ import importlib
 import importlib.util
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from fcsd.tiny.models import tiny_model
 from tests.reference.ranks import run_ranks
+from tests.support import ROOT
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
 CODE = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## )[^\n]*\n)*?```python\n(.*?)```", TEXT, flags=re.M | re.S))
 RANKS = ("FSDP2", "Tensor and expert parallelism", "DeepSpeed ZeRO-3", "Pipelines")
 NEEDS = {"LoRA": "peft", "DeepSpeed ZeRO-3": "deepspeed", "int8 weights": "torchao"}

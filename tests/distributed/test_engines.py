@@ -26,7 +26,6 @@ from fcsd.distributed.engine import (
     Engine,
     check_precision,
     checkpoints_activations,
-    distributed_config,
     requested_engine,
 )
 from fcsd.distributed.launch import Launch, join_launch
@@ -35,7 +34,8 @@ from fcsd.distributed.state import _first_row
 from fcsd.errors import UserError
 from fcsd.files import read_json, weights_fingerprint
 from fcsd.losses.head import attach_loss_head, final_hidden
-from fcsd.models.load import ModelFolder, load_checkpoint
+from fcsd.models.load import ModelFolder
+from fcsd.models.place import load_for_launch
 from fcsd.tiny.models import tiny_config, tiny_model
 from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
@@ -256,7 +256,7 @@ def test_a_spread_teacher_fills_a_cache_that_one_process_and_two_train_on_alike(
 def test_adapters_on_spread_weights_are_refused_before_anything_is_loaded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fcsd.stages.distill.load_checkpoint", None)
+    monkeypatch.setattr("fcsd.stages.distill.load_for_launch", None)
     command = ["distill", str(bench.recipe("r", lora={"r": 4}))]
     ((first, one),), ((second, other),) = outcomes("cpu_2_fsdp2", command)
     assert first == second == 2 and "lora: adapters on weights that are sharded over ranks" in one + other
@@ -626,10 +626,7 @@ def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
     os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))
     AcceleratorState._reset_state(reset_partial_state=True)
     launch = join_launch(expert_parallel=size)
-    model = load_checkpoint(
-        ModelFolder(ModelConfig(path=str(folder)), folder),
-        distributed_config=distributed_config(launch.engine, launch.ranks.size),
-    )
+    model = load_for_launch(ModelFolder(ModelConfig(path=str(folder)), folder), launch)
     whole = load_model(folder)
     for _ in range(2):  # the runs of a sweep share it
         assert torch.equal(shard_teacher(model, launch).weight, whole.lm_head.weight)
@@ -684,10 +681,7 @@ def refusal(rank: int, folder: Path) -> str:
     # fcsd has a plan for Llama 4, transformers has none.
     launch = join_launch(expert_parallel=2, overlap="off")
     with pytest.raises(UserError) as error:
-        load_checkpoint(
-            ModelFolder(ModelConfig(path=str(folder)), folder),
-            distributed_config=distributed_config(launch.engine, launch.ranks.size),
-        )
+        load_for_launch(ModelFolder(ModelConfig(path=str(folder)), folder), launch)
     return str(error.value)
 
 

@@ -1,7 +1,6 @@
 """A transformers release that adds or changes a family is noticed here."""
 
 import json
-from pathlib import Path
 
 import pytest
 import transformers
@@ -17,8 +16,8 @@ from tests.reference.upstream import (
     with_count,
     with_families,
 )
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 WRITE = "`python -m tests.reference.upstream`"
 
 

@@ -23,10 +23,10 @@ from fcsd.distill.teachers.base import Teacher
 from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
 from fcsd.distill.teachers.cache_fill import fill_cache, keyed, spot_check, verify_cache
 from fcsd.distill.teachers.unloaded import identity, read_head, unloaded
-from fcsd.distributed.engine import distributed_config
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.models.load import ModelFolder, free_memory, load_checkpoint, load_tokenizer
+from fcsd.models.load import ModelFolder, free_memory, load_tokenizer
+from fcsd.models.place import load_for_launch
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,7 @@ def _own_or_other(source: TeacherSource) -> PreTrainedModel:
 
 def load_model_teacher(model: ModelFolder, launch: Launch, *, any_family: bool = True) -> PreTrainedModel:
     """Load a teacher's model as this rank of the launch begins with it; any_family: a dense one, too."""
-    return load_checkpoint(
-        model,
-        any_family=any_family,
-        weights=launch.loads_weights,
-        distributed_config=distributed_config(launch.engine, launch.ranks.size),
-    )
+    return load_for_launch(model, launch, any_family=any_family)
 
 
 def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:

@@ -138,7 +138,7 @@ def test_a_training_on_a_cache_has_the_curve_of_one_with_the_teacher(
     # The back-end is no part of what a stage was made from.
     assert main(["distill", str(live(bench, "r"))]) == 0
     monkeypatch.setattr(
-        "fcsd.distill.teachers.load.load_checkpoint",
+        "fcsd.distill.teachers.load.load_for_launch",
         lambda *args, **kwargs: pytest.fail("the teacher was loaded"),
     )
     path = cached(bench, "blind", sweep=None)
@@ -275,7 +275,7 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
     usage = shutil.disk_usage(bench.folder)._replace(free=1 << 20)
     monkeypatch.setattr(cache_stage.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(
-        "fcsd.distill.teachers.load.load_checkpoint",
+        "fcsd.distill.teachers.load.load_for_launch",
         lambda *args, **kwargs: pytest.fail("the teacher was loaded"),
     )
     error = error_of(["cache-teacher", str(cached(bench))], capfd)
