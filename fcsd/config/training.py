@@ -144,10 +144,6 @@ _SCHEDULES: dict[str, type[Strict]] = {
 class TrainConfig(Strict):
     """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
 
-    elsewhere: ClassVar[dict[str, str]] = {
-        "min_lr_rate": "moved; write lr_scheduler_kwargs: {min_lr_rate: …}"
-    }
-
     max_steps: int = Field(2000, gt=0)
     batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
     per_device_train_batch_size: int = Field(1, gt=0)  # rows of max_length tokens in one forward

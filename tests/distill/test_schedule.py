@@ -94,7 +94,7 @@ def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) 
         "lr_scheduler_type=step": r"train\.lr_scheduler_kwargs\.milestones: is required",
         "lr_scheduler_kwargs={gamma: 0.5}": r"lr_scheduler_kwargs: no meaning for lr_scheduler_type 'cosine', only for"
         " cosine_with_min_lr, step, warmup_stable_decay",
-        "min_lr_rate=0.1": r"train\.min_lr_rate: moved; write lr_scheduler_kwargs: \{min_lr_rate: …\}",
+        "min_lr_rate=0.1": r"train\.min_lr_rate: unknown key",
     }.items():
         with pytest.raises(UserError, match=message):
             load_recipe(bench.recipe(), [f"train.{text}"])
