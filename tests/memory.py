@@ -122,7 +122,6 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
                 gradient_checkpointing=setting.checkpointing,
             ),
             seed=0,
-            save_dtype=torch.float32,
             save_model=False,
         )
     )

@@ -11,7 +11,7 @@ from transformers.trainer_utils import SaveStrategy
 from fcsd.distill.arguments import Scorer, TrainingRun
 from fcsd.distill.checkpoints import STOPPER_FILE, checkpoints
 from fcsd.distill.early_stopping import EarlyStopper, Score
-from fcsd.distill.trainer import DistillTrainer
+from fcsd.distill.fcsd_trainer import FCSDTrainer
 from fcsd.distributed.ranks import known_to_all
 from fcsd.distributed.state import check_state, write_state
 from fcsd.errors import UserError
@@ -29,7 +29,7 @@ def best_folder(run: TrainingRun, step: int) -> Path:
     return run.folder / "best" / f"step-{step}"
 
 
-def keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
+def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
     """All ranks write their parts of the weights beside, then the first renames the folder."""
     best = best_folder(run, step)
     beside = best.with_name(f".{best.name}.tmp")
@@ -46,7 +46,7 @@ def keep_best(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
+def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
     """Keep the best weights of this step, and those that a checkpoint names: the run may go back to it."""
     if trainer.is_world_process_zero():
         kept = checkpoints(run.folder / "checkpoints")
@@ -59,12 +59,12 @@ def drop_others(trainer: DistillTrainer, run: TrainingRun, step: int) -> None:
 class StopWhenScoreStalls(TrainerCallback):
     """Scores the model every `every_steps` steps with all ranks, and ends training when the stopper says so.
 
-    A step that is asked to be the last one (`trainer.ending`) is not scored any more, and one whose score failed ends
+    A step that is asked to be the last one (`guarded.ending`) is not scored any more, and one whose score failed ends
     the training: both leave a checkpoint, and the run that goes on from it begins with that score. `failure` is the
     error.
     """
 
-    def __init__(self, trainer: DistillTrainer, run: TrainingRun, stopper: EarlyStopper, score: Scorer):
+    def __init__(self, trainer: FCSDTrainer, run: TrainingRun, stopper: EarlyStopper, score: Scorer):
         self.trainer, self.run, self.stopper, self.score = trainer, run, stopper, score
         self.failure: ScoreFailure | None = None
 
@@ -83,7 +83,7 @@ class StopWhenScoreStalls(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Score, keep the best, stop."""
         step = state.global_step
-        later = self.trainer.ending and step < state.max_steps
+        later = self.trainer.guarded.ending and step < state.max_steps
         if self.stopper.is_due(step, state.max_steps) and not later:
             try:
                 self._evaluate(step)
@@ -97,9 +97,9 @@ class StopWhenScoreStalls(TrainerCallback):
 
     def _evaluate(self, step: int) -> None:
         best = self.stopper.update(step, self._score())
-        self.trainer.say(self.stopper.line())
+        self.trainer.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
-            self.trainer.say(warning)
+            self.trainer.guarded.say(warning)
         if best:
             keep_best(self.trainer, self.run, step)
 
@@ -121,7 +121,7 @@ class StopWhenScoreStalls(TrainerCallback):
                 raise
             raise ScoreFailure(str(error)) from error
         found: Score = trainer.launch.ranks.from_first(lambda: own)
-        trainer.listen()
+        trainer.guarded.listen()
         due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
         name = stopper.name
         errors = {f"{name}_stderr": found.stderr} if found.stderr is not None else {}

@@ -9,16 +9,21 @@ reads and hashes its share of the files.
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distributed.ranks import ALONE, Ranks
+from fcsd.distributed.state import check_state
 from fcsd.errors import UserError
-from fcsd.files import file_sha256, read_json, write_json
+from fcsd.files import file_sha256, read_json, write_json, writing
+from fcsd.temporary import replace_folder
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
 STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
+PARTIAL = "checkpoint-being-written"  # the folder of the one that is
 _FILES = "files.json"
 _REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back, and the guard's state then
 
@@ -120,6 +125,23 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     return None
 
 
+def chosen_checkpoint(folder: Path, given: str | bool | None, ranks: Ranks) -> Path | None:
+    """Return the checkpoint that a user wants to go on from; True: the newest one in `folder` that is whole."""
+    if given is None or given is False:
+        return None
+    if given is True:
+        newest = newest_usable(folder, ranks)
+        if newest is None:
+            raise UserError(
+                f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
+            )
+        return newest
+    checkpoint = Path(str(given))
+    if (what := damage(checkpoint, ranks)) is not None:
+        raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
+    return checkpoint
+
+
 def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
     """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed continues so."""
     write_json(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
@@ -148,6 +170,54 @@ def _finish_rewind(folder: Path) -> None:
         later = step_of(path) > step and damage(path) is None
         if later and read_json(path / GUARD_FILE)["rewinds"] < rewind["guard"]["rewinds"]:
             remove(path)
+
+
+def write_checkpoint(trainer: Any, name: str, write: Callable[[], None]) -> None:
+    """Let `write` leave a trainer's checkpoint beside, then rename it, then drop the oldest. All ranks call this."""
+    folder, first = Path(trainer.args.output_dir), trainer.args.should_save
+    beside = folder / PARTIAL / name
+    trainer.is_writing_checkpoint = True
+    try:
+        with writing(folder / name):
+            write()
+            if first:
+                _write_progress(trainer, beside)
+    finally:
+        trainer.is_writing_checkpoint = False
+        trainer.accelerator.wait_for_everyone()
+        if first and not (beside / "trainer_state.json").is_file():
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    if first:
+        check_state(beside)
+    with writing(folder / name):
+        note_files(beside, trainer.launch.ranks)
+    if first:
+        replace_folder(beside, folder / name)
+        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+        _remove_old(trainer, folder)
+    trainer.accelerator.wait_for_everyone()
+
+
+def _write_progress(trainer: Any, beside: Path) -> None:
+    """Write what guard, data and stopper go on from; the best checkpoint gets the name that it is renamed to."""
+    state = trainer.state
+    if state.best_global_step == state.global_step:
+        state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
+        state.save_to_json(str(beside / "trainer_state.json"))
+    write_json(beside / GUARD_FILE, trainer.guard.state())
+    rows = trainer.train_dataset
+    if isinstance(rows, EndlessRows):
+        rows.save(beside, trainer.steps_of_data * rows.needed)
+    if trainer.stopper is not None:
+        write_json(beside / STOPPER_FILE, trainer.stopper.state())
+
+
+def _remove_old(trainer: Any, folder: Path) -> None:
+    """Keep the newest `save_total_limit`, and the best one; None keeps all."""
+    if trainer.args.save_total_limit is not None:
+        for old in checkpoints(folder)[: -trainer.args.save_total_limit]:
+            if str(old) != trainer.state.best_model_checkpoint:
+                remove(old)
 
 
 def remove(checkpoint: Path) -> None:

@@ -10,21 +10,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
+from pydantic import create_model
 from transformers import TrainingArguments
 
-from fcsd.config.model import ModelConfig
+from fcsd.config.data import DataConfig
+from fcsd.config.model import ConnectivityConfig, ModelConfig
 from fcsd.config.strict import Strict, validate
-from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.config.training import KLObjectiveConfig, ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
-from fcsd.distill.python_words import with_known_names
+from fcsd.distill.arguments import accumulation_steps
+from fcsd.distill.python_words import OBJECTIVES, python_words, with_known_names
 from fcsd.distill.schedule import ScheduledArguments
+from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 
 # Keys of a recipe's `objective` section, which are arguments of their own here.
-_OBJECTIVE_KEYS = (
-    "temperature", "jsd_beta", "clip", "l2_coefficient", "l2_relative", "l2_points", "l2_until",
-    "router_kl_coefficient", "vocab_size", "freeze_embeddings_and_head", "freeze_routers",
-)  # fmt: skip
+_OBJECTIVE_KEYS = [
+    key for key in dict.fromkeys(key for kind in OBJECTIVES for key in kind.model_fields) if key != "name"
+]
+
+# Keys of a recipe's `train` section that are no arguments here, or of another meaning.
+_NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
 
 # What would change nothing, or something else than it says: argument -> (its neutral values, what to do instead).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -71,6 +78,19 @@ def _argument(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def _key(section: type[Strict], name: str, text: str) -> Any:
+    """Return an argument with the default of a recipe's key."""
+    return _argument(section.model_fields[name].default, text)
+
+
+# Keys of a recipe's `data` section that are arguments here, checked as there.
+_ROW_KEYS = ("max_length", "packing", "loss_on", "on_bad_row")
+_row_fields: dict[str, Any] = {
+    key: (DataConfig.model_fields[key].annotation, DataConfig.model_fields[key]) for key in _ROW_KEYS
+}
+_Rows = create_model("_Rows", __base__=Strict, **_row_fields)
+
+
 class Sections(Strict):
     """The sections of a recipe that the arguments fill, checked as those of a recipe are."""
 
@@ -113,8 +133,7 @@ class FCSDConfig(ScheduledArguments):
             path; `trust_remote_code` stands by itself.
         teacher_model_init_kwargs: the same of a teacher given by its path.
 
-    Defaults that differ from transformers' are a recipe's: learning_rate 2e-5, cosine schedule, adam_beta2 0.95,
-    per_device_train_batch_size 1, logging_steps 10; remove_unused_columns is False.
+    Defaults that differ from transformers' are a recipe's; remove_unused_columns is False.
 
     Raises:
         UserError: a value that a recipe would refuse, or an argument that FCSDTrainer has no use for.
@@ -125,16 +144,18 @@ class FCSDConfig(ScheduledArguments):
         "columns", "safety", "model_init_kwargs", "teacher_model_init_kwargs",
     ]  # fmt: skip
 
-    per_device_train_batch_size: int = _argument(1, "Rows of one forward pass.")
-    learning_rate: float = _argument(2e-5, "The initial learning rate.")
-    lr_scheduler_type: str = _argument("cosine", "The learning-rate schedule.")
-    adam_beta2: float = _argument(0.95, "AdamW's beta2.")
-    logging_steps: float = _argument(10, "Steps between two logs.")
+    per_device_train_batch_size: int = _key(
+        TrainConfig, "per_device_train_batch_size", "Rows of one forward pass."
+    )
+    learning_rate: float = _key(TrainConfig, "learning_rate", "The initial learning rate.")
+    lr_scheduler_type: str = _key(TrainConfig, "lr_scheduler_type", "The learning-rate schedule.")
+    adam_beta2: float = _key(TrainConfig, "adam_beta2", "AdamW's beta2.")
+    logging_steps: float = _key(TrainConfig, "logging_steps", "Steps between two logs.")
     logging_nan_inf_filter: bool = _argument(False, "Steps that go wrong are skipped.")
     remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 
-    objective: str = _argument("kl", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
+    objective: str = _key(KLObjectiveConfig, "name", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
     temperature: float | None = _argument(None, "Of both softmaxes; 1.")
     jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture; 0.5.")
     clip: float | None = _argument(None, "Nats above which a token has no gradient.")
@@ -148,43 +169,56 @@ class FCSDConfig(ScheduledArguments):
     freeze_routers: bool = _argument(False, "Keep them as they are.")
 
     layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
-    attention: str = _argument("partial", "partial or full.")
-    mlp: str = _argument("outdated", "outdated or full.")
+    attention: str = _key(ConnectivityConfig, "attention", "partial or full.")
+    mlp: str = _key(ConnectivityConfig, "mlp", "outdated or full.")
 
-    max_length: int = _argument(4096, "Tokens in a row.")
-    packing: bool = _argument(True, "Several examples share a row.")
-    loss_on: str = _argument("response", "response or all.")
-    on_bad_row: str = _argument("error", "error, or skip: leave out up to 1 %.")
+    max_length: int = _key(DataConfig, "max_length", "Tokens in a row.")
+    packing: bool = _key(DataConfig, "packing", "Several examples share a row.")
+    loss_on: str = _key(DataConfig, "loss_on", "response or all.")
+    on_bad_row: str = _key(DataConfig, "on_bad_row", "error, or skip: leave out up to 1 %.")
     columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
 
-    dtype: str = _argument("float32", "Of the trained weights.")
-    optimizer: str = _argument("adamw", "adamw or muon.")
-    layer_lr_ratio: float = _argument(1.0, "Last layer's learning rate over the first's.")
-    ema_decay: float | None = _argument(None, "Of the weights' moving average.")
+    dtype: str = _key(TrainConfig, "dtype", "Of the trained weights.")
+    optimizer: str = _key(TrainConfig, "optimizer", "adamw or muon.")
+    layer_lr_ratio: float = _key(
+        TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
+    )
+    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Of the weights' moving average.")
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
     trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
     model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the model.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
 
+    @classmethod
+    def of_sections(
+        cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
+    ) -> "FCSDConfig":
+        """Say sections of a recipe in arguments; inside `engine_environment`.
+
+        arguments: what no section says, or what it leaves open (`activation_checkpointing`).
+        """
+        sections = objective.model_dump(exclude={"name"}) | train.model_dump(exclude=_NOT_ARGUMENTS)
+        return cls(objective=objective.name, safety=safety.model_dump(), **sections | arguments)
+
+    @python_words()
     def __post_init__(self) -> None:
+        bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         if not torch.accelerator.is_available():
-            self.use_cpu, self.dataloader_pin_memory = True, False
+            # accelerate knows DeepSpeed on devices only
+            self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
+        self.bf16 = bf16 and not by_deepspeed  # without a GPU transformers refuses it, DeepSpeed does not
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             # transformers would take all but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
         super().__post_init__()
+        self.bf16 = bf16
         for name, (neutral, instead) in _REFUSED.items():
             if getattr(self, name) not in neutral:
                 raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
-        if self.loss_on not in ("response", "all"):
-            raise UserError(f"FCSDConfig: loss_on: must be 'response' or 'all', got {self.loss_on!r}")
-        if self.on_bad_row not in ("error", "skip"):
-            raise UserError(f"FCSDConfig: on_bad_row: must be 'error' or 'skip', got {self.on_bad_row!r}")
-        if self.max_length < 2:
-            raise UserError(f"FCSDConfig: max_length: must be at least 2, got {self.max_length}")
+        validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
         if (schedule := self.sections().train.lr_scheduler_kwargs) is not None:
             self.lr_scheduler_kwargs = schedule  # with its defaults
         self.connectivity()
@@ -214,10 +248,22 @@ class FCSDConfig(ScheduledArguments):
         }
         return validate(Sections, raw, "FCSDConfig")
 
+    def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
+        """Set what the engine and the batch of a step decide; train: what the arguments say, as a section."""
+        if self.batch_size_tokens is not None:
+            self.gradient_accumulation_steps = accumulation_steps(train, self.max_length, launch.ranks.size)
+        if launch.engine.shards:
+            self.bf16, self.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
+        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
+        each = {"sync_each_batch": launch.engine.has_dtensors}
+        self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
+        if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = {"use_reentrant": False}
+
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""
         if self.layers is None:
-            if (self.attention, self.mlp) != ("partial", "outdated"):
+            if (self.attention, self.mlp) != (type(self).attention, type(self).mlp):
                 raise UserError(
                     "FCSDConfig: attention and mlp are sides of the layers to rewire; give layers, too"
                 )

@@ -9,7 +9,7 @@ the training (a recipe's `early_stopping` section).
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,33 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.given import given_rows
 from fcsd.data.stream import RowStream
-from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
-from fcsd.distill.checkpoints import damage, newest_usable
+from fcsd.distill.arguments import refuse_what_cannot_be_sharded
+from fcsd.distill.checkpoints import chosen_checkpoint
 from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig, is_loss
-from fcsd.distill.heldout import HeldoutCE, HeldoutKL
+from fcsd.distill.heldout import HeldoutLosses
 from fcsd.distill.models import check_models, student_of, teacher_of
+from fcsd.distill.optimizer import refuse_factored_states
 from fcsd.distill.out_of_memory import explain_oom
-from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
+from fcsd.distill.prepare import (
+    Ready,
+    check_vocabulary,
+    collator,
+    place_teacher,
+    prepare_student,
+    whole_steps,
+)
 from fcsd.distill.python_words import python_words, with_known_names
-from fcsd.distill.safety import Guard
 from fcsd.distill.teachers.base import Teacher
+from fcsd.distill.teachers.lora import has_adapters
 from fcsd.distill.trainer import DistillTrainer
-from fcsd.distributed.engine import check_precision, engine_environment
+from fcsd.distributed.engine import check_precision, engine_environment, finish_zero_settings
 from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import Launch, join_launch
 from fcsd.distributed.state import read_state
 from fcsd.errors import UserError
-from fcsd.families.structure import head_scaling, output_head
 from fcsd.files import writing
-from fcsd.losses.head import attach_loss_head, detach_loss_head
+from fcsd.losses.head import attach_loss_head, detach_loss_head, head_logits
 from fcsd.models.load import dtype_of, find_model, load_tokenizer, to_dtype
 
 
@@ -50,7 +57,8 @@ class FCSDTrainer(DistillTrainer):
 
     Args:
         model: a converted model (`fcsd.convert`), or the path or Hub id of a checkpoint; one that is not converted yet
-            is converted as `args.layers` says. It is trained in place, in `args.dtype`.
+            is converted as `args.layers` says. It is trained in place, in `args.dtype`. A recipe's run gives what its
+            stage has loaded and tokenized (`Ready`), within `engine_environment`.
         args: an `FCSDConfig`.
         train_dataset: a `datasets.Dataset`, a stream or a list of examples with the column messages, text, prompt and
             response, or input_ids (and labels); or rows that are packed already.
@@ -73,10 +81,11 @@ class FCSDTrainer(DistillTrainer):
     """
 
     _tag_names = ("farskip", "fcsd")
+    args: FCSDConfig
 
     def __init__(
         self,
-        model: PreTrainedModel | str | Path,
+        model: PreTrainedModel | str | Path | Ready,
         args: TrainingArguments | None = None,
         *,
         train_dataset: Any = None,
@@ -90,48 +99,44 @@ class FCSDTrainer(DistillTrainer):
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         launch: Launch | None = None,
     ):
-        args = _fcsd_config(args)
+        self.args = args = _fcsd_config(args)
         if launch is None:
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
         self.launch = launch  # here already: rows are made before there is a Trainer
-        self._settings = args
-        sections = args.sections()
-        train, objective = sections.train, sections.objective
-        check_precision(train, launch.engine)
-        if launch.engine.uses_deepspeed:  # its settings are made before there is a trainer
-            raise UserError(
-                "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
-            )
-        if launch.engine.shards:
-            refuse_what_cannot_be_sharded(train, objective, launch.engine, by_heldout_kl=False)
-        with engine_environment(launch.engine, launch.device):
+        self.of_a_recipe = isinstance(model, Ready)
+        if not self.of_a_recipe:
+            _check_launch(args, launch)
+        with self._at_work():
+            sections = args.sections()
+            train, objective = sections.train, sections.objective
+            refuse_what_cannot_be_sharded(train, objective, launch.engine)
             set_seed(args.seed)
-            self._fit_to_engine(args, launch)
-            check_models(model, teacher, args, launch)
-            # Of a path the data are checked before it is loaded.
-            student = None if isinstance(model, str | Path) else student_of(model, args, launch)
-            path: Any = model if student is None else student.config._name_or_path
-            self._tokenizer = processing_class or _tokenizer_beside(path, args)
-            self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
-            rows = self._rows(train_dataset, "train_dataset", self.bad_rows, shuffle=True)
-            heldout = self._heldout_rows(eval_dataset)
-            if compute_metrics is None:
-                _check_metric(args, heldout, teacher)
-            student = student if student is not None else student_of(model, args, launch)
-            compared = None
-            if objective.has_teacher or teacher is not None:
-                compared = place_teacher(teacher_of(teacher, student, args, launch), launch)
-            check_vocabulary(student, compared, self._tokenizer, objective)
+            args.fit_to_engine(train, launch)
+            if isinstance(model, Ready):
+                ready = model
+            else:
+                ready = self._made_ready(
+                    model,
+                    teacher,
+                    train_dataset,
+                    eval_dataset,
+                    processing_class,
+                    knows_metrics=compute_metrics is not None,
+                )
+                processing_class = ready.tokenizer
+            student = ready.student
+            compared = place_teacher(ready.teacher, launch)
+            check_vocabulary(student, compared, ready.tokenizer, objective)
             self.save_dtype = student.dtype
-            if not launch.engine.shards_when_placed:
+            if not launch.engine.shards_when_placed and not has_adapters(student):
                 to_dtype(student, dtype_of(args.dtype))
             prepare_student(student, objective, train, launch)
-            student.add_model_tags([*self._tag_names])
-            whole = self._whole_steps(rows)
-            collate = collator(args, compared, whole)
-            self._heldout: dict[int, list[HeldoutCE]] = {}
-            self._compared = compared
+            rows = self._whole_steps(ready.rows)
+            collate = collator(args, compared, rows)
+            if launch.engine.uses_deepspeed:
+                finish_zero_settings(args, train)
+            self._heldout = HeldoutLosses(compared, launch, of_teacher=objective.has_teacher)
             super().__init__(
                 student,
                 args,
@@ -139,11 +144,11 @@ class FCSDTrainer(DistillTrainer):
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
                 settings=train,
-                guard=Guard(sections.safety),
-                train_dataset=whole,
-                eval_dataset=heldout,
+                safety=sections.safety,
+                train_dataset=rows,
+                eval_dataset=ready.heldout,
                 data_collator=collate,
-                processing_class=self._tokenizer,
+                processing_class=processing_class,
                 compute_metrics=compute_metrics,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -153,26 +158,50 @@ class FCSDTrainer(DistillTrainer):
         if not launch.engine.shards:
             detach_loss_head(student)  # outside training and evaluation the model is the user's
 
-    def _fit_to_engine(self, args: FCSDConfig, launch: Launch) -> None:
-        """Set what the engine and the batch of a step decide, as the run of a recipe does."""
-        if args.batch_size_tokens is not None:
-            args.gradient_accumulation_steps = accumulation_steps(
-                args.sections().train, args.max_length, launch.ranks.size
-            )
-        if launch.engine.shards:
-            args.bf16, args.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
-        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
-        each = {"sync_each_batch": launch.engine.has_dtensors}
-        args.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
-        if args.activation_checkpointing and args.activation_checkpointing_kwargs is None:
-            args.activation_checkpointing_kwargs = {"use_reentrant": False}
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Keep accelerate from sharding, and name arguments in errors; a recipe's run does the one, and has keys."""
+        if self.of_a_recipe:
+            yield
+        else:
+            with python_words(), engine_environment(self.launch.engine, self.launch.device):
+                yield
+
+    def _made_ready(
+        self,
+        model: Any,
+        teacher: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        *,
+        knows_metrics: bool,
+    ) -> Ready:
+        """Load, convert and tokenize what the constructor was given; knows_metrics: more than losses are measured."""
+        args, launch = self.args, self.launch
+        has_teacher = args.sections().objective.has_teacher
+        check_models(model, teacher, args, launch)
+        # Of a path the data are checked before it is loaded.
+        student = None if isinstance(model, str | Path) else student_of(model, args, launch)
+        path: Any = model if student is None else student.config._name_or_path
+        self._tokenizer = processing_class or _tokenizer_beside(path, args)
+        self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
+        rows = self._rows(train_dataset, "train_dataset", self.bad_rows, shuffle=True)
+        heldout = self._heldout_rows(eval_dataset)
+        if not knows_metrics:
+            _check_metric(args, heldout, teacher)
+        student = student if student is not None else student_of(model, args, launch)
+        student.add_model_tags([*self._tag_names])
+        if has_teacher or teacher is not None:
+            teacher = teacher_of(teacher, student, args, launch)
+        return Ready(student, teacher, self._tokenizer, rows, heldout)
 
     # ---- rows
 
     def _rows(self, data: Any, name: str, bad_rows: BadRows | None = None, *, shuffle: bool) -> Any:
         if data is None:
             return None
-        args = self._settings
+        args = self.args
         rows = given_rows(
             data,
             self._tokenizer,
@@ -203,7 +232,7 @@ class FCSDTrainer(DistillTrainer):
     def _whole_steps(self, rows: Any) -> Any:
         if rows is None:
             return None
-        args = self._settings
+        args = self.args
         needed = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.launch.ranks.size
         return whole_steps(rows, needed, args.max_length, "data set train_dataset")
 
@@ -221,19 +250,18 @@ class FCSDTrainer(DistillTrainer):
 
     @contextlib.contextmanager
     def _with_loss_head(self) -> Iterator[None]:
-        """Put the loss head on the model while it is trained or evaluated, and keep accelerate from sharding."""
+        """Put the loss head on the model while it is trained or evaluated."""
         model: Any = self.model
         attached = self.launch.engine.shards or "_forward_before_loss_head" in model.__dict__
-        with engine_environment(self.launch.engine, self.launch.device):
+        with self._at_work():
             if not attached:
-                attach_loss_head(model, self.objective.vocab_size)
+                attach_loss_head(model, self.step_loss.objective.vocab_size)
             try:
                 yield
             finally:
                 if not attached:
                     detach_loss_head(model)
 
-    @python_words()
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -251,42 +279,25 @@ class FCSDTrainer(DistillTrainer):
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is needed for training")
-        checkpoint = self._checkpoint(resume_from_checkpoint)
-        settings, length = self.settings, self._settings.max_length
+        folder = Path(str(self.args.output_dir))
+        checkpoint = chosen_checkpoint(folder, resume_from_checkpoint, self.launch.ranks)
+        return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+
+    def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
+        """Train from a checkpoint that is known to be whole; None: from the beginning."""
+        length, device = self.args.max_length, self.launch.device
         with (
             self._with_loss_head(),
-            explain_oom(self.plain_model, self.teacher, settings, length, self.launch.device),
+            explain_oom(self.plain_model, self.teacher, self.settings, length, device),
         ):
             if checkpoint is not None and self.restore_if_complete(checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
             else:
                 self._known_checkpoints.clear()
-                resume = str(checkpoint) if checkpoint is not None else None
-                output = super().train(resume, trial, ignore_keys_for_eval)
+                output = super().train(str(checkpoint) if checkpoint is not None else None, *more)
         if self.average is not None:
             self.average.apply()
         return output
-
-    def _checkpoint(self, given: str | bool | None) -> Path | None:
-        if given is None or given is False:
-            return None
-        folder = Path(str(self.args.output_dir))
-        if given is True:
-            newest = newest_usable(folder, self.launch.ranks)
-            if newest is None:
-                raise UserError(
-                    f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
-                )
-            return newest
-        checkpoint = Path(str(given))
-        if (what := damage(checkpoint, self.launch.ranks)) is not None:
-            raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
-        return checkpoint
-
-    @property
-    def events_folder(self) -> Path:
-        """Where `events.jsonl` is left: `output_dir` itself."""
-        return Path(str(self.args.output_dir))
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
@@ -296,7 +307,6 @@ class FCSDTrainer(DistillTrainer):
 
     # ---- evaluation
 
-    @python_words()
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -311,7 +321,6 @@ class FCSDTrainer(DistillTrainer):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
-    @python_words()
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return logits (rows, tokens, vocabulary) and labels of a data set's packed rows, and its held-out loss."""
         with self._with_loss_head():
@@ -338,33 +347,13 @@ class FCSDTrainer(DistillTrainer):
                 output = super().evaluation_loop(
                     dataloader, description, False, ignore_keys, metric_key_prefix
                 )
-            output.metrics.update(self._heldout_metrics(rows, metric_key_prefix))  # type: ignore[union-attr]
+            held = self.eval_dataset
+            known = held.values() if isinstance(held, Mapping) else [held]
+            keep = any(rows is own for own in known)
+            losses = self._heldout(self.plain_model, rows, metric_key_prefix, keep=keep)
+            output.metrics.update(losses)  # type: ignore[union-attr]
         self.plain_model.train(training)
         return output
-
-    def _heldout_metrics(self, rows: Sequence[Any], prefix: str) -> dict[str, float]:
-        held: Any = self.eval_dataset
-        kept = list(held.values()) if isinstance(held, Mapping) else [held]
-        measures = self._heldout.get(id(rows)) or self._measures(rows)
-        if any(rows is own for own in kept):
-            self._heldout[id(rows)] = measures  # the teacher is asked once
-        found: dict[str, float] = {}
-        for measure in measures:
-            score = measure(self.plain_model)
-            name = f"{prefix}_{'kl' if isinstance(measure, HeldoutKL) else 'ce'}"
-            found[name] = score.value
-            if score.stderr is not None:
-                found[f"{name}_stderr"] = score.stderr
-        loss = "kl" if self.objective.has_teacher else "ce"
-        return {f"{prefix}_loss": found[f"{prefix}_{loss}"], **found}
-
-    def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
-        measures = [] if self.objective.has_teacher else [HeldoutCE(rows, self.launch)]
-        if self._compared is not None:
-            against = HeldoutKL(rows, _no_original, self.launch)
-            against.set_teacher(self._compared, sharded=self.launch.engine.shards)
-            measures.append(against)
-        return measures
 
     def prediction_step(
         self,
@@ -378,10 +367,7 @@ class FCSDTrainer(DistillTrainer):
         ids, positions = given["input_ids"], given["position_ids"]
         with torch.no_grad():
             hidden = model(input_ids=ids, position_ids=positions, objective="hidden")["hidden"]
-            logits = output_head(self.plain_model)(hidden)
-            scale, softcap = head_scaling(self.plain_model.config)
-            logits = logits if scale == 1 else logits * scale
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            logits = head_logits(self.plain_model, hidden)
         return None, logits.view(*ids.shape, -1), given["labels"]
 
     # ---- what is left
@@ -414,24 +400,12 @@ class FCSDTrainer(DistillTrainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._refuse_factored_states()
+        if not self.engine.shards:
+            refuse_factored_states(getattr(self.optimizer, "optimizer", self.optimizer))
         super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
             self._push_from_checkpoint(str(folder))
-
-    def _refuse_factored_states(self) -> None:
-        """Refuse an optimiser whose states are not laid out like its parameters: a checkpoint would lose them."""
-        if self.launch.engine.shards:
-            return
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        for parameter, states in optimizer.state.items():
-            for name, state in states.items():
-                if isinstance(state, Tensor) and state.ndim > 0 and state.shape != parameter.shape:
-                    raise UserError(
-                        f"{type(optimizer).__name__}: its state {name!r} has not the shape of its parameter, and no"
-                        " checkpoint can hold it; use another optimizer, or save_strategy='no' and save_model()"
-                    )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the Trainer's card, and how the model is loaded."""
@@ -456,6 +430,15 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 """
+
+
+@python_words()
+def _check_launch(args: FCSDConfig, launch: Launch) -> None:
+    check_precision(args.sections().train, launch.engine)
+    if launch.engine.uses_deepspeed:
+        raise UserError(
+            "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
+        )
 
 
 def _fcsd_config(args: TrainingArguments | None) -> FCSDConfig:
@@ -492,9 +475,3 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
         )
     found = find_model(args.model_config(str(path)))
     return load_tokenizer(found.folder, trust_remote_code=args.trust_remote_code)
-
-
-def _no_original() -> PreTrainedModel:
-    raise UserError(
-        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that reads a cache cannot"
-    )

@@ -122,3 +122,47 @@ class HeldoutKL(HeldoutCE):
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         return {"objective": "kl", "teacher_hidden": batch["teacher_hidden"], "teacher_head": self.head}
+
+
+class HeldoutLosses:
+    """The held-out losses of a model that is trained: nats to its teacher, and of the data where that is its objective.
+
+    compared: the teacher; None where nothing is compared with one. of_teacher: the objective compares with it.
+    """
+
+    def __init__(self, compared: Teacher | None, launch: Launch, *, of_teacher: bool):
+        self.compared, self.launch, self.of_teacher = compared, launch, of_teacher
+        self._kept: dict[int, list[HeldoutCE]] = {}
+
+    def __call__(
+        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, keep: bool
+    ) -> dict[str, float]:
+        """Measure `rows`; keep: they come again, and the teacher is asked once.
+
+        Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one of the objective.
+        """
+        measures = self._kept.get(id(rows)) or self._measures(rows)
+        if keep:
+            self._kept[id(rows)] = measures
+        found: dict[str, float] = {}
+        for measure in measures:
+            score = measure(student)
+            name = f"{prefix}_{'kl' if isinstance(measure, HeldoutKL) else 'ce'}"
+            found[name] = score.value
+            if score.stderr is not None:
+                found[f"{name}_stderr"] = score.stderr
+        return {f"{prefix}_loss": found[f"{prefix}_{'kl' if self.of_teacher else 'ce'}"], **found}
+
+    def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
+        measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]
+        if self.compared is not None:
+            against = HeldoutKL(rows, _no_original, self.launch)
+            against.set_teacher(self.compared, sharded=self.launch.engine.shards)
+            measures.append(against)
+        return measures
+
+
+def _no_original() -> PreTrainedModel:
+    raise UserError(
+        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that reads a cache cannot"
+    )

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim._muon import muon
 
+from fcsd.config.training import TrainConfig
 from fcsd.connectivity.rewire import decoder_layers
+from fcsd.distributed.state import PART_OF
+from fcsd.errors import UserError
 from fcsd.families import family_of
 
 
@@ -68,6 +71,47 @@ def parameter_groups(
         }
         for (by_muon, scale, decay), parameters in groups.items()
     ]
+
+
+def wants_own_optimizer(train: TrainConfig) -> bool:
+    """Tell whether the settings ask for something else than AdamW with one learning rate."""
+    return train.optimizer != "adamw" or train.layer_lr_ratio != 1
+
+
+def own_optimizer(
+    model: nn.Module, train: TrainConfig, decayed: Collection[str], adamw: Any, options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Make the optimiser that the settings ask for; adamw, options: the Trainer's class, and its arguments."""
+    groups = parameter_groups(
+        model,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        decayed=decayed,
+        layer_lr_ratio=train.layer_lr_ratio,
+        with_muon=train.optimizer == "muon",
+    )
+    optimizer: torch.optim.Optimizer = (MuonWithAdamW if train.optimizer == "muon" else adamw)(
+        groups, **options
+    )
+    return optimizer
+
+
+def note_parts(optimizer: torch.optim.Optimizer, model: nn.Module, decayed: Collection[str]) -> None:
+    """Note of each group of parameters, which all decay or all do not, whether they do; a checkpoint goes by that."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        group[PART_OF] = int(names[id(group["params"][0])] not in decayed)
+
+
+def refuse_factored_states(optimizer: Any) -> None:
+    """Refuse an optimiser whose states are not laid out like its parameters: a checkpoint would lose them."""
+    for parameter, states in optimizer.state.items():
+        for name, state in states.items():
+            if isinstance(state, Tensor) and state.ndim > 0 and state.shape != parameter.shape:
+                raise UserError(
+                    f"{type(optimizer).__name__}: its state {name!r} has not the shape of its parameter, and no"
+                    " checkpoint can hold it; use another optimizer, or save_strategy='no' and save_model()"
+                )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 Not covered: where models and rows come from.
 """
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,21 @@ from fcsd.distributed.shard import shard_student, shard_teacher
 from fcsd.errors import UserError
 from fcsd.losses.head import attach_loss_head
 from fcsd.losses.hidden_terms import freeze_routers
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a training begins with: models in memory, and packed rows.
+
+    student: in the dtype that is left. teacher: None where nothing is compared with one. heldout: rows, or a dict of
+    several.
+    """
+
+    student: PreTrainedModel
+    teacher: PreTrainedModel | Teacher | None
+    tokenizer: Any
+    rows: Any
+    heldout: Any = None
 
 
 def place_teacher(teacher: PreTrainedModel | Teacher | None, launch: Launch) -> Teacher | None:

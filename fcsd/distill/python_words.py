@@ -68,11 +68,14 @@ OTHER_NAMES = {
 }
 """Arguments of TRL and axolotl that have another name here: name -> what it is here; docs/python.md shows it."""
 
+OBJECTIVES: list[type[Strict]] = [KLObjectiveConfig, JSDObjectiveConfig, KLWithL2ObjectiveConfig]
+"""The records that together have every key of a recipe's `objective` section."""
+
 _SECTIONS: dict[str, list[type[Strict]]] = {
     "train": [TrainConfig],
     "data": [DataConfig],
     "connectivity": [ConnectivityConfig],
-    "objective": [KLObjectiveConfig, JSDObjectiveConfig, KLWithL2ObjectiveConfig],
+    "objective": OBJECTIVES,
 }
 _KEYS = "|".join(
     rf"{name}\.(?:{'|'.join(dict.fromkeys(key for record in records for key in record.model_fields))})"
@@ -126,8 +129,7 @@ def with_known_names(cls: Class) -> Class:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise UserError(f"{cls.__name__}: {name}: no such argument{near if 'mean' in near else ''}")
-        with python_words():
-            construct(self, *args, **given)
+        construct(self, *args, **given)
 
     cls.__init__ = construct_or_say  # type: ignore[misc]
     return cls

@@ -20,33 +20,26 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState, set_seed
+import torch
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from fcsd.distill.arguments import (
-    TrainingRun,
-    check_reporters,
-    refuse_what_cannot_be_sharded,
-    training_arguments,
-)
+from fcsd.distill.arguments import TrainingRun, check_reporters
 from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
 from fcsd.distill.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
 from fcsd.distill.disk import check_disk, count_parameters, disk_need
 from fcsd.distill.export import write_model
+from fcsd.distill.fcsd_config import FCSDConfig
+from fcsd.distill.fcsd_trainer import FCSDTrainer
 from fcsd.distill.heldout import HeldoutKL
-from fcsd.distill.interrupt import Signals
-from fcsd.distill.out_of_memory import explain_oom
-from fcsd.distill.prepare import check_vocabulary, collator, place_teacher, prepare_student, whole_steps
-from fcsd.distill.safety import Guard
+from fcsd.distill.prepare import Ready
 from fcsd.distill.teachers.lora import leave_adapters
-from fcsd.distill.trainer import DistillTrainer
-from fcsd.distributed.engine import Engine, check_precision, engine_environment, finish_zero_settings
+from fcsd.distributed.engine import checkpoints_activations, engine_environment
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.state import read_state
 from fcsd.errors import Interrupted, ScorerError, UserError
 from fcsd.files import new_folder, write_json, write_text
-from fcsd.losses.head import detach_loss_head
 from fcsd.models.load import to_dtype
 
 
@@ -61,66 +54,39 @@ def train(run: TrainingRun) -> dict[str, Any]:
             little memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
-    engine = run.launch.engine
-    check_precision(run.train, engine)
-    if engine.shards:
-        by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
-        refuse_what_cannot_be_sharded(run.train, run.objective, engine, by_heldout_kl=by_heldout_kl)
-    with engine_environment(engine, run.launch.device):
-        return _train(run, engine)
+    with engine_environment(run.launch.engine, run.launch.device):
+        return _train(run)
 
 
-def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
-    set_seed(run.seed)
-    student = run.student
-    teacher = place_teacher(run.teacher, run.launch)
-    check_vocabulary(student, teacher, run.tokenizer, run.objective)
-    if isinstance(run.score, HeldoutKL):
-        run.score.set_teacher(teacher, sharded=engine.shards)
-    check_reporters(run.train)
-    arguments = training_arguments(run)
-    rows = whole_steps(run.rows, run.train.batch_size_tokens // run.max_length, run.max_length)
-    collate = collator(arguments, teacher, rows)
-    prepare_student(student, run.objective, run.train, run.launch)
-    run.launch.ranks.from_first(lambda: _check_disk(run))
-    if engine.uses_deepspeed:
-        finish_zero_settings(arguments, run.train)
-    stops = None
-    signals, bar = Signals(), ProgressBar(run.description, run.left)
+def _train(run: TrainingRun) -> dict[str, Any]:
+    stops, bar = None, ProgressBar(run.description, run.left)
     try:
-        trainer = DistillTrainer(
-            student,
-            arguments,
-            objective=run.objective,
-            teacher=teacher,
-            launch=run.launch,
-            settings=run.train,
-            stopper=run.stopper,
-            guard=Guard(run.safety),
-            signals=signals,
-            train_dataset=rows,
-            data_collator=collate,
+        trainer = FCSDTrainer(
+            Ready(run.student, run.teacher, run.tokenizer, run.rows),
+            _arguments(run),
             callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
+            launch=run.launch,
         )
+        trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
+        if isinstance(run.score, HeldoutKL):
+            run.score.set_teacher(trainer.teacher, sharded=run.launch.engine.shards)
+        run.launch.ranks.from_first(lambda: _check_disk(run, trainer.save_dtype))
         replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
             stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
             trainer.add_callback(stops)
         done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
         if done is not None:
-            trainer.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
-        if done is None or not trainer.restore_if_complete(done):
-            with signals, explain_oom(student, teacher, run.train, run.max_length, run.launch.device):
-                trainer.train(resume_from_checkpoint=str(done) if done else None)
+            trainer.guarded.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
+        with trainer.guarded.signals:
+            trainer.train_from(done)
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
     finally:
         bar.close()
-        if not engine.shards:
-            detach_loss_head(student)
     if stops is not None and stops.failure is not None:
         raise _not_scored(trainer, run, stops.failure) from stops.failure.__cause__
-    if trainer.interrupted_by:
+    if trainer.guarded.interrupted_by:
         raise _interrupted(trainer, run)
     results = _results(trainer, run)
     if trainer.is_world_process_zero():
@@ -129,11 +95,11 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
         write_text(run.folder / "history.jsonl", "".join(lines))
         if run.stopper is not None:
             write_json(run.folder / "scores.json", run.stopper.record())
-            trainer.say(run.stopper.summary())
+            trainer.guarded.say(run.stopper.summary())
             if (warning := run.stopper.no_gain()) is not None:
-                trainer.say(warning)
+                trainer.guarded.say(warning)
     if run.save_model:
-        _leave_model(trainer, run, engine)
+        _leave_model(trainer, run)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     if trainer.deepspeed is not None:
@@ -141,13 +107,35 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     return results
 
 
-def _check_disk(run: TrainingRun) -> None:
+def _arguments(run: TrainingRun) -> FCSDConfig:
+    """Say the recipe's sections in arguments of the trainer."""
+    check_reporters(run.train)
+    by_deepspeed = run.launch.engine.uses_deepspeed
+    on_cpu = run.launch.device.type == "cpu"
+    return FCSDConfig.of_sections(
+        run.objective,
+        run.train,
+        run.safety,
+        output_dir=str(run.folder / "checkpoints"),
+        run_name=run.description,
+        max_length=run.max_length,
+        use_cpu=on_cpu and not by_deepspeed,  # accelerate knows DeepSpeed on devices only
+        ddp_backend="gloo" if on_cpu and by_deepspeed else None,
+        activation_checkpointing=checkpoints_activations(run.train, run.student),
+        report_to=[name for name in run.train.report_to if name != "tensorboard"],  # see `_tensorboard`
+        seed=run.seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+    )
+
+
+def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
     num_trained, num_parameters = count_parameters(run.student)
     need = disk_need(
         run.train,
         num_trained=num_trained,
         num_parameters=num_parameters,
-        model_itemsize=run.save_dtype.itemsize if run.save_model else 0,
+        model_itemsize=save_dtype.itemsize if run.save_model else 0,
         keeps_best=run.stopper is not None,
     )
     check_disk(run.folder, need, run.train)
@@ -179,7 +167,7 @@ def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
     return [callback]
 
 
-def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
+def _results(trainer: FCSDTrainer, run: TrainingRun) -> dict[str, Any]:
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1:]
     results: dict[str, Any] = {"steps": trainer.state.global_step}
     if last:
@@ -191,7 +179,7 @@ def _results(trainer: DistillTrainer, run: TrainingRun) -> dict[str, Any]:
     return results | trainer.guard.report()
 
 
-def _not_scored(trainer: DistillTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
+def _not_scored(trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
     """Return what ends a run whose score failed, in one line; print the traceback of an error nobody has foreseen."""
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
@@ -206,24 +194,22 @@ def _not_scored(trainer: DistillTrainer, run: TrainingRun, failure: ScoreFailure
     )
 
 
-def _interrupted(trainer: DistillTrainer, run: TrainingRun) -> Interrupted:
+def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
     kept = checkpoints(run.folder / "checkpoints")
     return Interrupted(
-        f"ended by {signal.Signals(trainer.interrupted_by).name} after step {trainer.state.global_step} of"
+        f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step {trainer.state.global_step} of"
         f" {trainer.state.max_steps}; run the same command again to go on from"
         f" {kept[-1] if kept else 'the beginning, no checkpoint was written'}",
-        trainer.interrupted_by,
+        trainer.guarded.interrupted_by,
     )
 
 
-def _leave_model(trainer: DistillTrainer, run: TrainingRun, engine: Engine) -> None:
+def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
     """Write `folder/model`: the best weights if there was a score, else the last (or their average).
 
     All ranks call this.
     """
-    first = trainer.is_world_process_zero()
-    if trainer.average is not None:
-        trainer.average.apply()
+    first, engine = trainer.is_world_process_zero(), run.launch.engine
     if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
         best = best_folder(run, run.stopper.best_step)
         read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
@@ -231,6 +217,6 @@ def _leave_model(trainer: DistillTrainer, run: TrainingRun, engine: Engine) -> N
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
-        to_dtype(run.student, run.save_dtype)  # in place, for a device that has no room for both
+        to_dtype(run.student, trainer.save_dtype)  # in place, for a device that has no room for both
     with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
-        write_model(run.student, folder, tokenizer=run.tokenizer, dtype=run.save_dtype, launch=run.launch)
+        write_model(run.student, folder, tokenizer=run.tokenizer, dtype=trainer.save_dtype, launch=run.launch)

@@ -1,11 +1,9 @@
-"""The training loop: `transformers.Trainer` with the objectives of the paper.
+"""The training loop: `transformers.Trainer` with the objectives of the paper, from which a run goes on exactly.
 
-The loss of one optimiser step is the sum over all kept tokens, of all ranks and accumulation steps, divided by their
-number, so it does not depend on how a batch is cut. Checkpoints are written beside and renamed, and hold all that an
-exact continuation needs.
+What an objective is, what happens when a step goes wrong, and how a checkpoint is written are parts of their own:
+`fcsd.distill.step_loss`, `guarded` and `checkpoints`. Here they are put into the Trainer's places.
 """
 
-import shutil
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,47 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
-from fcsd.config.training import ObjectiveConfig, TrainConfig
+from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity.spec import TRAINED
-from fcsd.data.batches import next_token_targets, trim_padding
 from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import InStep
-from fcsd.distill.checkpoints import GUARD_FILE, STOPPER_FILE, checkpoints, guard_state, note_files, remove
+from fcsd.distill.checkpoints import PARTIAL, STOPPER_FILE, guard_state, write_checkpoint
 from fcsd.distill.early_stopping import EarlyStopper
 from fcsd.distill.endless_rows import EndlessRows
-from fcsd.distill.guarded import GuardedTrainer
-from fcsd.distill.meters import Meters
-from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
+from fcsd.distill.guarded import GuardedSteps
+from fcsd.distill.interrupt import ignore_signals
+from fcsd.distill.optimizer import note_parts, own_optimizer, wants_own_optimizer
+from fcsd.distill.safety import Guard
 from fcsd.distill.schedule import learning_rate_schedule
+from fcsd.distill.step_loss import StepLoss
 from fcsd.distill.teachers.base import Teacher
 from fcsd.distributed.failure import in_step
 from fcsd.distributed.launch import Launch
-from fcsd.distributed.state import (
-    PART_OF,
-    check_state,
-    load_schedule,
-    read_state,
-    schedule_state,
-    write_state,
-)
-from fcsd.files import read_json, write_json, writing
-from fcsd.losses.head import refuse_packing
-from fcsd.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.distributed.state import load_schedule, read_state, schedule_state, write_state
+from fcsd.files import read_json
 from fcsd.models.autocast import autocast_experts
-from fcsd.temporary import replace_folder
 
-_PARTIAL = "checkpoint-being-written"
 _SCHEDULE = "scheduler.pt"
 
 
-class DistillTrainer(GuardedTrainer):
-    """Minimises an `Objective` over packed rows.
+class DistillTrainer(Trainer):
+    """Minimises an `Objective` over packed rows, while a `Guard` decides on every step.
 
     The model must carry a loss head (`fcsd.losses.head.attach_loss_head`). `teacher` is needed for the objectives
     that compare with one. `settings` say what moves the weights, beyond what `args` can say.
@@ -82,84 +67,58 @@ class DistillTrainer(GuardedTrainer):
         teacher: Teacher | None,
         launch: Launch,
         settings: TrainConfig,
-        stopper: EarlyStopper | None = None,
+        safety: SafetyConfig,
         **kwargs: Any,
     ):
-        self.engine = launch.engine
+        self.launch, self.engine = launch, launch.engine
         self.is_writing_checkpoint = False  # beside its place
-        if args.n_gpu > 1:  # a process has one device; transformers would copy the model to all that it sees
-            print(
-                f"this process trains on one of the {args.n_gpu} devices that it sees; `accelerate launch"
-                f" --num_processes {args.n_gpu}` starts a process for each (docs/training.md)",
-                file=sys.stderr,
-            )
-            args._n_gpu = 1
+        _use_one_device(args)
         if args.bf16:
             autocast_experts()
         # Else the Trainer refuses to write checkpoints; ours are not its.
         args.save_only_model = self.engine.spreads_experts
         kwargs["callbacks"] = [InStep(), *(kwargs.get("callbacks") or [])]
-        super().__init__(model, args, launch=launch, **kwargs)
+        super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
-        if objective.has_teacher != (teacher is not None):
-            raise ValueError(
-                f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
-            )
-        self.objective: ObjectiveConfig = objective
-        self.teacher = teacher
-        self.terms = AuxiliaryLosses(objective, model, args.max_steps) if objective.has_hidden_terms else None
-        self.stopper = stopper
+        self.step_loss = StepLoss(objective, teacher, model, self.accelerator)
+        self.meters, self.teacher = self.step_loss.meters, teacher
+        self.guard = Guard(safety)
+        self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
+        self.stopper: EarlyStopper | None = None
         self.settings = settings
         self.average: WeightAverage | None = None
         if settings.ema_decay is not None:
-            self.average = WeightAverage(model, settings.ema_decay, skipped=lambda: self._verdict != "go")
-            self.add_callback(self.average)  # before the one that scores, which `train` adds
-        self._prepared: list[dict[str, Tensor]] = []  # the micro-batches of the step that is under way
+            self.average = WeightAverage(
+                model, settings.ema_decay, skipped=lambda: self.guarded.verdict != "go"
+            )
+            self.add_callback(self.average)  # before the one that scores, which is added later
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
-        self.meters = Meters(self.accelerator, self._divergence, objective.clip)
+        self._random_from: str | None = None  # the checkpoint whose random state the next step begins with
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # whose parts are where they belong
             super()._move_model_to_device(model, device)
 
-    # ---- loss
+    # ---- one step
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
         """All micro-batches of a step, with the teacher's hidden states, and the step's number of kept tokens."""
-        for batch in self._prepared:  # transformers' loop holds the last step until it has this one
-            batch.pop("teacher_hidden", None)
+        self.step_loss.forget()
+        self.guarded.begin()
         batches, num_kept = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._random_from is not None:  # to begin with a stream takes random numbers
+            self._load_rng_state(self._random_from)
+            self._random_from = None
         model: Any = self.model
-        for batch in batches:
-            refuse_packing(model, batch["labels"], batch["position_ids"])
-        if self.teacher is not None and not self._coefficients and batches:
-            in_step()
-            self.teacher.prepare(batches)
-        self._prepared = batches
+        self.step_loss.prepare(model, batches, self.state.global_step)
         return batches, num_kept
 
-    @property
-    def _coefficients(self) -> dict[str, float]:
-        """Of the terms beside the divergence, in the step that is under way."""
-        return self.terms.coefficients(self.state.global_step) if self.terms is not None else {}
-
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
-        """Count the kept tokens of the optimiser step, over all ranks."""
-        if not batch_samples:
-            return None
-        count = sum(
-            next_token_targets(batch["labels"], batch["position_ids"])[0].sum() for batch in batch_samples
-        )
-        tokens = sum(batch["input_ids"].numel() for batch in batch_samples)
-        counts = torch.tensor([int(count), tokens], device=device)
-        if self.args.world_size > 1:
-            counts = self.accelerator.reduce(counts, "sum")
-        self.meters.num_tokens += int(counts[1])
-        return counts[0]
+        return self.step_loss.num_kept(batch_samples, device)
 
     def compute_loss(
         self,
@@ -171,61 +130,34 @@ class DistillTrainer(GuardedTrainer):
         """Compute this micro-batch's share of the step's mean loss, in nats per kept token."""
         if num_items_in_batch is None:
             raise RuntimeError("the number of kept tokens of the step is unknown")
-        inputs = trim_padding(inputs)
-        ids, positions = inputs["input_ids"], inputs["position_ids"]
-        keep, targets = next_token_targets(inputs["labels"], positions)
-        extra: dict[str, Any] = {"labels": targets, "objective": "ce"}
-        coefficients, teacher_captured = self._coefficients, Captured()
-        terms = self.terms if coefficients else None
-        if self.teacher is not None:
-            if terms is not None:
-                # One micro-batch at a time: the block outputs of a whole step would not fit.
-                teacher_hidden, teacher_captured = self.teacher.hidden_and_captured(inputs, terms)
-            else:
-                teacher_hidden = inputs["teacher_hidden"]
-            extra = {
-                "teacher_hidden": teacher_hidden,
-                "teacher_head": self.teacher.head,
-                "objective": self._divergence,
-                "temperature": self.objective.temperature,
-                "clip": self.objective.clip,
-            }
-            if self.objective.jsd_beta is not None:
-                extra["jsd_beta"] = self.objective.jsd_beta
-        with terms.captured(model) if terms is not None else nullcontext(Captured()) as captured:
-            outputs = model(input_ids=ids, position_ids=positions, keep=keep, **extra)
-        # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
-        scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_items_in_batch), min=1)
-        loss = outputs["loss"] * scale
-        if self.teacher is None:
-            self.meters.add("ce", loss)
-        else:
-            self.meters.add_statistics(outputs, scale)
-        if terms is not None:
-            for name, value in terms.values(captured, teacher_captured, keep, list(coefficients)).items():
-                self.meters.add(name, value * scale)
-                loss = loss + coefficients[name] * value * scale
-        loss = self.watched(loss)
+        loss, outputs = self.step_loss(model, inputs, num_items_in_batch)
+        loss = self.guarded.watched(loss)
         return (loss, outputs) if return_outputs else loss
 
-    @property
-    def _divergence(self) -> str:
-        """The name under which the divergence is logged: kl, reverse_kl or jsd."""
-        return self.objective.name.removesuffix("+l2")
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        # Called once a step, when its gradient is whole and before the optimiser acts on it; under DeepSpeed, whose
+        # engine skips a step with a norm that is not finite by itself, afterwards.
+        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+        self.guarded.decide(norm)
+        return norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop:
             self.control.should_log = True  # the last step is on record whatever logging_steps is
+        if self.guarded.rewind():
+            return
+        self.guarded.heed_signals()
+        self._count_epoch(args[4])
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss, the throughput and what was guarded against to what the Trainer logs."""
         if "loss" in logs:
-            logs.update(self.meters.means(self.leave_out_skipped(logs)))
+            logs.update(self.meters.means(self.guarded.leave_out_skipped(logs)))
             self.meters.refuse_all_clipped(logs, self.state.global_step)
             logs["tokens_per_second"] = self.meters.tokens_per_second()
             logs.update(self.guard.report())
-            self.reset_meters()
+            self.guarded.reset_meters()
         super().log(logs, start_time)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -238,12 +170,14 @@ class DistillTrainer(GuardedTrainer):
         self._note_training()
         # What `Trainer` would load, and when, depends on the engine; `restore` is the same for all.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if self.terms is not None:
-            self.terms.steps = max_steps
+        if not self.is_deepspeed_enabled:
+            self.guarded.let_steps_be_skipped(self.optimizer)
+        if self.step_loss.terms is not None:
+            self.step_loss.terms.steps = max_steps
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
             self._known_checkpoints.add(Path(resume_from_checkpoint).name)
-        self.reset_meters()
+        self.guarded.reset_meters()
         return prepared
 
     def _note_training(self) -> None:
@@ -252,31 +186,96 @@ class DistillTrainer(GuardedTrainer):
         if (getattr(config, "farskip", None) or {}).get("layers"):
             setattr(config, TRAINED, True)
 
+    # ---- data
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, and end what was begun to read the data."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            in_step(False)
+            if isinstance(self.train_dataset, EndlessRows):
+                self.train_dataset.close()
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
+        loader = super().get_train_dataloader()
+        begin = loader.worker_init_fn
+
+        def begin_quietly(worker: int) -> None:
+            ignore_signals()
+            if begin is not None:
+                begin(worker)
+
+        if loader.num_workers > 0:
+            loader.worker_init_fn = begin_quietly
+        return loader
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
+        """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""
+        _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
+            args, dataloader
+        )
+        if not has_length(dataloader):  # the Trainer takes one epoch of a stream for the whole run
+            room = 1 + max(self.guard.settings.max_rewinds, self.guard.rewinds)
+            steps_per_epoch, steps_in_epoch = steps_per_epoch * room, (steps_in_epoch or 0) * room
+        self._steps_per_epoch, self._batches_per_epoch = steps_per_epoch, steps_in_epoch
+        return (sys.maxsize, steps_per_epoch, *numbers, steps_in_epoch, max_steps)
+
+    @property
+    def steps_of_data(self) -> int:
+        """The number of steps whose rows were read: those trained, and those that rewinds passed over."""
+        return self.state.global_step + self.guard.passed_steps
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        rows, self._random_from = self.train_dataset, None
+        if isinstance(rows, EndlessRows):
+            rows.seek(0)
+        if self.args.ignore_data_skip:
+            return self.state.global_step // num_update_steps_per_epoch, 0
+        epoch, steps = divmod(self.steps_of_data, num_update_steps_per_epoch)
+        if isinstance(rows, EndlessRows) and resume_from_checkpoint is not None:
+            # It goes to its row by itself; the Trainer would read and send to all ranks what lies before it.
+            why_slow = rows.seek(self.steps_of_data * rows.needed, Path(resume_from_checkpoint))
+            if why_slow is not None:
+                self.guarded.say(why_slow)
+            self._random_from = resume_from_checkpoint
+            return epoch, 0
+        return epoch, steps * self.args.gradient_accumulation_steps
+
+    def _count_epoch(self, epoch: int) -> None:
+        """Say how far the run is as if it had never been cut off: the Trainer counts the batches that it has read."""
+        if (
+            isinstance(self.train_dataset, EndlessRows)
+            and not self.args.ignore_data_skip
+            and self._batches_per_epoch is not None
+        ):
+            steps = self.steps_of_data - epoch * self._steps_per_epoch
+            self.state.epoch = epoch + steps * self.args.gradient_accumulation_steps / self._batches_per_epoch
+
     # ---- optimiser
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW as the Trainer makes it, or what `settings` ask for."""
-        train = self.settings
-        if self.optimizer is None and (train.optimizer != "adamw" or train.layer_lr_ratio != 1):
-            trained: Any = self.model if model is None else model
-            groups = parameter_groups(
-                trained,
-                learning_rate=train.learning_rate,
-                weight_decay=train.weight_decay,
-                decayed=self.get_decay_parameter_names(trained),
-                layer_lr_ratio=train.layer_lr_ratio,
-                with_muon=train.optimizer == "muon",
-            )
-            adamw, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
-            self.optimizer = (MuonWithAdamW if train.optimizer == "muon" else adamw)(groups, **options)
+        trained: Any = self.model if model is None else model
+        decayed = self.get_decay_parameter_names(trained)
+        if self.optimizer is None and wants_own_optimizer(self.settings):
+            adamw = self.get_optimizer_cls_and_kwargs(self.args, trained)
+            self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
         optimizer = super().create_optimizer(model)
         # The Trainer has one group a mesh of those that decay, and of the others.
         if self.engine.spreads_experts:
-            trained = self.model if model is None else model
-            decayed = set(self.get_decay_parameter_names(trained))
-            names = {id(parameter): name for name, parameter in trained.named_parameters()}
-            for group in optimizer.param_groups:
-                group[PART_OF] = int(names[id(group["params"][0])] not in decayed)
+            note_parts(optimizer, trained, decayed)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -314,54 +313,15 @@ class DistillTrainer(GuardedTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return str(Path(folder) / _PARTIAL) if self.is_writing_checkpoint else folder
+        return str(Path(folder) / PARTIAL) if self.is_writing_checkpoint else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
-        folder = Path(str(self.args.output_dir))
         name = f"checkpoint-{self.state.global_step}"
-        beside = folder / _PARTIAL / name
-        if name in self._known_checkpoints and (folder / name).is_dir():
-            return
-        self.is_writing_checkpoint = True
-        try:
-            with writing(folder / name):
-                super()._save_checkpoint(model, trial)
-                if self.args.should_save:
-                    self._name_best_checkpoint(folder, beside)
-                    write_json(beside / GUARD_FILE, self.guard.state())
-                    if isinstance(self.train_dataset, EndlessRows):
-                        self.train_dataset.save(beside, self.steps_of_data * self.train_dataset.needed)
-                    if self.stopper is not None:
-                        write_json(beside / STOPPER_FILE, self.stopper.state())
-        finally:
-            self.is_writing_checkpoint = False
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save and not (beside / "trainer_state.json").is_file():
-                shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
-        if self.args.should_save:
-            check_state(beside)
-        with writing(folder / name):
-            note_files(beside, self.launch.ranks)
-        if self.args.should_save:
-            replace_folder(beside, folder / name)
-            shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
-            self._remove_old_checkpoints(folder)
-        self._known_checkpoints.add(name)
-        self.accelerator.wait_for_everyone()
-
-    def _name_best_checkpoint(self, folder: Path, beside: Path) -> None:
-        """Let the state name the best checkpoint by the name that it gets when it is renamed."""
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder / beside.name)
-            self.state.save_to_json(str(beside / "trainer_state.json"))
-
-    def _remove_old_checkpoints(self, folder: Path) -> None:
-        """Keep the newest `save_total_limit`, and the best one; None keeps all."""
-        if self.args.save_total_limit is not None:
-            for old in checkpoints(folder)[: -self.args.save_total_limit]:
-                if str(old) != self.state.best_model_checkpoint:
-                    remove(old)
+        if name not in self._known_checkpoints or not (Path(str(self.args.output_dir)) / name).is_dir():
+            save = super()._save_checkpoint
+            write_checkpoint(self, name, lambda: save(model, trial))
+            self._known_checkpoints.add(name)
 
     # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
     # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are. Under
@@ -406,3 +366,14 @@ class DistillTrainer(GuardedTrainer):
             self.average.load(checkpoint)
         self.state = state
         return True
+
+
+def _use_one_device(args: TrainingArguments) -> None:
+    """Train on one device, which is what a process has; transformers would copy the model to all that it sees."""
+    if args.n_gpu > 1:
+        print(
+            f"this process trains on one of the {args.n_gpu} devices that it sees; `accelerate launch"
+            f" --num_processes {args.n_gpu}` starts a process for each (docs/training.md)",
+            file=sys.stderr,
+        )
+        args._n_gpu = 1

@@ -246,6 +246,14 @@ def final_hidden(
     return body_hidden(model, input_ids, position_ids, None, keep)
 
 
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Compute the logits (…, V) of final hidden states (…, D), as the model's own forward does."""
+    logits = output_head(model)(hidden)
+    scale, softcap = head_scaling(model.config)
+    logits = logits if scale == 1 else logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def batch_hidden(model: nn.Module, batch: Batch) -> Tensor:
     """Compute `final_hidden` of the positions of a batch that have something to predict."""
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])

@@ -87,11 +87,8 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         raise UserError(
             "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
         )
-    if launch.engine.shards:
-        by_heldout_kl = recipe.early_stopping is not None and recipe.early_stopping.metric == "heldout_kl"
-        refuse_what_cannot_be_sharded(
-            recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
-        )
+    by_heldout_kl = recipe.early_stopping is not None and recipe.early_stopping.metric == "heldout_kl"
+    refuse_what_cannot_be_sharded(recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl)
     if recipe.pretrain is None or not _unfinished(run.layout.pretrain):  # else its config was looked at
         check_rows_fit(run, run.original, recipe.data.max_length)
     if recipe.teacher is not None and recipe.teacher.path is not None:

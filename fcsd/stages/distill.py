@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from fcsd.artifact import Stage
@@ -23,7 +22,7 @@ from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
-from fcsd.models.load import ModelFolder, dtype_of, to_dtype
+from fcsd.models.load import ModelFolder, dtype_of
 from fcsd.models.place import load_for_launch
 from fcsd.report.plots import plot_sweep
 from fcsd.stages.calibrate import calibrated_start
@@ -184,7 +183,9 @@ def _training_run(
 ) -> TrainingRun:
     """Describe a training with a fresh student; `teacher` as `load_teacher` gives it, `start` as `calibrated_start`."""
     recipe = run.recipe
-    student, save_dtype = _student(run, start)
+    student = load_for_launch(
+        start or run.original, run.launch, recipe.connectivity.spec(), bf16=recipe.train.bf16
+    )
     adapters = None
     if recipe.lora is not None:
         adapters = add_adapters(student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype))
@@ -202,27 +203,10 @@ def _training_run(
         objective=recipe.objective,
         train=recipe.train,
         seed=recipe.seed,
-        save_dtype=save_dtype,
         safety=recipe.safety,
         adapters=adapters,
         left=run.progress.left if run.progress is not None else None,
     )
-
-
-def _student(run: Run, start: ModelFolder | None) -> tuple[PreTrainedModel, torch.dtype]:
-    """Load the rewired model, with calibrated weights where there are; return it with the dtype of its checkpoint.
-
-    In the training dtype; in its own under adapters, for then it is not trained and may be the teacher, too, and with
-    FSDP2 and ZeRO-3, where it gets the training dtype when it is sharded.
-    """
-    recipe, launch = run.recipe, run.launch
-    student = load_for_launch(
-        start or run.original, launch, recipe.connectivity.spec(), bf16=recipe.train.bf16
-    )
-    save_dtype = student.dtype
-    if recipe.lora is None and not launch.engine.shards_when_placed:
-        to_dtype(student, dtype_of(recipe.train.dtype))
-    return student, save_dtype
 
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:

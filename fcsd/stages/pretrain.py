@@ -53,7 +53,6 @@ def pretrain(run: Run) -> Stage:
         objective=CrossEntropyObjectiveConfig(name="ce"),
         train=plan.train,
         seed=recipe.seed,
-        save_dtype=dtype_of(plan.train.dtype),
         safety=recipe.safety,
         left=run.progress.left if run.progress is not None else None,
     )

@@ -11,6 +11,7 @@ from fcsd.config.training import TrainConfig
 from fcsd.distill import best
 from fcsd.distill import run as run_module
 from fcsd.distill.disk import disk_need
+from fcsd.distill.trainer import DistillTrainer
 from tests.support import Bench
 
 GIB = 1 << 30
@@ -71,9 +72,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(GIB, GIB - 1000, 1000))
-    monkeypatch.setattr(
-        run_module.DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained")
-    )
+    monkeypatch.setattr(DistillTrainer, "compute_loss", lambda *args, **kwargs: pytest.fail("trained"))
     assert main(["distill", str(bench.recipe("r"))]) == 2
     error = capsys.readouterr().err
     assert f"{Path(bench.folder / 'r' / 'distill')}: the training needs " in error

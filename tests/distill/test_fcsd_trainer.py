@@ -355,13 +355,13 @@ def test_the_time_of_evaluations_is_left_out_of_the_throughput_once(
     clock = [0.0]
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
     trainer = make(eval_dataset={"a": examples(4), "b": examples(4)}, max_steps=2)
-    measure = trainer._heldout_metrics
+    measure = trainer._heldout
 
-    def slow(*args: Any) -> dict[str, float]:
+    def slow(*args: Any, **options: Any) -> dict[str, float]:
         clock[0] += 100.0  # seconds of each data set
-        return measure(*args)
+        return measure(*args, **options)
 
-    trainer._heldout_metrics = slow  # type: ignore[method-assign]
+    trainer._heldout = slow  # type: ignore[assignment]
     trainer.meters.reset()
     trainer.meters.num_tokens = 50
     trainer.evaluate()

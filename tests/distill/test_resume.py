@@ -18,6 +18,7 @@ from fcsd import artifact
 from fcsd.cli.main import main
 from fcsd.data import reading, stream
 from fcsd.distill import best as best_module
+from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
 from fcsd.distill.history import read_history
@@ -88,8 +89,8 @@ def die(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "place"),
     [
-        (trainer_module, "replace_folder"),  # a whole checkpoint, not yet renamed
-        (trainer_module, "write_json"),  # weights and optimiser written, the stopper's state not
+        (checkpoints_module, "replace_folder"),  # a whole checkpoint, not yet renamed
+        (checkpoints_module, "write_json"),  # weights and optimiser written, the stopper's state not
         (trainer_module.DistillTrainer, "_save_rng_state"),
         (best_module, "drop_others"),
         (run_module, "_leave_model"),  # after the last step
@@ -153,7 +154,8 @@ def on_two_ranks(
     """How a run of two ranks ends; `rank` (-1: both) is killed, or asked to end, at `place`."""
 
     def one(mine: int) -> int:
-        original = getattr(trainer_module.DistillTrainer, place, None)
+        holder = checkpoints_module if hasattr(checkpoints_module, place) else trainer_module.DistillTrainer
+        original = getattr(holder, place, None)
 
         def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.state.global_step == 5:
@@ -162,7 +164,7 @@ def on_two_ranks(
             return original(self, *args, **kwargs)
 
         if rank in (mine, -1):
-            setattr(trainer_module.DistillTrainer, place, asked if place == "compute_loss" else die)
+            setattr(holder, place, asked if place == "compute_loss" else die)
         return main(command)
 
     return in_forked_ranks(one, 2, folder)
@@ -244,12 +246,12 @@ def test_a_run_on_a_stream_goes_on_at_its_row_and_tokenizes_nothing_before_it(
     assert main(["distill", str(bench.recipe("whole", data=data))]) == 0
     in_all, tokenized = tokenized, 0
     command = ["distill", str(bench.recipe("killed", data=data))]
-    replace = trainer_module.replace_folder
+    replace = checkpoints_module.replace_folder
 
     def killed() -> int:
         if case == "a checkpoint of an older fcsd":
-            monkeypatch.setattr(trainer_module.EndlessRows, "save", lambda *args: None)
-        monkeypatch.setattr(trainer_module, "replace_folder", lambda *args: (replace(*args), die()))
+            monkeypatch.setattr(checkpoints_module.EndlessRows, "save", lambda *args: None)
+        monkeypatch.setattr(checkpoints_module, "replace_folder", lambda *args: (replace(*args), die()))
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
@@ -281,7 +283,7 @@ def test_a_stream_is_gone_on_with_by_another_number_of_ranks(
     data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
     assert main(["distill", str(bench.recipe("whole", data=data))]) == 0
     command = ["distill", str(bench.recipe("killed", data=data))]
-    statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_remove_old_checkpoints")]
+    statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_remove_old")]
     assert -signal.SIGKILL in statuses
     assert (bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4" / "stream.json").is_file()
     assert main(command) == 0

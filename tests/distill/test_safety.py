@@ -18,9 +18,8 @@ from fcsd.config.training import SafetyConfig
 from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill import guarded, interrupt
 from fcsd.distill import run as run_module
-from fcsd.distill import trainer as trainer_module
 from fcsd.distill.checkpoints import damage, newest_usable, note_files
-from fcsd.distill.guarded import GuardedTrainer
+from fcsd.distill.guarded import GuardedSteps
 from fcsd.distill.history import read_history
 from fcsd.distill.interrupt import Signals
 from fcsd.distill.run import train
@@ -55,7 +54,7 @@ def run(
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
     """Spoil the second micro-batch of four rows of each of these steps, wherever its rows come up."""
     numbers = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(Rows(80).rows)}
-    compute, watched = DistillTrainer.compute_loss, GuardedTrainer.watched
+    compute, watched = DistillTrainer.compute_loss, GuardedSteps.watched
     bad = False
 
     def look(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +71,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
         return watched(self, loss)
 
     monkeypatch.setattr(DistillTrainer, "compute_loss", look)
-    monkeypatch.setattr(GuardedTrainer, "watched", spoiled)
+    monkeypatch.setattr(GuardedSteps, "watched", spoiled)
 
 
 def left(folder: Path) -> dict[str, torch.Tensor]:
@@ -245,7 +244,7 @@ def test_a_spike_that_lasts_is_rewound_and_its_batches_are_passed_over(
         (guarded, "note_rewind", 1),  # it is decided, and nothing noted
         (checkpoints_module, "_finish_rewind", 2),  # noted; the first call is that of the start
         (DistillTrainer, "restore", 1),
-        (trainer_module, "note_files", 5),  # while the first checkpoint behind it is written
+        (checkpoints_module, "note_files", 5),  # while the first checkpoint behind it is written
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -335,7 +334,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
 ) -> None:
     steps = list(range(12))  # more than are trained: a helper that is ahead has not given them all, and lives
     train(run(tmp_path / "whole", teacher, steps, max_steps=5))
-    compute, arguments = DistillTrainer.compute_loss, run_module.training_arguments
+    compute, arguments = DistillTrainer.compute_loss, run_module._arguments
 
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == 2:
@@ -350,7 +349,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
         changed.dataloader_num_workers = helpers
         return changed
 
-    monkeypatch.setattr(run_module, "training_arguments", with_helpers)
+    monkeypatch.setattr(run_module, "_arguments", with_helpers)
     with monkeypatch.context() as patch, pytest.raises(Interrupted) as interruption:
         patch.setattr(DistillTrainer, "compute_loss", asked)
         train(run(tmp_path / "r", teacher, steps, max_steps=5))

@@ -8,11 +8,10 @@ import torch
 
 from fcsd.cli.main import main
 from fcsd.config.load import load_recipe
-from fcsd.distill import trainer as trainer_module
-from fcsd.distill.arguments import ScheduledArguments
+from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.history import read_history
-from fcsd.distill.schedule import learning_rate_schedule
+from fcsd.distill.schedule import ScheduledArguments, learning_rate_schedule
 from fcsd.errors import UserError
 from fcsd.files import weights_fingerprint
 from tests.distill.test_resume import die
@@ -72,13 +71,13 @@ def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
     assert main(["distill", str(bench.recipe("whole")), *more]) == 0
     command = ["distill", str(bench.recipe("killed")), *more]
 
-    write = trainer_module.write_json
+    write = checkpoints_module.write_json
 
     def write_or_die(place: Path, value: Any) -> None:
         die() if place.parent.name == "checkpoint-8" else write(place, value)
 
     def killed() -> int:
-        monkeypatch.setattr(trainer_module, "write_json", write_or_die)
+        monkeypatch.setattr(checkpoints_module, "write_json", write_or_die)
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") < 0, (tmp_path / "output").read_text()

@@ -26,6 +26,7 @@ from fcsd.distill.early_stopping import EarlyStopper, Score
 from fcsd.distill.history import read_history, read_scores
 from fcsd.distill.run import remove_checkpoints, train
 from fcsd.distill.teachers.base import ModelTeacher
+from fcsd.distill.trainer import DistillTrainer
 from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
@@ -77,7 +78,6 @@ def make(
     rows: Any = None,
     stopper: EarlyStopper | None = None,
     score: Callable[[Any], Score] | None = None,
-    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> TrainingRun:
     student = copy.deepcopy(teacher).requires_grad_(True)
@@ -95,7 +95,6 @@ def make(
         objective=chosen,
         train=TrainConfig.model_validate(SETTINGS | settings),
         seed=0,
-        save_dtype=dtype,
         stopper=stopper,
         score=score,
     )
@@ -393,14 +392,14 @@ def test_a_stream_trains_and_begins_again_without_a_smaller_batch_at_its_end(
 ) -> None:
     run = make(tmp_path, teacher, rows=stream(6), per_device_train_batch_size=1)
     tokens: list[int] = []
-    count = run_module.DistillTrainer._get_num_items_in_batch
+    count = DistillTrainer._get_num_items_in_batch
 
     def look(self: Any, batches: list, device: Any) -> Any:
         tokens.append(sum(batch["input_ids"].numel() for batch in batches))
         return count(self, batches, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module.DistillTrainer, "_get_num_items_in_batch", look)
+        patch.setattr(DistillTrainer, "_get_num_items_in_batch", look)
         assert train(run)["steps"] == 3
     assert tokens == [4 * LENGTH] * 3
     assert [point["step"] for point in read_history(tmp_path)] == [1, 2, 3]
@@ -414,10 +413,19 @@ def test_less_data_than_one_batch_is_refused(tmp_path: Path, teacher: Any, rows:
     assert not (tmp_path / "model").exists()
 
 
-def test_a_bfloat16_checkpoint_trained_in_float32_is_saved_in_bfloat16(tmp_path: Path, teacher: Any) -> None:
-    run = make(tmp_path, teacher, dtype=torch.bfloat16, max_steps=1)
-    assert run.student.dtype == torch.float32
+def test_a_bfloat16_checkpoint_trained_in_float32_is_saved_in_bfloat16(
+    tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, trained = make(tmp_path, teacher, max_steps=1), []
+    run.student.to(torch.bfloat16)
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trained.append(run.student.dtype)
+
+    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Look()])
     train(run)
+    assert trained == [torch.float32]
     assert {value.dtype for value in load_file(tmp_path / "model" / "model.safetensors").values()} == {
         torch.bfloat16
     }

@@ -81,6 +81,11 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has adapters, which then are what is trained of it."""
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
 def leave_adapters(adapted: Any, folder: Path) -> None:
     """Write the adapters to `folder` in peft's format, and merge them into the model, in place.
 
@@ -100,7 +105,7 @@ class AdapterOffTeacher(LiveTeacher):
     """
 
     def __init__(self, student: PreTrainedModel):
-        if not any(is_adapter(name) for name, _ in student.named_parameters()):
+        if not has_adapters(student):
             raise ValueError("the student has no adapters: its trained weights are not the teacher's")
         self.model = student
         self.head = output_head(student)

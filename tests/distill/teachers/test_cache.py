@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
 from fcsd.connectivity import load_model
-from fcsd.distill import trainer as trainer_module
+from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill.teachers import cache as cache_module
 from fcsd.distill.teachers import cache_fill as cache_stage
 from fcsd.distill.teachers.base import ModelTeacher
@@ -261,7 +261,9 @@ def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
     changes = {"train": TRAIN | {"save_steps": 2}}
     assert main(["distill", str(cached(bench, "whole", **changes))]) == 0
     command = ["distill", str(cached(bench, "killed", **changes))]
-    killed_after(monkeypatch, trainer_module, "replace_folder", lambda: main(command), tmp_path / "output")
+    killed_after(
+        monkeypatch, checkpoints_module, "replace_folder", lambda: main(command), tmp_path / "output"
+    )
     assert main(command) == 0
     one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "killed"))
     assert one == other

@@ -14,7 +14,7 @@ from fcsd.cli.main import main
 from fcsd.config.model import AdapterConfig
 from fcsd.config.training import KLWithL2ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model, load_model
-from fcsd.distill import trainer as trainer_module
+from fcsd.distill import checkpoints as checkpoints_module
 from fcsd.distill.teachers.base import ModelTeacher
 from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters, as_original
 from fcsd.errors import UserError
@@ -187,7 +187,9 @@ def test_a_killed_lora_run_goes_on_to_the_same_weights_from_checkpoints_of_adapt
     stopping = bench.early_stopping | {"every_steps": 6}
     assert main(["distill", str(bench.recipe("whole", early_stopping=stopping, **sections))]) == 0
     command = ["distill", str(bench.recipe("killed", early_stopping=stopping, **sections))]
-    killed_after(monkeypatch, trainer_module, "replace_folder", lambda: main(command), tmp_path / "output")
+    killed_after(
+        monkeypatch, checkpoints_module, "replace_folder", lambda: main(command), tmp_path / "output"
+    )
     checkpoints = bench.folder / "killed" / "distill" / "checkpoints"
     kept = load_file(checkpoints / "checkpoint-4" / "state-00001-of-00001.safetensors")
     assert kept and all(".lora_" in name for name in kept)
