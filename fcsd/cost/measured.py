@@ -24,6 +24,7 @@ from fcsd.cost.planned import Planned
 from fcsd.cost.windows import gain
 from fcsd.errors import UserError
 from fcsd.files import write_json
+from fcsd.overlap.schedule import beside
 
 
 class ExchangeTime(Strict):
@@ -118,12 +119,11 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
     spec, moe = planned.connectivity, planned.work.moe
     chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
     _check_layers(times, chosen, moe)
-    last = len(moe) - 1
+    computed = beside(planned.facts(chosen))
 
     def hides(each: ExchangeTime) -> bool:
-        return each.layer in chosen and (each.kind == "dispatch" or each.layer in (last, *before))
+        return bool(computed[each.layer][each.kind])
 
-    before = {k - 1 for k in chosen}
     shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     for each in times.exchanges:
         share = shares["backward" if each.backward else "forward"]

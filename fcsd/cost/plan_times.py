@@ -5,37 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fcsd.connectivity.spec import resolve_layers
 from fcsd.cost.planned import Planned
 from fcsd.cost.roofline import total
-from fcsd.cost.windows import BACKWARD, equation_9, exposed, layer_facts, serving_windows, windows
+from fcsd.cost.windows import BACKWARD, equation_9, exposed, window
 from fcsd.network.links import LinkModel
+from fcsd.overlap.schedule import LayerFacts, served_beside
+from fcsd.overlap.schedule import beside as computed_beside
 
 
 def plan_times(
     planned: Planned, links: LinkModel | None = None, layers: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """Return the times of a step, regular and overlapped; layers: rewired ones instead of the planned ones."""
-    spec, work = planned.connectivity, planned.work
-    chosen = set(resolve_layers(spec.layers, work.moe) if layers is None else layers)
-    rewired = [k in chosen for k in range(len(work.layers))]
+    work = planned.work
+    facts = planned.facts(layers)
     tokens_apart = planned.expert_parallel if planned.settings.phase == "train" else 1
     by_layer = {id(layer): planned.roofline.steps(work, layer, tokens_apart) for layer in work.layers}
     seconds = [by_layer[id(layer)] for layer in work.layers]
     if planned.settings.phase == "train":
-        return _train_times(planned, rewired, seconds, links)
-    return _serving_times(planned, rewired, seconds)
+        return _train_times(planned, facts, seconds, links)
+    return _serving_times(planned, [layer is not None for layer in facts], seconds)
 
 
 def _train_times(
-    planned: Planned, rewired: list[bool], seconds: list[dict[str, float]], links: LinkModel | None
+    planned: Planned,
+    facts: Sequence[LayerFacts | None],
+    seconds: list[dict[str, float]],
+    links: LinkModel | None,
 ) -> dict[str, Any]:
-    spec, work, roofline = planned.connectivity, planned.work, planned.roofline
-    splits: Any = ["core" if layer.core else "end" for layer in work.layers]
-    facts = layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=planned.inside)
-    found = windows(facts, seconds)
+    work, roofline = planned.work, planned.roofline
+    found = [
+        (window(each["dispatch"], seconds), window(each["combine"], seconds))
+        for each in computed_beside(facts)
+    ]
     beside = list(found)
-    if facts[-1] is not None and spec.attention == "partial" and not planned.inside:
+    if facts[-1] is not None and planned.connectivity.attention == "partial" and not planned.inside:
         beside[-1] = (found[-1][0], found[-1][1] * planned.values["last_combine"])
     dispatch, combine = roofline.exchange(work, planned.expert_parallel, links)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
@@ -80,7 +84,9 @@ def _sharding(planned: Planned, forward: float, hidden: Sequence[float]) -> floa
 
 def _serving_times(planned: Planned, rewired: list[bool], seconds: list[dict[str, float]]) -> dict[str, Any]:
     spec, work, roofline = planned.connectivity, planned.work, planned.roofline
-    found = serving_windows(rewired, work.moe, spec.attention, spec.mlp, seconds)
+    shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
+    computed = served_beside(rewired, work.moe, spec.attention, spec.mlp, shared)
+    found = [[window(each, seconds) for each in layer] for layer in computed]
     each = roofline.all_reduce(work)
     communication = 2 * len(work.layers) * each
     remaining = sum(exposed(each, window) for beside in found for window in beside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 from fcsd.config.strict import did_you_mean
 from fcsd.config.training import CrossEntropyObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.connectivity.spec import resolve_layers
 from fcsd.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.cost.hardware import find_gpu
 from fcsd.cost.operations import ModelWork, trace_layers
@@ -22,6 +23,7 @@ from fcsd.families import text_config
 from fcsd.inspect.checkpoint import find_source
 from fcsd.inspect.memory import cache_bytes
 from fcsd.network.links import LinkModel
+from fcsd.overlap.schedule import LayerFacts, layer_facts
 from fcsd.overlap.support import kept_inside
 from fcsd.text import size
 
@@ -78,6 +80,14 @@ class Planned:
     tensor_parallel: int
     micro_batches: int
     cached: float = 0.0
+
+    def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
+        """Return what the schedule of its layers depends on. layers: rewired ones instead of the planned ones."""
+        spec, work = self.connectivity, self.work
+        chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
+        rewired = [k in chosen for k in range(len(work.layers))]
+        splits: Any = ["core" if layer.core else "end" for layer in work.layers]
+        return layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside)
 
     @property
     def roofline(self) -> Roofline:
