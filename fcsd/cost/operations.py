@@ -10,20 +10,16 @@ counts all pairs.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 
 from fcsd.connectivity.rewire import decoder_layers, is_one_of
-from fcsd.cost.trace import give_fake_storage, grouped_matmuls_fall_back
-from fcsd.cost.tracker import Tracker
+from fcsd.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 from fcsd.errors import UserError
 from fcsd.families import Family, expert_counts, row_width, text_config
 from fcsd.families.structure import output_head
@@ -130,9 +126,9 @@ def trace_layers(
         else:
             layer.forward = _as_if_run(stack[kinds[k]])
     head = output_head(model)
-    _enter(head, tracker, "head")
+    tracker.counts_as(head, "head")
     try:
-        with torch.no_grad(), FakeTensorMode(), tracker, grouped_matmuls_fall_back(), _core(tracker, seen):
+        with torch.no_grad(), counting(tracker, _core(tracker, seen)):
             give_fake_storage(model)
             ids = torch.zeros((num_rows, num_tokens), dtype=torch.long)
             model(input_ids=ids, use_cache=False)
@@ -202,7 +198,7 @@ def _as_if_run(like: Any) -> Callable[..., Any]:
 
 def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen: _Seen) -> None:
     """Let the tracker count what runs in a layer under the names of its steps."""
-    _enter(layer, tracker, prefix + "attention a")
+    tracker.counts_as(layer, prefix + "attention a")
     layer.register_forward_hook(lambda module, _, out: module.__dict__.update(farskip_form=out))
     block: Any = getattr(layer, family.moe)
     moe = _is_moe(layer, family)
@@ -210,13 +206,13 @@ def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen:
     if moe:
         if _experts(layer, family) is None:
             raise UserError(f"{family.model_type}: its MoE blocks have no module `experts` to count")
-        _enter(block.experts, tracker, prefix + "experts")
+        tracker.counts_as(block.experts, prefix + "experts")
         for owner, name in ((block, family.block_shared), (layer, family.layer_shared)):
             if name and getattr(owner, name, None) is not None:
-                _enter(getattr(owner, name), tracker, prefix + "shared expert")
+                tracker.counts_as(getattr(owner, name), prefix + "shared expert")
     for name, module in layer.named_modules():
         if name.rpartition(".")[2] in _LATENT:
-            _enter(module, tracker, prefix + "attention a" + WHOLE)
+            tracker.counts_as(module, prefix + "attention a" + WHOLE)
         own = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
         if own:
             module.register_forward_pre_hook(
@@ -228,25 +224,8 @@ def _set(tracker: Tracker, kind: str) -> None:
     tracker.kind = kind
 
 
-def _enter(module: nn.Module, tracker: Tracker, kind: str) -> None:
-    """Count as `kind` what runs in a module, until something in it says otherwise."""
-    before: list[str] = []
-
-    def enter(*_: Any) -> None:
-        before.append(tracker.kind)
-        tracker.kind = kind
-
-    def leave(*_: Any) -> None:
-        tracker.kind = before.pop()
-
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave)
-
-
-@contextlib.contextmanager
-def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Iterator[None]:
+def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
     """Note the core of attention instead of running it; what follows in the layer is attention b."""
-    before = functional.scaled_dot_product_attention
 
     def core(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         k, _, step = tracker.kind.partition(" ")
@@ -258,11 +237,7 @@ def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Iterator[None]:
             tracker.kind = f"{k} attention b"
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
-    functional.scaled_dot_product_attention = core
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = before
+    return Interposed(core)
 
 
 def _read(

@@ -3,13 +3,16 @@
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers.integrations.moe as moe
 import yaml
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fcsd.cli.main import main
@@ -580,3 +583,31 @@ def test_settings_that_need_data_name_the_model(recipe: Callable[..., Path], tmp
     tiny_config("dbrx").save_pretrained(tmp_path / "Qwen3-30B-A3B")
     with pytest.raises(UserError, match="training step of dbrx cannot be followed without data"):
         estimate(load_recipe(path))
+
+
+def test_counting_leaves_the_process_as_it_was_for_everybody_else() -> None:
+    """While a step is traced, another thread's attention and grouped matmuls are torch's own."""
+    before = (functional.scaled_dot_product_attention, moe._can_use_grouped_mm, moe._grouped_mm)
+    seen = []
+
+    def elsewhere(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(attend).result())
+
+    def attend() -> tuple[Any, ...]:
+        query = torch.ones(1, 1, 2, 4)
+        out = functional.scaled_dot_product_attention(query, query, torch.ones(1, 1, 2, 2))
+        return (
+            float(out.sum()),
+            functional.scaled_dot_product_attention,
+            moe._can_use_grouped_mm,
+            moe._grouped_mm,
+        )
+
+    trace_step(
+        small_model,
+        lambda model: model.model.layers[0].register_forward_hook(elsewhere),
+        lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
+        PLAIN,
+    )
+    assert seen == [(4.0, *before)]
