@@ -70,7 +70,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     if chosen:
         name = next(iter(chosen)).replace("_", "-")
         raise UserError(f"--cluster and --{name} are both given; the cluster file has both, leave one out")
-    from fcsd.cost.cluster import read_cluster
+    from fcsd.cost.machine import read_cluster
 
     return read_cluster(arguments.cluster)
 

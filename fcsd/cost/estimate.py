@@ -10,9 +10,11 @@ import torch
 
 from fcsd.config.recipe import Recipe
 from fcsd.config.training import ObjectiveConfig
-from fcsd.cost.calibration import calibration_flops, calibration_row
+from fcsd.cost.assumptions import ASSUMPTIONS
+from fcsd.cost.calibration import calibration_flops
 from fcsd.cost.changes import activation_bytes, changes, is_supported
-from fcsd.cost.hardware import Gpu, find_gpu
+from fcsd.cost.hardware import find_gpu
+from fcsd.cost.machine import Machine, make_machine
 from fcsd.cost.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -22,15 +24,19 @@ from fcsd.cost.memory import (
     Sharding,
     memory_parts,
 )
+from fcsd.cost.operations import ModelWork, as_run, trace_layers
+from fcsd.cost.roofline import Precision, Roofline
 from fcsd.cost.stream import stream_rate
-from fcsd.cost.time import StepTime, step_time
+from fcsd.cost.times import Step, step_time
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.training import (
     Training,
+    built,
     distillation,
     micro_batch_setting,
     only_pretrains,
     pretraining,
+    spread,
     tracer,
 )
 from fcsd.distill.arguments import accumulation_steps
@@ -38,13 +44,8 @@ from fcsd.distill.disk import disk_need
 from fcsd.errors import UserError
 from fcsd.families import expert_counts
 
-MFU = (0.10, 0.25)
-"""Assumption: share of the GPU's peak. Megatron's tuned runs of Qwen3-30B-A3B on H100 reach a little above 200
-TFLOP/s a GPU (0.21), of DeepSeek-V3 high tens of percent (Megatron-Bridge, MoE hardware configurations, 2026);
-a Trainer without expert parallelism reaches less."""
-
-NETWORK_GB_S = 50.0
-"""Assumption: GB/s between one GPU and other nodes, each GPU with an interface of its own (400 Gbit/s)."""
+SHARES = ("gemm", "grouped", "core", "fused_core")
+"""Assumptions of which the range of an estimate is."""
 
 ALL_EXPERTS = 1.5
 """Times the active parameters above which a forward pass runs experts that were not chosen."""
@@ -52,13 +53,19 @@ ALL_EXPERTS = 1.5
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that the run is estimated for."""
+    """The machine that the run is estimated for.
+
+    mfu: share of the published peak that every matmul reaches, a range; None: those of `fcsd.cost.assumptions`.
+    network_gb_s: of each GPU to other nodes; None: of its reference system. expert_parallel: ranks that share the
+    experts, as with `fcsd distill --expert-parallel`.
+    """
 
     gpu: str = "h200"
     num_gpus: int = 1
     sharding: Sharding = "none"
-    mfu: tuple[float, float] = MFU
-    network_gb_s: float = NETWORK_GB_S
+    mfu: tuple[float, float] | None = None
+    network_gb_s: float | None = None
+    expert_parallel: int = 1
 
 
 def estimate(
@@ -78,7 +85,8 @@ def estimate(
             ranks; a model whose step needs data (`model.experts_implementation` of its own).
     """
     hardware = hardware or Hardware()
-    gpu = _gpu(hardware)
+    machine = _machine(hardware)
+    gpu = machine.gpu
     pretrain = pretrain or (variant is None and only_pretrains(recipe))
     training = pretraining(recipe) if pretrain else distillation(recipe, variant)
     micro_batches = accumulation_steps(training.train, training.max_length, hardware.num_gpus)
@@ -87,11 +95,20 @@ def estimate(
         hardware.num_gpus,
         step_tokens=training.train.batch_size_tokens if _prepares_whole_steps(training.objective) else 0,
         averages=training.train.ema_decay is not None,
+        expert_parallel=hardware.expert_parallel,
     )
-    trace_of = tracer(training)
     setting = micro_batch_setting(training, layout, micro_batches)
+    trace_of = tracer(training)
     trace = trace_of(setting)
-    seconds = step_time(trace, setting, layout, gpu, micro_batches, hardware.mfu, hardware.network_gb_s)
+    work = _work(training, setting, hardware)
+    if hardware.expert_parallel > 1:
+        trace_of = spread(trace_of, training, work, hardware.expert_parallel)
+        trace = trace_of(setting)
+    seconds = [
+        step_time(_step(training, setting, layout, micro_batches, trace, work, machine.assuming(values)))
+        for values in share_values(hardware.mfu)
+    ]
+    step_s = [each["regular_s"] for each in seconds]
     memory = _memory(trace_of, setting, layout, int(gpu.memory_gb * 1e9))
     return {
         "recipe": recipe.name,
@@ -107,6 +124,7 @@ def estimate(
         | {
             "num_gpus": hardware.num_gpus,
             "sharding": hardware.sharding,
+            "expert_parallel": hardware.expert_parallel,
             "supported": is_supported(training, layout),
         },
         "settings": _settings(training, setting, micro_batches),
@@ -117,16 +135,16 @@ def estimate(
         else list(changes(training, setting, layout, memory["gpu_bytes"], trace_of)),
         "disk": _disk(training, trace),
         "flops": _flops(training, trace, setting),
-        "time": _time(training, seconds, hardware),
-        "stream": stream_rate(training.train.batch_size_tokens, (seconds.best, seconds.worst))
+        "time": _time(training, seconds[1], step_s, hardware),
+        "stream": stream_rate(training.train.batch_size_tokens, (step_s[0], step_s[2]))
         if training.streams
         else None,
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
             *([] if pretrain else _calibration(recipe, training, variant, trace, setting, hardware)),
-            *_totals(recipe, training, (seconds.best, seconds.worst), pretrain, variant),
+            *_totals(recipe, training, step_s, pretrain, variant),
         ],
-        "assumptions": list(_assumptions(training, setting, hardware, trace)),
+        "assumptions": list(_assumptions(training, setting, hardware, machine, trace)),
     }
 
 
@@ -206,20 +224,24 @@ def _flops(training: Training, trace: Trace, setting: Setting) -> dict[str, Any]
     }
 
 
-def _time(training: Training, seconds: StepTime, hardware: Hardware) -> dict[str, Any]:
+def _time(
+    training: Training, seconds: dict[str, Any], step_s: list[float], hardware: Hardware
+) -> dict[str, Any]:
     step_tokens = training.train.batch_size_tokens
     return {
-        "mfu": list(hardware.mfu),
-        "step_s": [seconds.best, seconds.worst],
-        "compute_s": seconds.compute,
-        "memory_s": seconds.memory,
-        "communication_s": seconds.communication,
-        "tokens_per_second": [step_tokens / seconds.worst, step_tokens / seconds.best],
+        "mfu": None if hardware.mfu is None else list(hardware.mfu),
+        "step_s": [step_s[0], step_s[2]],
+        "expected_s": step_s[1],
+        "compute_s": seconds["compute_s"],
+        "exchanges_s": seconds["communication_s"],
+        "sharding_s": seconds["sharding_s"][0],
+        "tokens_per_second": [step_tokens / step_s[2], step_tokens / step_s[0]],
+        "expected_tokens_per_second": step_tokens / step_s[1],
     }
 
 
-def _gpu(hardware: Hardware) -> Gpu:
-    gpu = find_gpu(hardware.gpu)
+def _machine(hardware: Hardware) -> Machine:
+    find_gpu(hardware.gpu)
     if hardware.sharding not in SHARDINGS:
         raise UserError(f"--sharding {hardware.sharding}: allowed: {', '.join(SHARDINGS)}")
     if hardware.num_gpus < 1:
@@ -229,12 +251,66 @@ def _gpu(hardware: Hardware) -> Gpu:
             f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node, so that --gpus is a multiple of"
             f" {GPUS_PER_NODE}, not {hardware.num_gpus}"
         )
-    lowest, highest = hardware.mfu
+    lowest, highest = hardware.mfu or (1, 1)
     if not 0 < lowest <= highest <= 1:
         raise UserError(f"--mfu {lowest:g}-{highest:g}: a range such as 0.1-0.25, within 0 and 1")
-    if not hardware.network_gb_s > 0:
-        raise UserError(f"--network-gb-s {hardware.network_gb_s:g}: must be above 0")
-    return gpu
+    if (ranks := hardware.expert_parallel) < 1 or hardware.num_gpus % ranks:
+        raise UserError(f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs (--gpus)")
+    if ranks > 1 and hardware.sharding != "fsdp2":
+        raise UserError(
+            f"--expert-parallel {ranks}: shards all other weights as well, by FSDP2; add --sharding fsdp2"
+        )
+    return make_machine(hardware.gpu, hardware.num_gpus, GPUS_PER_NODE, hardware.network_gb_s)
+
+
+def share_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
+    """Return the shares of the peak that matmuls reach: the highest, those that are expected, the lowest."""
+    if mfu is not None:
+        return [dict.fromkeys(SHARES, share) for share in (mfu[1], sum(mfu) / 2, mfu[0])]
+    ends = [("high", "value", "low"), SHARES]
+    return [{name: getattr(ASSUMPTIONS[name], end) for name in ends[1]} for end in ends[0]]
+
+
+def _work(training: Training, setting: Setting, hardware: Hardware) -> ModelWork:
+    """Return the operations of a micro-batch's forward pass by layer and step."""
+    family, build = built(training)
+    work = trace_layers(build, family, training.where, setting.num_rows, setting.num_tokens)
+    if work.num_experts % hardware.expert_parallel:
+        raise UserError(
+            f"--expert-parallel {hardware.expert_parallel}: does not divide the {work.num_experts} experts of"
+            f" {training.where}"
+        )
+    return work if hardware.expert_parallel > 1 else as_run(work)
+
+
+def _step(
+    training: Training,
+    setting: Setting,
+    layout: Layout,
+    micro_batches: int,
+    trace: Trace,
+    work: ModelWork,
+    machine: Machine,
+) -> Step:
+    def roofline(dtype: torch.dtype) -> Roofline:
+        precision: Precision = "float32" if dtype is torch.float32 else "bfloat16"
+        return Roofline(machine, precision, fused=training.attention != "eager")
+
+    own = setting.teacher_dtype if setting.adapters else setting.student_dtype
+    return Step(
+        work,
+        roofline(torch.bfloat16 if setting.autocast else own),
+        layout,
+        micro_batches,
+        num_trained=trace.num_trainable,
+        trained_bytes=setting.student_dtype.itemsize,
+        adapters=setting.adapters,
+        recomputes=setting.checkpointing,
+        teacher=roofline(setting.teacher_dtype)
+        if setting.has_teacher and setting.teacher != "cache"
+        else None,
+        loss_matmuls=3 + setting.has_teacher - setting.freeze_embeddings_and_head,
+    )
 
 
 def _flops_per_token(trace: Trace, setting: Setting) -> dict[str, float]:
@@ -294,36 +370,58 @@ def _calibration(
         num_experts=counts[0] or 0,
         experts_per_token=counts[1] or 0,
     )
-    yield calibration_row(flops, one.calibration.tokens, _gpu(hardware), hardware.num_gpus, hardware.mfu)
+    shares = [values["gemm"] for values in share_values(hardware.mfu)]
+    peak = find_gpu(hardware.gpu).float32_tflops * 1e12 * hardware.num_gpus
+    hours = [flops / (peak * share) / 3600 for share in shares]
+    yield _row("calibration", 1, 1, one.calibration.tokens, hours)
+
+
+def _row(stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]) -> dict[str, Any]:
+    """Return a row of the totals. hours: the fewest, those that are expected, the most."""
+    return {
+        "stage": stage,
+        "runs": num_runs,
+        "steps": steps,
+        "tokens": tokens,
+        "hours": [hours[0], hours[2]],
+        "expected_hours": hours[1],
+    }
 
 
 def _totals(
-    recipe: Recipe,
-    training: Training,
-    step_s: tuple[float, float],
-    pretrain: bool,
-    variant: str | None,
+    recipe: Recipe, training: Training, step_s: list[float], pretrain: bool, variant: str | None
 ) -> Iterator[dict[str, Any]]:
     step_tokens = training.train.batch_size_tokens
 
-    def row(name: str, num_runs: int, steps: int, tokens: int) -> dict[str, Any]:
-        hours = [tokens / step_tokens * seconds / 3600 for seconds in step_s]
-        return {"stage": name, "runs": num_runs, "steps": steps, "tokens": tokens, "hours": hours}
+    def hours(tokens: int) -> list[float]:
+        return [tokens / step_tokens * seconds / 3600 for seconds in step_s]
 
-    yield row(training.name, 1, training.train.max_steps, training.train.max_steps * step_tokens)
+    tokens = training.train.max_steps * step_tokens
+    yield _row(training.name, 1, training.train.max_steps, tokens, hours(tokens))
     if recipe.sweep is None or pretrain or variant is not None:
         return
     sizes, rates = recipe.sweep.batch_size_tokens, recipe.sweep.learning_rate
     more = len(set(rates) - {training.train.learning_rate})
     runs = [size * recipe.sweep.steps_of(size, training.train) for size in sizes]
-    yield row("sweep, at most", len(sizes) + more, recipe.sweep.steps, sum(runs) + more * max(runs))
+    tokens = sum(runs) + more * max(runs)
+    yield _row("sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens, hours(tokens))
 
 
-def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace: Trace) -> Iterator[str]:
-    lowest, highest = hardware.mfu
+def _assumptions(
+    training: Training, setting: Setting, hardware: Hardware, machine: Machine, trace: Trace
+) -> Iterator[str]:
+    if hardware.mfu is None:
+        shares = ", ".join(
+            f"{ASSUMPTIONS[name].what.removeprefix('share of the peak, ')}"
+            f" {ASSUMPTIONS[name].value:.0%} ({ASSUMPTIONS[name].low:.0%} to {ASSUMPTIONS[name].high:.0%})"
+            for name in SHARES
+        )
+        yield f"of the published peak: {shares}; all else in fcsd/cost/assumptions.py"
+    else:
+        yield f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak is reached by every matmul"
     yield (
-        f"{lowest:.0%} to {highest:.0%} of the published peak is reached; teacher and recomputation count as work,"
-        " so this is not the usual MFU, which leaves them out"
+        "half of the computation hides weights that are gathered and gradients that are reduced; exchanges between"
+        " ranks that share the experts are not hidden: `fcsd plan` says what overlap brings"
     )
     yield "every token carries loss, attention is computed for all pairs of a row, tokens spread evenly over experts"
     yield (
@@ -331,8 +429,8 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         f" {CONTEXT_BYTES / 2**30:.0f} GiB; memory of the GPU is taken in decimal GB"
     )
     yield "scoring for early stopping, evaluation, loading, and writing checkpoints are not in it"
-    if hardware.num_gpus > 8:
-        yield f"between nodes {hardware.network_gb_s:g} GB/s a GPU"
+    if machine.num_nodes > 1:
+        yield f"between nodes {machine.nic_gb_s:g} GB/s a GPU"
     if training.attention not in (None, "eager", "sdpa"):
         yield f"attention as with sdpa; {training.attention} keeps less"
     matmuls = sum(trace.flops["activations"].values()) - trace.attention_flops
@@ -354,12 +452,14 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"
 
 
-def parse_mfu(text: str) -> tuple[float, float]:
-    """Parse `0.1-0.25` or `0.2` as a range.
+def parse_mfu(text: str | None) -> tuple[float, float] | None:
+    """Parse `0.1-0.25` or `0.2` as a range; None stays None.
 
     Raises:
         UserError: anything else.
     """
+    if text is None:
+        return None
     try:
         values = [float(part) for part in text.split("-")]
     except ValueError:

@@ -19,9 +19,8 @@ from pydantic import Field, model_validator
 from fcsd.config.model import ConnectivityConfig
 from fcsd.config.strict import Strict, read_json_object, validate
 from fcsd.connectivity.spec import resolve_layers
-from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned
-from fcsd.cost.windows import gain
+from fcsd.cost.times import gain, plan_times
 from fcsd.errors import UserError
 from fcsd.files import write_json
 from fcsd.overlap.schedule import beside
@@ -113,7 +112,7 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
         UserError: they were measured on another model, connectivity, number of ranks, batch, length or phase.
     """
     _check(times, planned)
-    slowdown = planned.values["slowdown"] if times.slowdown is None else times.slowdown
+    slowdown = planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
     spec, moe = planned.connectivity, planned.work.moe

@@ -31,7 +31,13 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield [markdown(["10^9 operations a token", ""], rows)]
     yield _time(facts)
     rows = [
-        [row["stage"], str(row["runs"]), f"{row['steps']:,}", f"{row['tokens']:.3g}", _range(row["hours"])]
+        [
+            row["stage"],
+            str(row["runs"]),
+            f"{row['steps']:,}",
+            f"{row['tokens']:.3g}",
+            _expected(row["expected_hours"], row["hours"]),
+        ]
         for row in facts["totals"]
     ]
     yield [markdown(["", "runs", "steps each", "tokens", "hours"], rows)]
@@ -43,12 +49,15 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     notes = [
         name for name in ("gradient_checkpointing", "freeze_embeddings_and_head", "bf16") if settings[name]
     ]
+    ranks = hardware["expert_parallel"]
+    spread = f", expert parallel {ranks}" if ranks > 1 else ""
     supported = "" if hardware["supported"] else " (not with lora)"
     rows = [
         ("run", f"{facts['recipe']}: {facts['run']}, objective {settings['objective']}"),
         ("model", f"{facts['model']}, {facts['model_type']}, {numbers['total']:,} parameters,"
          f" {numbers['trained']:,} trained"),
-        ("hardware", f"{hardware['num_gpus']} x {hardware['name']}, sharding {hardware['sharding']}{supported}"),
+        ("hardware", f"{hardware['num_gpus']} x {hardware['name']}, sharding {hardware['sharding']}{spread}"
+         f"{supported}"),
         ("micro-batch", f"{settings['rows']} x {settings['max_length']} tokens a rank,"
          f" {settings['micro_batches']} a step"),
         ("training", ", ".join([settings["dtype"], *notes, *(["lora"] if settings["lora"] else [])])),
@@ -99,16 +108,18 @@ def _disk(disk: Mapping[str, int]) -> str:
 
 def _time(facts: Mapping[str, Any]) -> list[str]:
     time, flops = facts["time"], facts["flops"]
+    step, rate = (
+        _expected(time[name], time[many])
+        for name, many in (("expected_s", "step_s"), ("expected_tokens_per_second", "tokens_per_second"))
+    )
     parts = {
         "compute": time["compute_s"],
-        "reading and writing weights": time["memory_s"],
-        "communication": time["communication_s"],
+        "exchanges of experts": time["exchanges_s"],
+        "weights and gradients sent beside none of it": time["sharding_s"],
     }
-    bound = max(parts, key=lambda name: parts[name])
     lines = [
-        f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {_range(time['step_s'])} s,"
-        f" {_range(time['tokens_per_second'])} tokens/s",
-        f"at best       {', '.join(f'{name} {seconds:.2g} s' for name, seconds in parts.items())}: bound by {bound}",
+        f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {step} s, {rate} tokens/s",
+        f"of that       {', '.join(f'{name} {seconds:.2g} s' for name, seconds in parts.items() if seconds)}",
     ]
     if flops["float32_share"] > 0:
         lines.append(f"float32       {flops['float32_share']:.0%} of the operations run in float32")
@@ -132,9 +143,18 @@ def _stream(stream: Mapping[str, Any]) -> str:
     )
 
 
+def _expected(value: float, values: list[float]) -> str:
+    expected, ends = _number(value), _range(values)
+    return expected if expected == ends else f"{expected} ({ends})"
+
+
 def _range(values: list[float]) -> str:
-    low, high = (f"{value:,.0f}" if value >= 100 else f"{value:.2g}" for value in values)
+    low, high = map(_number, values)
     return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _yes(value: bool) -> str:

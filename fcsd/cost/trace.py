@@ -95,6 +95,7 @@ def trace_step(
     *,
     adapt: Callable[[nn.Module], Any] | None = None,
     progress: Callable[[], Any] | None = None,
+    what: str = "the training step",
 ) -> Trace:
     """Run one optimiser step without storage, as `fcsd.distill.trainer` does.
 
@@ -104,6 +105,10 @@ def trace_step(
         layers: the decoder layers of a model.
         adapt: puts the adapters of a LoRA student in, in place; needed with `setting.adapters`.
         progress: called after every layer's forward pass.
+        what: is traced, for an error.
+
+    Raises:
+        UserError: the model's code needs data.
     """
     tracker = Tracker()
     interposed = _fused(tracker)
@@ -117,7 +122,7 @@ def trace_step(
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(layer_done)
-    with counting(tracker, interposed):
+    with counting(tracker, interposed, what):
         with tracker.making("student"):
             give_fake_storage(student)
         head: Any = output_head(student)

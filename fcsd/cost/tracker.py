@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fcsd.errors import UserError, one_line
+
 PERSISTENT = ("student", "teacher", "gradients", "optimizer")
 """Kinds of bytes that live from one micro-batch to the next."""
 
@@ -149,10 +151,22 @@ class Interposed(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def counting(tracker: Tracker, interposed: Interposed) -> Iterator[None]:
-    """Run what is inside on tensors without storage, and count it."""
-    with FakeTensorMode(), tracker, interposed:
-        yield
+def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
+    """Run what is inside on tensors without storage, and count it.
+
+    Raises:
+        UserError: `what`, whose code needs data.
+    """
+    try:
+        with FakeTensorMode(), tracker, interposed:
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # any part of a family's code may
+        raise UserError(
+            f"{what} cannot be followed without data: {type(error).__name__}: {one_line(error)[:200]};"
+            " `fcsd inspect` tells what its weights need"
+        ) from error
 
 
 def give_fake_storage(model: nn.Module) -> None:

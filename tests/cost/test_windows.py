@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.cost.windows import equation_9, exposed, gain, window
+from fcsd.cost.times import equation_9, exposed, gain, window
 from fcsd.overlap.schedule import beside, layer_facts, served_beside
 
 STEPS = {
