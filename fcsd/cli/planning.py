@@ -18,8 +18,8 @@ from fcsd.errors import UserError
 
 def _plan(arguments: argparse.Namespace) -> None:
     from fcsd.cost.plan import write_windows
-    from fcsd.cost.plan_table import plan_table
     from fcsd.cost.planned import PlanSettings
+    from fcsd.cost.table import plan_table
     from fcsd.files import check_file_place
     from fcsd.stages.plan import plan_from_files
 

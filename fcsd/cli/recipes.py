@@ -36,7 +36,8 @@ def _load_recipe(arguments: argparse.Namespace) -> "Recipe":
 
 
 def _estimate(arguments: argparse.Namespace) -> None:
-    from fcsd.cost.estimate import Hardware, estimate, parse_mfu
+    from fcsd.cost.estimate import estimate
+    from fcsd.cost.job import Hardware, parse_mfu
     from fcsd.cost.table import estimate_table
 
     if arguments.pretrain and arguments.variant is not None:

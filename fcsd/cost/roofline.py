@@ -5,7 +5,7 @@ Not covered: contention on links, launches of kernels, the host's work; anything
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,10 @@ class Roofline:
     precision: Precision = "bfloat16"
     fused: bool = True
     tensor_parallel: int = 1
+
+    def assuming(self, values: Mapping[str, float]) -> "Roofline":
+        """Return it with other values of some assumptions."""
+        return replace(self, machine=self.machine.assuming(values))
 
     @property
     def values(self) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ the other has left. In the backward pass every window is that of the forward pas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fcsd.connectivity.spec import resolve_layers
@@ -77,6 +77,11 @@ class Step:
     recomputes: bool = False
     teacher: Roofline | None = None
     loss_matmuls: int = 3
+
+    def assuming(self, values: Mapping[str, float]) -> Step:
+        """Return it with other values of some assumptions."""
+        teacher = None if self.teacher is None else self.teacher.assuming(values)
+        return replace(self, roofline=self.roofline.assuming(values), teacher=teacher)
 
     @property
     def backward(self) -> float:

@@ -20,8 +20,9 @@ from fcsd.config.load import load_recipe
 from fcsd.config.model import AdapterConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.connectivity.rewire import decoder_layers
-from fcsd.cost.estimate import Hardware, estimate, parse_mfu
+from fcsd.cost.estimate import estimate
 from fcsd.cost.hardware import GPUS
+from fcsd.cost.job import Hardware, parse_mfu
 from fcsd.cost.memory import Layout, memory_parts
 from fcsd.cost.plan import memory
 from fcsd.cost.planned import PlanSettings, prepare
