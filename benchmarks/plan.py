@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.cost.times import plan_times
 from fcsd.files import read_json
 from fcsd.text import markdown
 
@@ -62,11 +62,10 @@ def at(one: Planned, column: str) -> dict[str, Any]:
     """Return the times under one of the three columns."""
     if column == "assumed":
         return plan_times(one)
-    values = one.values | (PEAKS if column == "peaks" else FITTED)
-    machine = one.machine
+    machine = one.machine.assuming(PEAKS if column == "peaks" else FITTED)
     if column == "peaks":
         machine = replace(machine, gpu=replace(machine.gpu, payload=1.0))
-    return plan_times(replace(one, values=values, machine=machine))
+    return plan_times(replace(one, machine=machine))
 
 
 def training_rows() -> Iterator[list[str]]:

@@ -81,7 +81,7 @@ def _gain(
 ) -> dict[str, Any] | None:
     """Return one row; None where noise makes more hidden than the computation beside it could hide."""
     from fcsd.cost.measured import Times  # brings torch, which nothing else here needs
-    from fcsd.cost.windows import gain
+    from fcsd.cost.times import gain
 
     phase, name, _ = FIGURES[_FIGURES[served["phase"]]]
     seconds, ours = (

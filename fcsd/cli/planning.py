@@ -17,10 +17,10 @@ from fcsd.errors import UserError
 from fcsd.files import check_file_place
 
 with lazy_imports():
-    from fcsd.cost.cluster import read_cluster
+    from fcsd.cost.machine import read_cluster
     from fcsd.cost.plan import write_windows
-    from fcsd.cost.plan_table import plan_table
     from fcsd.cost.planned import PlanSettings
+    from fcsd.cost.table import plan_table
     from fcsd.report.figure import check_figure
     from fcsd.routing.tables import read_windows_file
     from fcsd.stages.plan import plan_from_files

@@ -25,7 +25,8 @@ with lazy_imports():
     from fcsd.config.load import load_recipe
     from fcsd.config.overrides import to_yaml
     from fcsd.config.recipe import Recipe
-    from fcsd.cost.estimate import Hardware, estimate, parse_mfu
+    from fcsd.cost.estimate import estimate
+    from fcsd.cost.job import Hardware, parse_mfu
     from fcsd.cost.table import estimate_table
     from fcsd.distributed.launch import join_launch
     from fcsd.stages.context import Run
@@ -61,7 +62,12 @@ def _estimate(arguments: Namespace) -> None:
     if arguments.pretrain and arguments.variant is not None:
         raise UserError("--variant and --pretrain are both given; leave one out")
     hardware = Hardware(
-        arguments.gpu, arguments.gpus, arguments.sharding, parse_mfu(arguments.mfu), arguments.network_gb_s
+        arguments.gpu,
+        arguments.gpus,
+        arguments.sharding,
+        parse_mfu(arguments.mfu),
+        arguments.network_gb_s,
+        arguments.expert_parallel,
     )
     recipe = _load_recipe(arguments)
     facts = estimate(recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain)
@@ -127,9 +133,23 @@ def _estimate_options(parser: ArgumentParser) -> None:
         " configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and zero3_8.yaml",
     )
     parser.add_argument(
-        "--mfu", default="0.1-0.25", help="share of the published peak that is reached, a range or a number"
+        "--expert-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the experts, with --sharding fsdp2; all other weights are sharded over all ranks",
     )
-    parser.add_argument("--network-gb-s", type=float, default=50.0, help="between nodes, GB/s for each GPU")
+    parser.add_argument(
+        "--mfu",
+        help="share of the published peak that every matmul reaches, a range or a number (default: those of"
+        " fcsd/cost/assumptions.py, each with its range)",
+    )
+    parser.add_argument(
+        "--network-gb-s",
+        type=float,
+        metavar="X",
+        help="between nodes, GB/s for each GPU (default: the vendor's reference system, an interface for every GPU)",
+    )
     json_argument(parser)
 
 

@@ -1,8 +1,4 @@
-"""Estimate how long a calibration takes: its operations, most of them forward passes in float32."""
-
-from typing import Any
-
-from fcsd.cost.hardware import Gpu
+"""Count the operations of a calibration, most of them forward passes in float32."""
 
 PASSES = 6
 """Forward passes of a layer: one of the original; of the student one up to its routed experts, one for what branches
@@ -35,17 +31,3 @@ def calibration_flops(
         + num_layers * solutions
         + 2 * hidden_size * num_parameters
     )
-
-
-def calibration_row(
-    flops: float, tokens: int, gpu: Gpu, num_gpus: int, mfu: tuple[float, float]
-) -> dict[str, Any]:
-    """Return the row of the totals: hours at the two ends of the share of the peak that is reached."""
-    peak = gpu.float32_tflops * 1e12 * num_gpus
-    return {
-        "stage": "calibration",
-        "runs": 1,
-        "steps": 1,
-        "tokens": tokens,
-        "hours": [flops / (peak * share) / 3600 for share in (mfu[1], mfu[0])],
-    }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fcsd.cost.job import Job
 from fcsd.cost.memory import Layout, memory_parts
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.training import Training
@@ -25,10 +26,9 @@ def is_supported(training: Training, layout: Layout) -> bool:
     return training.lora is None or layout.sharding == "none"
 
 
-def changes(
-    training: Training, setting: Setting, layout: Layout, available: int, trace_of: Callable[[Setting], Trace]
-) -> Iterator[dict[str, Any]]:
+def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
     """Yield changes one after another, each on top of those before, until the run fits."""
+    training, setting, layout, trace_of = job.training, job.setting, job.layout, job.trace_of
     freeze = False
 
     def row(change: str) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from pydantic import Field, model_validator
 from fcsd.config.model import ConnectivityConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.connectivity.spec import resolve_layers
-from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned
-from fcsd.cost.windows import gain
+from fcsd.cost.times import gain, plan_times
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json
+from fcsd.overlap.schedule import beside
 
 
 class ExchangeTime(Strict):
@@ -112,18 +112,17 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
         UserError: they were measured on another model, connectivity, number of ranks, batch, length or phase.
     """
     _check(times, planned)
-    slowdown = planned.values["slowdown"] if times.slowdown is None else times.slowdown
+    slowdown = planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
     spec, moe = planned.connectivity, planned.work.moe
     chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
     _check_layers(times, chosen, moe)
-    last = len(moe) - 1
+    computed = beside(planned.facts(chosen))
 
     def hides(each: ExchangeTime) -> bool:
-        return each.layer in chosen and (each.kind == "dispatch" or each.layer in (last, *before))
+        return bool(computed[each.layer][each.kind])
 
-    before = {k - 1 for k in chosen}
     shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     for each in times.exchanges:
         share = shares["backward" if each.backward else "forward"]

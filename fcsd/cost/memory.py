@@ -8,7 +8,8 @@ import torch
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.tracker import PERSISTENT
 
-Sharding = Literal["none", "fsdp2", "hsdp", "zero3"]
+Sharding = Literal["none", "fsdp2", "hsdp", "zero3", "optimizer"]
+"""optimizer: as Megatron shards, for the comparison with its runs: a rank has its weights whole, sent once a step."""
 SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "hsdp", "zero3")
 
 FRAGMENTATION = 0.10
@@ -30,7 +31,8 @@ class Layout:
 
     offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: over all ranks,
     those of an optimiser step whose teacher's hidden states are there before the student runs; 0 where each micro-batch
-    has its own only (objectives that compare more than the distributions).
+    has its own only (objectives that compare more than the distributions). expert_parallel: ranks that share the
+    experts.
     """
 
     sharding: Sharding
@@ -38,6 +40,7 @@ class Layout:
     offload: bool = False
     step_tokens: int = 0
     averages: bool = False
+    expert_parallel: int = 1
 
     @property
     def num_shards(self) -> int:

@@ -10,20 +10,16 @@ counts all pairs.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 
 from fcsd.connectivity.rewire import decoder_layers, is_one_of
-from fcsd.cost.trace import give_fake_storage, grouped_matmuls_fall_back
-from fcsd.cost.tracker import Tracker
+from fcsd.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 from fcsd.errors import UserError
 from fcsd.families import Family, expert_counts, row_width, text_config
 from fcsd.families.structure import output_head
@@ -47,7 +43,8 @@ class LayerWork:
 
     scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all pairs; 0 where attention asks
     for no core that an exchange could start before. causal: a mask leaves out half of the pairs. cache_bytes: keys and
-    values of earlier tokens that a rank reads.
+    values of earlier tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code runs them;
+    the step "experts" has those that a token chose.
     """
 
     moe: bool
@@ -56,6 +53,7 @@ class LayerWork:
     scores: float = 0.0
     causal: bool = True
     cache_bytes: float = 0.0
+    experts_run: float = 0.0
 
     def work(self, name: str) -> Work:
         """Return a step's work; none where the layer has no such step."""
@@ -66,8 +64,7 @@ class LayerWork:
 class ModelWork:
     """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
 
-    row_width: elements of a row that travels to an expert. runs_all: the family's own code runs every expert on every
-    token; ranks that share the experts run those that a token chose.
+    row_width: elements of a row that travels to an expert.
     """
 
     layers: tuple[LayerWork, ...]
@@ -80,12 +77,16 @@ class ModelWork:
     experts_per_token: int
     num_parameters: int
     num_expert_parameters: int
-    runs_all: bool
 
     @property
     def tokens(self) -> int:
         """Tokens of the pass."""
         return self.num_rows * self.num_tokens
+
+    @property
+    def runs_all(self) -> bool:
+        """The family's own code runs every expert on every token; ranks that share them run those that one chose."""
+        return any(layer.experts_run > 1.01 * layer.work("experts").flops for layer in self.layers)
 
     @property
     def moe(self) -> list[bool]:
@@ -130,20 +131,12 @@ def trace_layers(
         else:
             layer.forward = _as_if_run(stack[kinds[k]])
     head = output_head(model)
-    _enter(head, tracker, "head")
-    try:
-        with torch.no_grad(), FakeTensorMode(), tracker, grouped_matmuls_fall_back(), _core(tracker, seen):
-            give_fake_storage(model)
-            ids = torch.zeros((num_rows, num_tokens), dtype=torch.long)
-            model(input_ids=ids, use_cache=False)
-    except UserError:
-        raise
-    except Exception as error:  # any part of a family's code may need data
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{where}: a layer of {family.model_type} cannot be followed without data:"
-            f" {type(error).__name__}: {reason}"
-        ) from error
+    tracker.counts_as(head, "head")
+    what = f"{where}: a layer of {family.model_type}"
+    with torch.no_grad(), counting(tracker, _core(tracker, seen), what):
+        give_fake_storage(model)
+        ids = torch.zeros((num_rows, num_tokens), dtype=torch.long)
+        model(input_ids=ids, use_cache=False)
     flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
     tokens = num_rows * num_tokens
     rows = top_k * tokens / num_experts
@@ -159,10 +152,23 @@ def trace_layers(
         experts_per_token=top_k,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
-        runs_all=any(
-            flops.get(f"{k} experts", 0) > 1.01 * layer.work("experts").flops for k, layer in found.items()
-        ),
     )
+
+
+def as_run(work: ModelWork) -> ModelWork:
+    """Return the work of a rank that has all experts, which runs them as the family's own code does."""
+    if not work.runs_all:
+        return work
+    layers = {
+        id(layer): replace(
+            layer,
+            steps=layer.steps | {"experts": replace(layer.work("experts"), flops=layer.experts_run)},
+        )
+        if layer.moe
+        else layer
+        for layer in work.layers
+    }
+    return replace(work, layers=tuple(layers[id(layer)] for layer in work.layers))
 
 
 def _is_moe(layer: Any, family: Family) -> bool:
@@ -170,7 +176,12 @@ def _is_moe(layer: Any, family: Family) -> bool:
 
 
 def _experts(layer: Any, family: Family) -> Any:
-    return getattr(getattr(layer, family.moe), "experts", None) if _is_moe(layer, family) else None
+    """Return the module of a layer's routed experts: the first of its MoE block that has the name, or all of it."""
+    if not _is_moe(layer, family):
+        return None
+    block = getattr(layer, family.moe)
+    named = (module for name, module in block.named_modules() if name.rpartition(".")[2] == "experts")
+    return next(named, block)
 
 
 def _size(module: Any) -> int:
@@ -202,21 +213,20 @@ def _as_if_run(like: Any) -> Callable[..., Any]:
 
 def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen: _Seen) -> None:
     """Let the tracker count what runs in a layer under the names of its steps."""
-    _enter(layer, tracker, prefix + "attention a")
+    tracker.counts_as(layer, prefix + "attention a")
     layer.register_forward_hook(lambda module, _, out: module.__dict__.update(farskip_form=out))
-    block: Any = getattr(layer, family.moe)
-    moe = _is_moe(layer, family)
-    block.register_forward_pre_hook(lambda *_: _set(tracker, prefix + ("router" if moe else "mlp")))
-    if moe:
-        if _experts(layer, family) is None:
-            raise UserError(f"{family.model_type}: its MoE blocks have no module `experts` to count")
-        _enter(block.experts, tracker, prefix + "experts")
+    block, experts = getattr(layer, family.moe), _experts(layer, family)
+    if experts is not block:
+        kind = prefix + ("mlp" if experts is None else "router")
+        block.register_forward_pre_hook(lambda *_: _set(tracker, kind))
+    if experts is not None:
+        tracker.counts_as(experts, prefix + "experts")
         for owner, name in ((block, family.block_shared), (layer, family.layer_shared)):
             if name and getattr(owner, name, None) is not None:
-                _enter(getattr(owner, name), tracker, prefix + "shared expert")
+                tracker.counts_as(getattr(owner, name), prefix + "shared expert")
     for name, module in layer.named_modules():
         if name.rpartition(".")[2] in _LATENT:
-            _enter(module, tracker, prefix + "attention a" + WHOLE)
+            tracker.counts_as(module, prefix + "attention a" + WHOLE)
         own = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
         if own:
             module.register_forward_pre_hook(
@@ -228,25 +238,8 @@ def _set(tracker: Tracker, kind: str) -> None:
     tracker.kind = kind
 
 
-def _enter(module: nn.Module, tracker: Tracker, kind: str) -> None:
-    """Count as `kind` what runs in a module, until something in it says otherwise."""
-    before: list[str] = []
-
-    def enter(*_: Any) -> None:
-        before.append(tracker.kind)
-        tracker.kind = kind
-
-    def leave(*_: Any) -> None:
-        tracker.kind = before.pop()
-
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave)
-
-
-@contextlib.contextmanager
-def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Iterator[None]:
+def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
     """Note the core of attention instead of running it; what follows in the layer is attention b."""
-    before = functional.scaled_dot_product_attention
 
     def core(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         k, _, step = tracker.kind.partition(" ")
@@ -258,11 +251,7 @@ def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Iterator[None]:
             tracker.kind = f"{k} attention b"
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
-    functional.scaled_dot_product_attention = core
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = before
+    return Interposed(core)
 
 
 def _read(
@@ -275,8 +264,10 @@ def _read(
 ) -> LayerWork:
     names = {name.removeprefix(f"{k} ") for name in flops if name.startswith(f"{k} ")} | set(seen.weights)
     steps = {name: Work(float(flops.get(f"{k} {name}", 0)), seen.weights[name]) for name in names}
-    if experts := _experts(layer, family):
+    run = 0.0
+    if (experts := _experts(layer, family)) is not None:
         # Some families run all experts on all tokens; what is dispatched is what tokens chose.
         chosen = 2.0 * rows_per_expert * _size(experts)
-        steps["experts"] = Work(min(steps["experts"].flops or chosen, chosen), _size(experts))
-    return LayerWork(_is_moe(layer, family), steps, seen.core, seen.scores)
+        run = steps["experts"].flops or chosen
+        steps["experts"] = Work(min(run, chosen), _size(experts))
+    return LayerWork(_is_moe(layer, family), steps, seen.core, seen.scores, experts_run=run)

@@ -11,20 +11,18 @@ Not covered: pipeline parallelism, tensor parallelism in training, activation ch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fcsd.connectivity.spec import resolve_layers
 from fcsd.cost.assumptions import ASSUMPTIONS
-from fcsd.cost.memory import CONTEXT_BYTES, Layout, memory_parts
-from fcsd.cost.plan_times import plan_times
+from fcsd.cost.memory import CONTEXT_BYTES, memory_parts
 from fcsd.cost.planned import Planned
-from fcsd.cost.training import Training, micro_batch_setting, tracer
+from fcsd.cost.times import plan_times
+from fcsd.cost.training import micro_batch_setting, spread, tracer
 from fcsd.errors import UserError
-from fcsd.families import FAMILIES
 from fcsd.files import write_json
-from fcsd.network.links import LinkModel
 from fcsd.text import size
 
 OVER_PREDICTION = (1.3, 5.2)
@@ -32,7 +30,7 @@ OVER_PREDICTION = (1.3, 5.2)
 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2 (`benchmarks/plan.py`). Decoding was compared with nothing."""
 
 
-def plan(planned: Planned, links: LinkModel | None = None) -> dict[str, Any]:
+def plan(planned: Planned) -> dict[str, Any]:
     """Plan a step of training, the time to the first token, or the time between tokens.
 
     Returns: JSON data: model, machine, settings, times (regular, overlapped, speed-up, exposed, windows of each layer,
@@ -41,33 +39,28 @@ def plan(planned: Planned, links: LinkModel | None = None) -> dict[str, Any]:
     Raises:
         UserError: a batch beyond the memory.
     """
-    times = plan_times(planned, links)
-    rows = []
+    times = plan_times(planned)
+    machine, rows = planned.machine, []
     for name, one in ASSUMPTIONS.items():
-        given = planned.values[name]
+        given = machine.values[name]
         ends = [min(one.low, given), max(one.high, given)]
-        at = [
-            plan_times(replace(planned, values=planned.values | {name: end}), links)["speed_up"]
-            for end in ends
-        ]
-        rows.append({"name": name, "value": given, "range": ends, "speed_up": at, **_words(name)})
+        at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
+        facts = {"what": one.what, "source": one.source}
+        rows.append({"name": name, "value": given, "range": ends, "speed_up": at, **facts})
+    names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
     return {
         "model": planned.training.where,
         "model_type": planned.model_type,
-        "machine": asdict(planned.machine) | {"num_gpus": planned.machine.num_gpus},
+        "machine": {"gpu": asdict(machine.gpu)} | {name: getattr(machine, name) for name in names},
         "settings": _settings(planned),
         "times": times,
         "memory": memory(planned) if planned.settings.sharding == "fsdp2" else None,
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
         "over_prediction": None if planned.settings.phase == "train" else list(OVER_PREDICTION),
-        "imbalance": planned.values["imbalance"],
-        "links": links is not None,
+        "imbalance": machine.values["imbalance"],
+        "links": machine.links is not None,
     }
-
-
-def _words(name: str) -> dict[str, str]:
-    return {"what": ASSUMPTIONS[name].what, "source": ASSUMPTIONS[name].source}
 
 
 def _settings(planned: Planned) -> dict[str, Any]:
@@ -104,27 +97,11 @@ def memory(planned: Planned) -> dict[str, Any]:
 
 
 def _training_memory(planned: Planned) -> dict[str, int]:
-    """Return the parts with everything sharded over all ranks; of a layer that is gathered, this rank's experts."""
-    step_tokens = planned.micro_batches * planned.work.tokens * planned.machine.num_gpus
-    layout = Layout("fsdp2", planned.machine.num_gpus, step_tokens=step_tokens)
-    setting = micro_batch_setting(planned.training, layout, planned.micro_batches)
-    trace = tracer(planned.training)(setting)
-    if planned.work.runs_all:
-        trace = replace(trace, transient=tracer(_with_chosen(planned))(setting).transient)
-    experts = max(layer.work("experts").weights for layer in planned.work.layers)
-    gathered = trace.largest_layer - experts + experts // planned.expert_parallel
-    return memory_parts(replace(trace, largest_layer=gathered), setting, layout)
-
-
-def _with_chosen(planned: Planned) -> Training:
-    """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
-    name = FAMILIES[planned.model_type].num_experts
-
-    def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-        return found | ({name: planned.work.experts_per_token} if name in config else {})
-
-    return replace(planned.training, config=fewer(planned.training.config))
+    setting = micro_batch_setting(planned.training, planned.layout, planned.micro_batches)
+    trace_of = tracer(planned.training)
+    if planned.expert_parallel > 1:
+        trace_of = spread(trace_of, planned.training, planned.work, planned.expert_parallel)
+    return memory_parts(trace_of(setting), setting, planned.layout)
 
 
 def _serving_memory(planned: Planned) -> dict[str, int]:

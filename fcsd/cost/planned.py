@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from fcsd.config.strict import did_you_mean
 from fcsd.config.training import CrossEntropyObjectiveConfig, TrainConfig
 from fcsd.connectivity import Connectivity
-from fcsd.cost.assumptions import ASSUMPTIONS, default_values
-from fcsd.cost.hardware import find_gpu
-from fcsd.cost.operations import ModelWork, trace_layers
-from fcsd.cost.roofline import Machine, Roofline
+from fcsd.connectivity.spec import resolve_layers
+from fcsd.cost.machine import Machine, make_machine
+from fcsd.cost.memory import Layout
+from fcsd.cost.operations import ModelWork, as_run, trace_layers
+from fcsd.cost.roofline import Precision, Roofline
 from fcsd.cost.training import Training, built, config_of
 from fcsd.errors import UserError
 from fcsd.families import text_config
 from fcsd.inspect.checkpoint import find_source
 from fcsd.inspect.memory import cache_bytes
 from fcsd.network.links import LinkModel
+from fcsd.overlap.schedule import LayerFacts, layer_facts
 from fcsd.overlap.support import kept_inside
 from fcsd.text import size
 
@@ -70,7 +70,6 @@ class Planned:
     training: Training
     connectivity: Connectivity
     machine: Machine
-    values: dict[str, float]
     work: ModelWork
     model_type: str
     inside: bool
@@ -79,18 +78,37 @@ class Planned:
     micro_batches: int
     cached: float = 0.0
 
+    def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
+        """Return what the schedule of its layers depends on. layers: rewired ones instead of the planned ones."""
+        spec, work = self.connectivity, self.work
+        chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
+        rewired = [k in chosen for k in range(len(work.layers))]
+        splits: Any = ["core" if layer.core else "end" for layer in work.layers]
+        return layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside)
+
+    def assuming(self, **values: float) -> Planned:
+        """Return it with other values of some assumptions."""
+        return replace(self, machine=self.machine.assuming(values))
+
+    @property
+    def layout(self) -> Layout:
+        """Return who shares the weights of a training."""
+        num_gpus = self.machine.num_gpus
+        step_tokens = self.micro_batches * self.work.tokens * num_gpus
+        return Layout(
+            self.settings.sharding, num_gpus, step_tokens=step_tokens, expert_parallel=self.expert_parallel
+        )
+
     @property
     def roofline(self) -> Roofline:
         """Return the cost of its operations."""
-        return Roofline(
-            self.machine, self.values, self.settings.fp8, self.settings.fused_attention, self.tensor_parallel
-        )
+        precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
+        return Roofline(self.machine, precision, self.settings.fused_attention, self.tensor_parallel)
 
 
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     """Check the settings and trace the model's layers."""
-    machine = _machine(settings)
-    values = default_values() | _checked(settings.assumptions)
+    machine = _machine(settings, links)
     for name in ("batch", "length"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name} {getattr(settings, name)}: must be 1 or more")
@@ -111,6 +129,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
     work = trace_layers(build, family, source.where, settings.batch, length)
+    if settings.phase == "train" and ep == 1:
+        work = as_run(work)
     if work.num_experts % ep:
         raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
     cached = 0.0 if settings.phase == "train" else _cached(settings, text_config(_config(build), family), tp)
@@ -118,36 +138,23 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         work = _decoding(work, settings.length, cached)
     inside = kept_inside(family) is not None
     return Planned(
-        settings, training, spec, machine, values, work, family.model_type, inside, ep, tp,
+        settings, training, spec, machine, work, family.model_type, inside, ep, tp,
         _micro_batches(settings, machine), cached,
     )  # fmt: skip
 
 
-def _checked(given: Mapping[str, float]) -> dict[str, float]:
-    """Return the given values of assumptions; raises UserError for an unknown name or a value that cannot be."""
-    for name, value in given.items():
-        if name not in ASSUMPTIONS:
-            raise UserError(
-                f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
-            )
-        one = ASSUMPTIONS[name]
-        above = one.low > 0 and one.least == 0
-        if not math.isfinite(value) or not one.least <= value <= one.most or (above and value == 0):
-            least = "above 0" if above else f"{one.least:g} or more"
-            most = f", at most {one.most:g}" if one.most < math.inf else ""
-            raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
-    return dict(given)
-
-
-def _machine(settings: PlanSettings) -> Machine:
-    gpu = find_gpu(settings.gpu)
+def _machine(settings: PlanSettings, links: LinkModel | None) -> Machine:
     for name in ("nodes", "gpus_per_node"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be 1 or more")
-    rate = gpu.nic_gb_s if settings.network_gb_s is None else settings.network_gb_s
-    if not 0 < rate < math.inf:
-        raise UserError(f"--network-gb-s {rate:g}: must be above 0, and finite")
-    return Machine(gpu, settings.nodes, settings.gpus_per_node, rate)
+    return make_machine(
+        settings.gpu,
+        settings.nodes * settings.gpus_per_node,
+        settings.gpus_per_node,
+        settings.network_gb_s,
+        settings.assumptions,
+        links,
+    )
 
 
 def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:

@@ -4,63 +4,56 @@ Not covered: contention on links, launches of kernels, the host's work; anything
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from fcsd.cost.assumptions import Values
-from fcsd.cost.hardware import Gpu
+from fcsd.cost.machine import Machine
 from fcsd.cost.operations import WHOLE, LayerWork, ModelWork, Work
-from fcsd.network.links import LinkModel
 from fcsd.network.simulate import Payload, simulate
 
-
-@dataclass(frozen=True)
-class Machine:
-    """One GPU among its like. nic_gb_s: of each GPU to other nodes."""
-
-    gpu: Gpu
-    num_nodes: int
-    gpus_per_node: int
-    nic_gb_s: float
-
-    @property
-    def num_gpus(self) -> int:
-        """All of them."""
-        return self.num_nodes * self.gpus_per_node
-
-    @property
-    def peer_gb_s(self) -> float:
-        """What reaches one peer of the node, and can carry data."""
-        return (self.gpu.peer_gb_s or self.gpu.link_gb_s) * self.gpu.payload
-
-    def near(self, ranks: int, groups: int, apart: int = 1) -> list[int]:
-        """Return how many of a group of ranks are on a node, for each node of each group.
-
-        groups: that follow one another. apart: how far a rank of a group is from the next one.
-        """
-        first = [g * ranks for g in range(groups)]
-        nodes = Counter((g, (g + k * apart) // self.gpus_per_node) for g in first for k in range(ranks))
-        return list(nodes.values())
+Precision = Literal["float32", "bfloat16", "fp8"]
 
 
 @dataclass(frozen=True)
 class Roofline:
     """Times of work on a machine.
 
-    fp8: matmuls but those of attention's core run at the peak of FP8, on weights of one byte. fused: attention is one
-    kernel that skips what a causal mask leaves out; else batched matmuls with the scores in memory. tensor_parallel:
-    ranks that share each layer. value_bytes: of activations.
+    precision: of the matmuls and what they read; fp8: those of attention's core, and activations, are bfloat16. fused:
+    attention is one kernel that skips what a causal mask leaves out; else batched matmuls with the scores in memory.
+    tensor_parallel: ranks that share each layer.
     """
 
     machine: Machine
-    values: Values
-    fp8: bool = False
+    precision: Precision = "bfloat16"
     fused: bool = True
     tensor_parallel: int = 1
-    value_bytes: int = 2
+
+    def assuming(self, values: Mapping[str, float]) -> "Roofline":
+        """Return it with other values of some assumptions."""
+        return replace(self, machine=self.machine.assuming(values))
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Values of the assumptions."""
+        return self.machine.values
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 1 if self.precision == "fp8" else self.value_bytes
+
+    def _peak(self, precision: Precision) -> float:
+        gpu = self.machine.gpu
+        if precision == "float32":
+            return gpu.float32_tflops * 1e12
+        return ((gpu.fp8_tflops if precision == "fp8" else None) or gpu.bf16_tflops) * 1e12
 
     @property
     def _bytes_per_s(self) -> float:
@@ -71,10 +64,8 @@ class Roofline:
 
         share: the assumption. ranks: over which they are spread. read: part of the weights that is used.
         """
-        gpu = self.machine.gpu
-        peak = (gpu.fp8_tflops if self.fp8 else None) or gpu.bf16_tflops
-        computing = work.flops / (peak * 1e12 * self.values[share])
-        reading = work.weights * read * (1 if self.fp8 else 2) / self._bytes_per_s
+        computing = work.flops / (self._peak(self.precision) * self.values[share])
+        reading = work.weights * read * self._weight_bytes / self._bytes_per_s
         return max(computing, reading) / ranks
 
     def passes(self, number: float, elements: float) -> float:
@@ -83,13 +74,19 @@ class Roofline:
 
     def core(self, layer: LayerWork) -> float:
         """Return the seconds of attention between its projections."""
-        peak, ranks = self.machine.gpu.bf16_tflops * 1e12, self.tensor_parallel
+        peak = self._peak("bfloat16" if self.precision == "fp8" else self.precision)
+        ranks = self.tensor_parallel
         reading = layer.cache_bytes / self._bytes_per_s
         if self.fused:
             pairs = layer.core / 2 if layer.causal else layer.core
             return max(pairs / (peak * self.values["fused_core"]) / ranks, reading)
         scores = self.passes(self.values["score_passes"], layer.scores) / ranks
         return max(layer.core / (peak * self.values["core"]) / ranks, reading) + scores
+
+    def layers(self, model: ModelWork, expert_parallel: int) -> list[dict[str, float]]:
+        """Return the seconds of the steps of every layer."""
+        known = {id(layer): self.steps(model, layer, expert_parallel) for layer in model.layers}
+        return [known[id(layer)] for layer in model.layers]
 
     def steps(self, model: ModelWork, layer: LayerWork, expert_parallel: int) -> dict[str, float]:
         """Return the seconds of a layer's steps in the forward pass, by the names of `fcsd.overlap.schedule`.
@@ -126,40 +123,43 @@ class Roofline:
         """Return the seconds of the output head."""
         return self.matmul(model.head, "gemm", self.tensor_parallel)
 
-    def optimizer(self, model: ModelWork) -> float:
-        """Return the seconds of an optimiser step, whose states are sharded over all ranks."""
-        share = model.num_parameters / self.machine.num_gpus
-        return share * self.values["optimizer_bytes"] / self._bytes_per_s
+    def optimizer(self, num_parameters: float, itemsize: int = 4) -> float:
+        """Return the seconds of updating so many parameters of a rank, whose states are of so many bytes."""
+        return num_parameters * self.values["optimizer_bytes"] * itemsize / 4 / self._bytes_per_s
 
-    def sharding(self, model: ModelWork, expert_parallel: int) -> tuple[float, float, float]:
+    def sharding(
+        self, model: ModelWork, ranks: int, expert_parallel: int, reduced: float = 4
+    ) -> tuple[float, float, float]:
         """Return the seconds of gathering weights forward and backward, and of reducing gradients, all of them once.
 
-        Weights are gathered in two bytes and gradients reduced in float32, layer by layer: of the experts among the
-        ranks that have the same ones, of everything else among all. The head is kept for the backward pass.
+        Weights are gathered as they are computed with, gradients reduced in the dtype that is updated, layer by layer:
+        of the experts among the ranks that have the same ones, of everything else among all `ranks`. The head is kept
+        for the backward pass. reduced: bytes of a gradient.
         """
-        ranks = self.machine.num_gpus
         same, moe, num_layers = ranks // expert_parallel, sum(model.moe), len(model.layers)
         experts = model.num_expert_parameters / expert_parallel / moe
         others, head = model.num_parameters - model.num_expert_parameters, model.head.weights
 
-        def sent(width: int, kept: float = 0.0) -> float:
+        def sent(width: float, kept: float = 0.0) -> float:
             between = moe * self.ring(width * experts, same, apart=expert_parallel)
             return between + num_layers * self.ring(width * (others - kept) / num_layers, ranks)
 
-        return sent(2), sent(2, head), sent(4)
+        return sent(self.value_bytes), sent(self.value_bytes, head), sent(reduced)
 
-    def loss(self, model: ModelWork) -> float:
-        """Return the seconds of head and loss, forward and backward."""
+    def loss(self, model: ModelWork, num_matmuls: int = 3) -> float:
+        """Return the seconds of head and loss, forward and backward: logits, and gradients of their two factors."""
         logits = model.tokens * model.head.weights / model.hidden_size
-        return 3 * self.head(model) + self.passes(self.values["logit_passes"], logits * 4 / self.value_bytes)
+        return num_matmuls * self.head(model) + self.passes(
+            self.values["logit_passes"], logits * 4 / self.value_bytes
+        )
 
-    def exchange(self, model: ModelWork, ranks: int, links: LinkModel | None = None) -> tuple[float, float]:
+    def exchange(self, model: ModelWork, ranks: int) -> tuple[float, float]:
         """Return the seconds of a dispatch and of a combine over `ranks`, with even counts.
 
-        Each rank sends an equal share of its rows to each. With links: simulated from them.
+        Each rank sends an equal share of its rows to each. With measured links: simulated from them.
         """
         pairs = model.tokens * model.experts_per_token * self.values["imbalance"]
-        if links is not None:
+        if (links := self.machine.links) is not None:
             counts = np.full((ranks, ranks), pairs / ranks)
             times = simulate(links, counts, Payload(model.row_width, model.num_experts, self.value_bytes))
             return float(times.metadata + times.dispatch), float(times.combine)

@@ -5,18 +5,16 @@ run is the product's own: the rewired student, `fcsd.losses.head`, the fused los
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import transformers.integrations.moe as moe
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from fcsd.config.training import KLWithL2ObjectiveConfig
-from fcsd.cost.tracker import Tracker
+from fcsd.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 from fcsd.distill.prepare import freeze_embeddings_and_head
 from fcsd.distill.teachers.lora import as_original
 from fcsd.families.structure import output_head
@@ -97,6 +95,7 @@ def trace_step(
     *,
     adapt: Callable[[nn.Module], Any] | None = None,
     progress: Callable[[], Any] | None = None,
+    what: str = "the training step",
 ) -> Trace:
     """Run one optimiser step without storage, as `fcsd.distill.trainer` does.
 
@@ -106,9 +105,14 @@ def trace_step(
         layers: the decoder layers of a model.
         adapt: puts the adapters of a LoRA student in, in place; needed with `setting.adapters`.
         progress: called after every layer's forward pass.
+        what: is traced, for an error.
+
+    Raises:
+        UserError: the model's code needs data.
     """
     tracker = Tracker()
-    student = _student_on_meta(build, rewire, adapt, setting)
+    interposed = _fused(tracker)
+    student = _student_on_meta(build, rewire, adapt, setting, interposed)
     teacher = _teacher_on_meta(build, setting) if setting.runs_teacher_model else None
     if progress is not None:
 
@@ -118,7 +122,7 @@ def trace_step(
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(layer_done)
-    with FakeTensorMode(), tracker, grouped_matmuls_fall_back(), _attention_is_fused(tracker):
+    with counting(tracker, interposed, what):
         with tracker.making("student"):
             give_fake_storage(student)
         head: Any = output_head(student)
@@ -142,7 +146,7 @@ def trace_step(
                 with tracker.making("gradients"):
                     parameter.grad = torch.empty_like(parameter)
             parameter.register_post_accumulate_grad_hook(lambda p: tracker.becomes(p.grad, "gradients"))
-        _report_loss_as_loss(student, tracker)
+        tracker.counts_as(output_head(student), "loss")
         _micro_batch(student, teacher, head, tracker, setting)
         trace = _read_trace(tracker, student, layers(student))
         del moments
@@ -154,6 +158,7 @@ def _student_on_meta(
     rewire: Callable[[nn.Module], Any],
     adapt: Callable[[nn.Module], Any] | None,
     setting: Setting,
+    interposed: Interposed,
 ) -> Any:
     with torch.device("meta"):
         student: Any = build()
@@ -170,7 +175,8 @@ def _student_on_meta(
     student.train()
     student.config.use_cache = False
     if setting.checkpointing:
-        student.activation_checkpointing_enable({"use_reentrant": False})
+        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), interposed)}
+        student.activation_checkpointing_enable(again)
     attach_loss_head(student, setting.vocab_size)
     return student
 
@@ -242,37 +248,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
         with tracker.making("loss"):
             loss = loss + terms.values(captured, teacher_captured, keep, ["l2"])["l2"]
     with tracker.making("backward"):
-        loss.backward()
-
-
-def give_fake_storage(model: nn.Module) -> None:
-    """Replace every meta tensor by a fake one; must run in a FakeTensorMode."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _report_loss_as_loss(student: Any, tracker: Tracker) -> None:
-    before: list[str] = []
-
-    def enter(*_: Any) -> None:
-        before.append(tracker.kind)
-        tracker.kind = "loss"
-
-    def leave(*_: Any) -> None:
-        tracker.kind = before.pop()
-
-    head = output_head(student)
-    head.register_forward_pre_hook(enter)
-    head.register_forward_hook(leave)
+        torch.autograd.backward(loss)  # not `loss.backward()`, a call that the mode would see as one
 
 
 class _CountedKernels(Kernels):
@@ -299,26 +275,20 @@ class _CountedKernels(Kernels):
         self.mm(a, b, accumulator)
 
 
-@contextlib.contextmanager
-def _attention_is_fused(tracker: Tracker) -> Iterator[None]:
+def _fused(tracker: Tracker) -> Interposed:
     """Let attention whose values are narrower than its keys (MLA) be one operation, as it is on GPUs.
 
     A CPU has no such kernel: there it would be bmm in float32, with all scores in memory.
     """
-    before = functional.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if query.shape[-1] == value.shape[-1]:
-            return before(query, key, value, *args, **kwargs)
+            return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
         return _Attention.apply(query, key, value, tracker)
 
-    functional.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = before
+    return Interposed(attention)
 
 
 class _Attention(torch.autograd.Function):
@@ -337,15 +307,3 @@ class _Attention(torch.autograd.Function):
         q, k, v, *_ = ctx.saved_tensors
         ctx.tracker.add_attention(q, k, v, gradient=gradients[0])
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
-
-
-@contextlib.contextmanager
-def grouped_matmuls_fall_back() -> Iterator[None]:
-    """Let transformers take its own fallback for the experts' grouped matmul, for which alone it registers a shape
-    function for every dtype (transformers 5.23)."""
-    before = moe._can_use_grouped_mm
-    moe._can_use_grouped_mm = lambda *_: False
-    try:
-        yield
-    finally:
-        moe._can_use_grouped_mm = before

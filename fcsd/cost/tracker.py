@@ -1,4 +1,8 @@
-"""Count the bytes of live storages and the FLOPs of what runs, without storage."""
+"""Count the bytes of live storages and the FLOPs of what runs, without storage.
+
+Nothing is patched: what a CPU would run otherwise than a GPU is handed over by a mode, in this thread and inside its
+`with` alone.
+"""
 
 import contextlib
 import weakref
@@ -8,10 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fcsd.errors import UserError, one_line
 
 PERSISTENT = ("student", "teacher", "gradients", "optimizer")
 """Kinds of bytes that live from one micro-batch to the next."""
@@ -46,6 +55,20 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             self.kind = before
+
+    def counts_as(self, module: nn.Module, kind: str) -> None:
+        """Count as `kind` what runs in a module's forward pass, until something in it says otherwise."""
+        before: list[str] = []
+
+        def enter(*_: Any) -> None:
+            before.append(self.kind)
+            self.kind = kind
+
+        def leave(*_: Any) -> None:
+            self.kind = before.pop()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
 
     def becomes(self, tensor: Tensor, kind: str) -> None:
         """Count a live tensor's storage as `kind` from now on."""
@@ -103,6 +126,62 @@ class Tracker(TorchDispatchMode):
         if transient > self._transient:
             self._transient = transient
             self.transient = {kind: n for kind, n in self.now.items() if kind not in PERSISTENT}
+
+
+class Interposed(TorchFunctionMode):
+    """Hands attention over, and grouped matmuls to transformers' fallback, which has a shape function for every dtype.
+
+    attention: called as torch's, which it may call itself. Where a layer is run again in a backward pass, the mode has
+    to be entered again (`torch.utils.checkpoint`, context_fn).
+    """
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
+        if func is torch._grouped_mm:
+            return torch.ops.transformers.grouped_mm_fallback(*args[:2], kwargs["offs"])
+        if func is Tensor.data_ptr:
+            return 0  # transformers looks whether weights are aligned before it calls the matmul
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
+    """Run what is inside on tensors without storage, and count it.
+
+    Raises:
+        UserError: `what`, whose code needs data.
+    """
+    try:
+        with FakeTensorMode(), tracker, interposed:
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # any part of a family's code may
+        raise UserError(
+            f"{what} cannot be followed without data: {type(error).__name__}: {one_line(error)[:200]};"
+            " `fcsd inspect` tells what its weights need"
+        ) from error
+
+
+def give_fake_storage(model: nn.Module) -> None:
+    """Replace every meta tensor by a fake one; must run in a FakeTensorMode."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:

@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ from fcsd.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.connectivity.modeling import base_model_class
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.cost.memory import Layout
+from fcsd.cost.operations import ModelWork
 from fcsd.cost.trace import Setting, Trace, trace_step
 from fcsd.distill.teachers.lora import add_adapters
 from fcsd.distributed.engine import checkpoints_activations
-from fcsd.errors import UserError, one_line
+from fcsd.errors import UserError
 from fcsd.families import Family, family_of
 from fcsd.inspect import inspect_model
 from fcsd.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source
@@ -161,29 +162,50 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
 
     def trace(setting: Setting) -> Trace:
         if setting not in known:
-            try:
-                with progress_bar(
-                    desc="Tracing a step", unit="layer", leave=False, shown=sys.stderr.isatty()
-                ) as bar:
-                    known[setting] = trace_step(
-                        build,
-                        rewire,
-                        lambda model: decoder_layers(model, family),
-                        setting,
-                        adapt=adapt,
-                        progress=bar.update,
-                    )
-            except UserError:
-                raise
-            except Exception as error:  # any part of a family's code may need data
-                reason = one_line(error)[:200]
-                raise UserError(
-                    f"{training.where}: the training step of {family.model_type} cannot be followed without data:"
-                    f" {type(error).__name__}: {reason}; `fcsd inspect` tells what its weights need"
-                ) from error
+            with progress_bar(
+                desc="Tracing a step", unit="layer", leave=False, shown=sys.stderr.isatty()
+            ) as bar:
+                known[setting] = trace_step(
+                    build,
+                    rewire,
+                    lambda model: decoder_layers(model, family),
+                    setting,
+                    adapt=adapt,
+                    progress=bar.update,
+                    what=f"{training.where}: the training step of {family.model_type}",
+                )
         return known[setting]
 
     return trace
+
+
+def spread(
+    trace_of: Callable[[Setting], Trace], training: Training, work: ModelWork, ranks: int
+) -> Callable[[Setting], Trace]:
+    """Return `trace_of` of ranks that share the experts: each gathers its own, and keeps what its tokens chose.
+
+    work: of the regular model.
+    """
+    chosen_of = tracer(_with_chosen(training, work)) if work.runs_all else trace_of
+    experts = max(layer.work("experts").weights for layer in work.layers)
+
+    def trace(setting: Setting) -> Trace:
+        whole = trace_of(setting)
+        gathered = whole.largest_layer - experts + experts // ranks
+        return replace(whole, largest_layer=gathered, transient=chosen_of(setting).transient)
+
+    return trace
+
+
+def _with_chosen(training: Training, work: ModelWork) -> Training:
+    """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
+    name = built(training)[0].num_experts
+
+    def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+        return found | ({name: work.experts_per_token} if name in config else {})
+
+    return replace(training, config=fewer(training.config))
 
 
 def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:

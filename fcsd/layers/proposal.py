@@ -23,11 +23,14 @@ from typing import Any
 from fcsd.config.strict import did_you_mean
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
+from fcsd.families import FAMILIES
 from fcsd.files import read_json
 from fcsd.inspect.table import ranges
 from fcsd.layers.settings import KL, Study
 from fcsd.layers.study import difference, layers_stage, measuring, read_study
 from fcsd.models.load import find_model
+from fcsd.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
+from fcsd.overlap.support import kept_inside
 from fcsd.text import markdown, nats
 
 
@@ -82,7 +85,9 @@ def plan_layers(
         "selections": [],
     }
     for name, layers in (("proposal", proposal), (f"last {count}", last)):
-        overlapped, total = overlapped_collectives(layers, study["moe_layers"], *sides)
+        overlapped, total = overlapped_collectives(
+            layers, study["moe_layers"], *sides, study.get("model_type")
+        )
         result["selections"].append(
             {
                 "name": name,
@@ -127,18 +132,24 @@ def selection_text(layers: Sequence[int]) -> str:
 
 
 def overlapped_collectives(
-    layers: Sequence[int], moe_layers: Sequence[int], attention: str, mlp: str
+    layers: Sequence[int], moe_layers: Sequence[int], attention: str, mlp: str, model_type: str | None = None
 ) -> tuple[int, int]:
     """Return (collectives that no longer block, all): dispatch and combine of each MoE layer under expert parallelism.
 
-    The dispatch of a rewired MoE layer does not wait for its own attention (mlp: outdated). Its combine is not waited
-    for by the attention of the next layer if that is rewired too (attention: partial): few long runs overlap more.
+    Those beside which attention is computed (`fcsd.overlap.schedule`); beside a shared expert alone a regular layer's
+    could run as well. model_type: of the family, some of which keep each combine in its layer; None: not known.
     """
-    selected = set(layers)
-    moe = [layer for layer in moe_layers if layer in selected]
-    dispatch = len(moe) if mlp == "outdated" else 0
-    combine = sum(layer + 1 in selected for layer in moe) if attention == "partial" else 0
-    return dispatch + combine, 2 * len(moe_layers)
+    num_layers = 1 + max((*layers, *moe_layers), default=0)
+    rewired, moe = ([k in chosen for k in range(num_layers)] for chosen in (set(layers), set(moe_layers)))
+    inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
+    exchanges = [
+        computed
+        for layer in beside(layer_facts(rewired, moe, attention, mlp, inside=inside))
+        for computed in layer.values()
+    ]
+    attention_steps = {step.name for step in (ATTENTION_A, ATTENTION_B)}
+    overlapped = sum(any(name in attention_steps for _, name in computed) for computed in exchanges)
+    return overlapped, 2 * len(moe_layers)
 
 
 def has_calibrated(study: dict[str, Any]) -> bool:

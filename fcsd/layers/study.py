@@ -104,6 +104,7 @@ def study_layers(
         result: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "study": study.model_dump(mode="json"),
+            "model_type": model.load_config().model_type,
             "num_hidden_layers": len(mask),
             "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
             "metrics": metrics(study),

@@ -1,7 +1,8 @@
 """The order of a rewired layer's steps: what each computes, which exchange it starts and which it waits for.
 
-Pure data: the runtime (`fcsd.overlap.layer`) runs it. Of an MoE layer k, with D the dispatch of its tokens to the
-experts' ranks and C the combine that brings the experts' outputs back:
+Pure data: the runtime (`fcsd.overlap.layer`) runs it, and who wants to know what hides which exchange asks it
+(`beside`). Of an MoE layer k, with D the dispatch of its tokens to the experts' ranks and C the combine that brings the
+experts' outputs back:
 
     attention a | wait C(k-1) | router | start D | attention b | wait D | experts | start C | shared expert
 
@@ -11,6 +12,7 @@ C(k-1) runs beside the shared expert of layer k-1 and part a of attention (norm,
 Not covered: how long anything takes; pipeline parallelism.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,3 +83,77 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
         return (*arrive, *_DISPATCH, *_ATTENTION, *_EXPERTS, SHARED, *finish)
     # No layer waits for its combine and none is waited for: both exchanges run beside its own attention.
     return (*_DISPATCH, ATTENTION_A, *_EXPERTS, ATTENTION_B, SHARED, *finish)
+
+
+Computed = list[tuple[int, str]]
+"""What is computed between the start of an exchange and its wait: layer and name of each step, in their order."""
+
+
+def layer_facts(
+    rewired: Sequence[bool],
+    moe: Sequence[bool],
+    attention: str,
+    mlp: str,
+    splits: Iterable[Split] | None = None,
+    *,
+    inside: bool = False,
+) -> list[LayerFacts | None]:
+    """Return what the schedule of each layer depends on; None for a layer that is not rewired, whose exchanges block.
+
+    attention, mlp: as in `Connectivity`. splits: where each layer's attention can be cut; None: everywhere before its
+    core. inside: of a family whose layers keep their own combine (docs/overlap.md).
+    """
+    last = len(rewired) - 1
+    carry = [
+        rewired[k] and moe[k] and k < last and rewired[k + 1] and attention == "partial" and not inside
+        for k in range(len(rewired))
+    ]
+    cuts: list[Split] = ["core"] * len(rewired) if splits is None else list(splits)
+    return [
+        LayerFacts(moe[k], k > 0 and carry[k - 1], carry[k], mlp == "outdated", cuts[k])
+        if rewired[k]
+        else None
+        for k in range(len(rewired))
+    ]
+
+
+def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
+    """Return for each layer what is computed beside its "dispatch" and beside its "combine" in the forward pass.
+
+    Nothing where an exchange blocks, or the layer has none. In the backward pass it is the same, mirrored.
+    """
+    found: list[dict[str, Computed]] = [{"dispatch": [], "combine": []} for _ in facts]
+    in_flight: set[tuple[int, str]] = set()
+    for k, layer in enumerate(facts):
+        for step in schedule(layer) if layer is not None else ():
+            in_flight.discard((k - 1, "combine") if step.waits == "before" else (k, str(step.waits)))
+            if step.starts is not None:
+                in_flight.add((k, step.starts))
+            for j, kind in in_flight:
+                found[j][kind].append((k, step.name))
+    return found
+
+
+def served_beside(
+    rewired: Sequence[bool], moe: Sequence[bool], attention: str, mlp: str, shared: Sequence[bool]
+) -> list[tuple[Computed, ...]]:
+    """Return for each layer what a server computes beside its all-reduces (docs/serving.md).
+
+    Two of an MoE layer: A_k of attention and shared expert beside the routed experts, R_k of the routed experts beside
+    attention k+1. With `mlp: full` A_k is attention's and blocks; shared experts take a third, beside the routed ones,
+    where attention k+1 does not wait for R_k. One of a rewired dense layer (attention and MLP summed), nothing beside
+    it. Nothing where it blocks.
+
+    shared: layers that have a shared expert.
+    """
+    found: list[tuple[Computed, ...]] = []
+    for k, is_rewired in enumerate(rewired):
+        if not is_rewired or not moe[k]:
+            found.append(([],) if is_rewired and mlp == "outdated" else ([], []))
+            continue
+        follows = k + 1 < len(rewired) and rewired[k + 1] and attention == "partial"
+        following: Computed = [(k + 1, step.name) for step in _ATTENTION] if follows else []
+        experts: Computed = [(k, EXPERTS.name)]
+        third = (experts,) if mlp == "full" and follows and shared[k] else ()
+        found.append((experts if mlp == "outdated" else [], following, *third))
+    return found

@@ -1,7 +1,6 @@
 """A plan from files: cluster, links, measured times, a layer study; and the figure which conversion is worth it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ import numpy as np
 
 from fcsd.cost.measured import Times, measured_times, read_times
 from fcsd.cost.plan import plan
-from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.cost.times import plan_times
 from fcsd.errors import UserError
 from fcsd.files import read_json
 from fcsd.layers.proposal import has_calibrated, point_loss, selection_text, study_metric
 from fcsd.layers.study import read_study
-from fcsd.network.links import LinkModel, read_links
+from fcsd.network.links import read_links
 from fcsd.report.study_plots import plot_worth
 from fcsd.routing.metrics import rank_imbalance
 
@@ -53,10 +52,10 @@ def plan_from_files(
     times = None if measured is None else read_times(measured)
     planned = prepare(settings, known)
     if routing is not None:
-        planned = replace(planned, values=planned.values | {"imbalance": _imbalance(routing, planned)})
-    facts = plan(planned, known) if times is None else _measured(times, planned)
+        planned = planned.assuming(imbalance=_imbalance(routing, planned))
+    facts = plan(planned) if times is None else _measured(times, planned)
     if study is not None:
-        facts["study"] = _against_quality(planned, known, times, study, metric)
+        facts["study"] = _against_quality(planned, times, study, metric)
         if figure is not None:
             plot_worth(facts["study"], figure)
     return facts
@@ -91,8 +90,8 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     rows = []
     for row in facts["sensitivity"]:
         if row["name"] == "slowdown" and times.slowdown is None:
-            ends = [replace(planned, values=planned.values | {"slowdown": end}) for end in row["range"]]
-            rows = [row | {"speed_up": [measured_times(times, one)["speed_up"] for one in ends]}]
+            ends = [measured_times(times, planned.assuming(slowdown=end)) for end in row["range"]]
+            rows = [row | {"speed_up": [end["speed_up"] for end in ends]}]
     return facts | {
         "times": found,
         "sensitivity": rows,
@@ -103,7 +102,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
 
 
 def _against_quality(
-    planned: Planned, links: LinkModel | None, times: Times | None, folder: Path, metric: str | None
+    planned: Planned, times: Times | None, folder: Path, metric: str | None
 ) -> list[dict[str, Any]]:
     """Return for each selection of a study what it brings and what it costs."""
     study = read_study(folder)
@@ -126,7 +125,7 @@ def _against_quality(
                     "metric": "KL" if chosen == "kl" else f"{chosen} lost",
                     "loss": loss,
                     "stderr": error,
-                    "speed_up": _speed_up(planned, links, times, point["layers"]),
+                    "speed_up": _speed_up(planned, times, point["layers"]),
                 }
             )
     if not rows:
@@ -134,8 +133,8 @@ def _against_quality(
     return rows
 
 
-def _speed_up(planned: Planned, links: LinkModel | None, times: Times | None, layers: Sequence[int]) -> float:
+def _speed_up(planned: Planned, times: Times | None, layers: Sequence[int]) -> float:
     found: Mapping[str, Any] = (
-        plan_times(planned, links, layers) if times is None else measured_times(times, planned, list(layers))
+        plan_times(planned, layers) if times is None else measured_times(times, planned, list(layers))
     )
     return float(found["speed_up"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fcsd.bench.gains import served_gains
-from fcsd.cost.windows import gain
+from fcsd.cost.times import gain
 
 SETTINGS: dict[str, Any] = {
     "comm": {},

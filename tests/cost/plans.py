@@ -23,7 +23,11 @@ def lite(tmp_path: Path) -> str:
 
 
 def with_values(one: Planned, **values: float) -> Planned:
-    return replace(one, values=one.values | values)
+    return one.assuming(**values)
+
+
+def with_links(one: Planned, links: LinkModel) -> Planned:
+    return replace(one, machine=replace(one.machine, links=links))
 
 
 def even_links(ranks: int, beta: float) -> LinkModel:

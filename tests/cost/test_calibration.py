@@ -2,8 +2,7 @@
 
 import pytest
 
-from fcsd.cost.calibration import calibration_flops, calibration_row
-from fcsd.cost.hardware import GPUS
+from fcsd.cost.calibration import calibration_flops
 
 
 def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:
@@ -24,5 +23,3 @@ def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:
         experts_per_token=3,
     )
     assert found == pytest.approx(10 * (6 * 100 + 2 * sums) + 2 * solved + 50 * 4 * 2, rel=1e-12)
-    row = calibration_row(2 * 66.9e12 * 3600, 10, GPUS["h100"], 4, (0.1, 0.25))
-    assert row["stage"] == "calibration" and row["hours"] == pytest.approx([2, 5])

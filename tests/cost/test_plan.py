@@ -15,9 +15,9 @@ from fcsd.cost.hardware import find_gpu
 from fcsd.cost.measured import ExchangeTime, Times, write_times
 from fcsd.cost.operations import WHOLE
 from fcsd.cost.plan import OVER_PREDICTION, memory, plan
-from fcsd.cost.plan_table import plan_table
-from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
+from fcsd.cost.table import plan_table
+from fcsd.cost.times import plan_times
 from fcsd.errors import UserError
 from fcsd.files import read_json
 from fcsd.network.links import write_links

@@ -11,9 +11,9 @@ from benchmarks.plan import planned as published
 from fcsd.connectivity import Connectivity
 from fcsd.cost.assumptions import ASSUMPTIONS
 from fcsd.cost.plan import plan
-from fcsd.cost.plan_times import plan_times
 from fcsd.cost.planned import Planned, PlanSettings, prepare
-from tests.cost.plans import EIGHT, even_links, lite, with_values
+from fcsd.cost.times import plan_times
+from tests.cost.plans import EIGHT, even_links, lite, with_links, with_values
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +148,13 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
     assert roofline.loss(lite.work) == pytest.approx(loss)
     experts = 26 * 64 * 3 * 2048 * 1408
     once = parameters / 8 * 32 / bandwidth
-    assert roofline.optimizer(lite.work) == pytest.approx(once)
+    assert roofline.optimizer(parameters / 8) == pytest.approx(once)
     others, head_only = parameters - experts, 102400 * 2048
     sent = [
         27 * 20e-6 + 7 / 8 * each / (450e9 * 0.85)
         for each in (2 * others, 2 * (others - head_only), 4 * others)
     ]
-    assert roofline.sharding(lite.work, 8) == pytest.approx(sent)
+    assert roofline.sharding(lite.work, 8, 8) == pytest.approx(sent)
     times = plan_times(lite)
     layers = sum(sum(roofline.steps(lite.work, layer, 8).values()) for layer in lite.work.layers)
     assert times["compute_s"] == pytest.approx(3 * (3 * layers + loss) + once)  # three micro-batches
@@ -288,7 +288,7 @@ def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
     one = with_values(published("DeepSeek-V3", V3, settings), latency_us=0)
     experts = 6 * 256 * 3 * 7168 * 2048
     others = one.work.num_parameters - experts
-    gather, again, reduce = one.roofline.sharding(one.work, 8)
+    gather, again, reduce = one.roofline.sharding(one.work, 16, 8)
     for seconds, width, kept in ((gather, 2, 0), (again, 2, 129280 * 7168), (reduce, 4, 0)):
         sent = width * experts / 8 / 2 + 15 / 16 * width * (others - kept) / 8
         assert seconds == pytest.approx(sent / (10e9 * 0.8))
@@ -327,7 +327,7 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
 
 
 def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
-    found = plan_times(v3, even_links(8, 1e-9))["exchange_s"]
+    found = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
     rows = 4096 * 8 / 8
     assert found["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
     assert found["dispatch"] == pytest.approx(2e-5 + (rows * (7168 * 2 + 4) + 256 * 8) * 1e-9)
@@ -337,7 +337,7 @@ def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
     """Links on which no dispatch is hidden, and every combine but the last."""
     links = even_links(8, 1e-11)
     slow = links.dispatch.model_copy(update={"beta_s_per_byte": [[1e-9] * 8] * 8})
-    times = plan_times(v3, links.model_copy(update={"dispatch": slow}))
+    times = plan_times(with_links(v3, links.model_copy(update={"dispatch": slow})))
     dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
     own = [row["dispatch_s"] for row in times["windows"]]
     assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])

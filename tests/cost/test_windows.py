@@ -4,12 +4,25 @@ from typing import Any
 
 import pytest
 
-from fcsd.cost.windows import equation_9, exposed, gain, layer_facts, serving_windows, windows
+from fcsd.cost.times import equation_9, exposed, gain, window
+from fcsd.overlap.schedule import beside, layer_facts, served_beside
 
 STEPS = {
     "attention a": 1.0, "attention b": 10.0, "router": 100.0, "experts": 1e3, "shared expert": 1e4, "arrive": 0.1,
     "mlp": 1e5,
 }  # fmt: skip
+
+
+def windows(facts: Any, seconds: Any) -> list[tuple[float, float]]:
+    return [(window(each["dispatch"], seconds), window(each["combine"], seconds)) for each in beside(facts)]
+
+
+def serving_windows(
+    rewired: Any, moe: Any, attention: str, mlp: str, seconds: Any
+) -> list[tuple[float, ...]]:
+    shared = ["shared expert" in each for each in seconds]
+    computed = served_beside(rewired, moe, attention, mlp, shared)
+    return [tuple(window(each, seconds) for each in layer) for layer in computed]
 
 
 def found(

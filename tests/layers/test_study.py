@@ -450,8 +450,8 @@ def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
     assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
     assert last["layers"] == [2, 3, 4] and last["sum_of_sensitivities"] == pytest.approx(0.9)
     assert last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
-    # Of 4 MoE layers: three dispatches each; combines 3 -> 4, and 2 -> 3, 3 -> 4.
-    assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (4, 5)
+    # Of 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
+    assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (5, 5)
     assert proposal["collectives"] == 8
     assert [row["rewired"] for row in plan["sensitivities"]] == [False, True, False, True, True]
     assert json.loads(json.dumps(plan)) == plan
@@ -540,14 +540,20 @@ def test_a_budget_out_of_range_is_refused(text: str) -> None:
     ("layers", "sides", "overlapped"),
     [
         ([1, 2, 3], ("partial", "outdated"), 5),
-        ([1, 3], ("partial", "outdated"), 2),  # alone: dispatch only
-        ([0, 1], ("partial", "outdated"), 1),  # the dense layer 0 has no collective
-        ([0, 1, 2, 3], ("full", "outdated"), 3),
+        ([1, 3], ("partial", "outdated"), 4),  # alone: both beside its own attention
+        ([0, 1], ("partial", "outdated"), 2),  # the dense layer 0 has no collective
+        ([0, 1, 2, 3], ("full", "outdated"), 6),  # none waits for another's combine
         ([0, 1, 2, 3], ("partial", "full"), 2),
     ],
 )
 def test_collectives_that_no_longer_block(layers: list[int], sides: tuple[str, str], overlapped: int) -> None:
     assert overlapped_collectives(layers, [1, 2, 3], *sides) == (overlapped, 6)
+
+
+def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_attention() -> None:
+    sides = ("partial", "outdated")
+    assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "olmoe") == (5, 6)
+    assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "flex_olmo") == (6, 6)
 
 
 def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused) -> None:
