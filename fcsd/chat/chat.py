@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fcsd.chat.terminal import GAP, ending, printable, side_by_side
+from fcsd.connectivity.checkpoint import find_folder
+from fcsd.connectivity.load import load_model
+from fcsd.distributed.launch import join_launch
 from fcsd.errors import UserError, one_line
+from fcsd.models.load import load_tokenizer, to_device
+from fcsd.models.positions import num_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,8 +79,6 @@ class Speaker:
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model's config says it takes."""
-        from fcsd.models.positions import num_positions
-
         return num_positions(self.model.config)
 
     def settings(self, greedy: bool) -> str:
@@ -104,11 +107,6 @@ def load_speaker(
     Raises:
         UserError: as `load_model`; no tokenizer; a tokenizer without chat template.
     """
-    from fcsd.connectivity import load_model
-    from fcsd.connectivity.checkpoint import find_folder
-    from fcsd.distributed.launch import join_launch
-    from fcsd.models.load import load_tokenizer, to_device
-
     folder = find_folder(path, revision)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:

@@ -3,8 +3,8 @@
 import os
 import sys
 import traceback
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 
 from fcsd import __version__
 from fcsd.cli import (
@@ -28,8 +28,17 @@ from fcsd.temporary import sweep_scratch
 with lazy_imports():
     from fcsd.config.strict import did_you_mean
 
-GROUPS = (checkpoints, recipes, planning, layers, evaluation, routing, network, benchmarks, publishing)
-COMMANDS: dict[str, Command] = {name: one for group in GROUPS for name, one in group.COMMANDS.items()}
+COMMANDS: dict[str, Command] = {
+    **checkpoints.COMMANDS,
+    **recipes.COMMANDS,
+    **planning.COMMANDS,
+    **layers.COMMANDS,
+    **evaluation.COMMANDS,
+    **routing.COMMANDS,
+    **network.COMMANDS,
+    **benchmarks.COMMANDS,
+    **publishing.COMMANDS,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no command '{command}'{did_you_mean(command, list(parser.commands))}")
     arguments = parser.parse_args(words)
     if arguments.command is None:
-        build_parser().print_help()
+        parser.print_help()
         return 2
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "15")  # seconds between the lines of a bar in a log file
@@ -50,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")  # its bars stand for all, those of libraries too
     try:
         sweep_scratch()  # of commands that were killed, also where this one needs no folder
-        run: Callable[[Namespace], int | None] = arguments.run
-        return run(arguments) or 0
+        arguments.run(arguments)
+        return 0
     except (UserError, ScorerError) as error:
         status = 2 if isinstance(error, UserError) else 1
         return _failed(f"fcsd {arguments.command}: error: {' '.join(str(error).split())}", status, error)

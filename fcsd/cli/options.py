@@ -27,7 +27,7 @@ class Command(NamedTuple):
 
     text: str
     options: Callable[[ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int | None]
+    run: Callable[[argparse.Namespace], object]
     more: str = ""
 
 

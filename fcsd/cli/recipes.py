@@ -74,28 +74,8 @@ def _estimate(arguments: Namespace) -> None:
     print_result(arguments, facts, estimate_table)
 
 
-def _pretrain(arguments: Namespace) -> None:
-    pretrain(_run(arguments))
-
-
-def _sweep(arguments: Namespace) -> None:
-    sweep(_run(arguments))
-
-
-def _distill(arguments: Namespace) -> None:
-    distill(_run(arguments), arguments.variant)
-
-
 def _cache_teacher(arguments: Namespace) -> None:
     print(cache_teacher(_run(arguments), arguments.variant, arguments.output, verify=arguments.verify))
-
-
-def _report(arguments: Namespace) -> None:
-    report(_run(arguments), as_json=arguments.json)
-
-
-def _run_all(arguments: Namespace) -> None:
-    run_all(_run(arguments), as_json=arguments.json)
 
 
 def _trace(arguments: Namespace) -> None:
@@ -218,19 +198,19 @@ COMMANDS = {
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
         recipe_arguments,
-        _pretrain,
+        lambda arguments: pretrain(_run(arguments)),
         SEVERAL.format("pretrain"),
     ),
     "sweep": Command(
         "Choose batch size, then learning rate, by training loss (paper 5.1).",
         _sweep_options,
-        _sweep,
+        lambda arguments: sweep(_run(arguments)),
         f"Leaves a ready recipe. {SEVERAL.format('sweep')}",
     ),
     "distill": Command(
         "Distil a FarSkip model from its original.",
         partial(_sweep_options, with_variant=True),
-        _distill,
+        lambda arguments: distill(_run(arguments), arguments.variant),
         f"{SEVERAL.format('distill')} Continues where it was cut off.",
     ),
     "cache-teacher": Command(
@@ -243,11 +223,15 @@ COMMANDS = {
         f" {SEVERAL.format('cache-teacher')}"
         " Continues where it was cut off; rows that are there are not computed again.",
     ),
-    "report": Command("Write the report of a run from what its stages left.", _report_options, _report),
+    "report": Command(
+        "Write the report of a run from what its stages left.",
+        _report_options,
+        lambda arguments: report(_run(arguments), as_json=arguments.json),
+    ),
     "run": Command(
         "All stages of a recipe in a row.",
         _run_options,
-        _run_all,
+        lambda arguments: run_all(_run(arguments), as_json=arguments.json),
         "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
         " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"
         " stages are not run again, one that was cut off goes on; a stage whose settings changed is refused with"

@@ -58,29 +58,27 @@ class OneOf:
             if self.key in value:
                 refuse_keys({self.key: f"Input should be {allowed}, got {value[self.key]!r}"})
             refuse_keys({self.key: f"is required: {allowed}"})
-        else:
-            if self.key in kind.model_fields:
-                value = {self.key: tag} | value
-            name = self.key if self.name is None else self.name
-            kind.check_keys(value, *self._others(kind, f"{name} {tag!r}" if name else str(tag)))
-            return kind.model_validate(value)
+        if self.key in kind.model_fields:
+            value = {self.key: tag} | value
+        name = self.key if self.name is None else self.name
+        which = f"{name} {tag!r}" if name else str(tag)
+        needs = dict.fromkeys(self._needed_by_some(), f" for {which}") if name else {}
+        kind.check_keys(value, self._foreign(kind, which), needs)
+        return kind.model_validate(value)
 
-    def _others(self, kind: type[Strict], which: str) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what is said of keys that others have and not `kind`, and of those that it alone needs."""
-        every = self.members.values()
-        needed_by_all = {key for key in kind.model_fields if all(one.requires(key) for one in every)}
+    def _foreign(self, kind: type[Strict], which: str) -> dict[str, str]:
+        """Return what is said of keys that other members have, and not `kind`."""
         tags = {
             key: [tag for tag, one in self.members.items() if key in one.model_fields]
-            for one in every
-            for key in one.model_fields.keys() - kind.model_fields.keys()
+            for other in self.members.values()
+            for key in other.model_fields.keys() - kind.model_fields.keys()
         }
-        foreign = {key: f"no meaning for {which}, only for {', '.join(found)}" for key, found in tags.items()}
-        needs = (
-            {}
-            if self.name == ""
-            else dict.fromkeys(kind.model_fields.keys() - needed_by_all, f" for {which}")
-        )
-        return foreign, needs
+        return {key: f"no meaning for {which}, only for {', '.join(found)}" for key, found in tags.items()}
+
+    def _needed_by_some(self) -> set[str]:
+        """Return the keys that not every member requires."""
+        every = self.members.values()
+        return {key for one in every for key in one.model_fields if not all(x.requires(key) for x in every)}
 
 
 def one_of(key: str, *kinds: type[Strict], default: str | None = None, name: str | None = None) -> OneOf:
