@@ -1,11 +1,12 @@
-"""Read files of one JSON value a line: samples, and data sets that `datasets` cannot read.
+"""Read files of one JSON value a line (samples, and data sets that `datasets` cannot read), and the texts of a line.
 
-Not covered: what a line must hold.
+Not covered: what else a line must hold.
 """
 
 import gzip
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,19 @@ def json_lines(path: Path, what: str = "valid JSON", advice: str = "") -> list[t
         except ValueError as error:
             raise UserError(f"{where}: not {what} ({error}){advice}") from None
     return values
+
+
+def texts_of(
+    line: Mapping[str, Any], where: str, keys: Mapping[str, bool], missing: str
+) -> tuple[str, list[str]]:
+    """Return the first of these keys that a line has, and its texts, at least one.
+
+    keys: key -> whether it holds a list of texts, or one. missing: what an error says of a line without any.
+    """
+    key = next((key for key in keys if key in line), None)
+    if key is None:
+        raise UserError(f"{where}: {missing}")
+    texts = line[key] if keys[key] else [line[key]]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: {key}: text is needed, got {type(line[key]).__name__}")
+    return key, texts

@@ -22,6 +22,7 @@ from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.code.generate import answer_of, extract_code
 from fcsd.evaluate.code.problems import Problem
 from fcsd.evaluate.code.scorer import Outcome, OutcomeClass, default_num_workers
+from fcsd.evaluate.lines import texts_of
 from fcsd.temporary import scratch_folder
 
 _EVALPLUS = {
@@ -60,14 +61,9 @@ def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) ->
 
 
 def _programs(sample: Mapping[str, Any], problem: Problem, where: str, thinking: bool) -> list[str]:
-    key = next((key for key in ("solution", "code_list", "completions", "completion") if key in sample), None)
-    if key is None:
-        raise UserError(
-            f"{where}: no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
-        )
-    texts = sample[key] if key in ("completions", "code_list") else [sample[key]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where}: {key}: text is needed, got {type(sample[key]).__name__}")
+    keys = {"solution": False, "code_list": True, "completions": True, "completion": False}
+    missing = "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
+    key, texts = texts_of(sample, where, keys, missing)
     if key in ("solution", "code_list"):
         return texts
     if thinking:

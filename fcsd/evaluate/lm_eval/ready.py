@@ -15,6 +15,7 @@ from lm_eval.models.utils import postprocess_generated_text
 
 from fcsd.config.suite import LMEvalTaskConfig
 from fcsd.errors import UserError
+from fcsd.evaluate.lines import texts_of
 from fcsd.evaluate.lm_eval.tasks import run_task
 
 Lines = Sequence[tuple[str, Mapping[str, Any]]]  # where a line of the file is, and what it holds
@@ -168,7 +169,9 @@ def _by_document(
         if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):
             name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
             raise UserError(f"{where}: {name!r} is no document of {row.task}")
-        answers.setdefault(item, []).extend(_texts(line, where))
+        missing = "no 'completion' (an answer) and no 'completions' (several)"
+        _, texts = texts_of(line, where, {"completions": True, "completion": False}, missing)
+        answers.setdefault(item, []).extend(texts)
         told.setdefault(item, (where, line))
     if not answers:
         raise UserError(f"task {row.task}: the file holds no answer to it")
@@ -189,13 +192,3 @@ def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
         for sample in run_task(Ready({}), row, tasks, None)
         for key in ("doc_hash", "prompt_hash")
     }
-
-
-def _texts(line: Mapping[str, Any], where: str) -> list[str]:
-    key = next((key for key in ("completions", "completion") if key in line), None)
-    if key is None:
-        raise UserError(f"{where}: no 'completion' (an answer) and no 'completions' (several)")
-    texts = line[key] if key == "completions" else [line[key]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where}: {key}: text is needed, got {type(line[key]).__name__}")
-    return texts
