@@ -19,6 +19,7 @@ from fcsd.config.model import ConnectivityConfig, ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import KLObjectiveConfig, ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.connectivity.spec import connectivity_of
 from fcsd.distill.arguments import accumulation_steps
 from fcsd.distill.python_words import OBJECTIVES, python_words, with_known_names
 from fcsd.distill.schedule import ScheduledArguments
@@ -262,13 +263,7 @@ class FCSDConfig(ScheduledArguments):
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""
-        if self.layers is None:
-            if (self.attention, self.mlp) != (type(self).attention, type(self).mlp):
-                raise UserError(
-                    "FCSDConfig: attention and mlp are sides of the layers to rewire; give layers, too"
-                )
-            return None
-        return Connectivity(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
+        return connectivity_of(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
         """Return how a model given by its path is loaded."""
