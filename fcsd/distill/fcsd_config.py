@@ -157,8 +157,8 @@ class FCSDConfig(ScheduledArguments):
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 
     objective: str = _key(KLObjectiveConfig, "name", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
-    temperature: float | None = _argument(None, "Of both softmaxes; 1.")
-    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture; 0.5.")
+    temperature: float | None = _argument(None, "Of both softmaxes.")
+    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture.")
     clip: float | None = _argument(None, "Nats above which a token has no gradient.")
     l2_coefficient: float | None = _argument(None, "Of the hidden-state distance, for kl+l2.")
     l2_relative: bool | None = _argument(None, "Distance over the teacher's square.")
