@@ -11,6 +11,7 @@ from fcsd.connectivity import Connectivity, Selection
 from fcsd.connectivity.convert import convert_model, unconvert_model
 from fcsd.connectivity.export import convert_checkpoint as convert_folder
 from fcsd.connectivity.load import load_model
+from fcsd.connectivity.spec import connectivity_of
 from fcsd.errors import UserError
 from fcsd.families import family_of, moe_mask
 from fcsd.models.load import find_model, load_tokenizer
@@ -22,21 +23,6 @@ if TYPE_CHECKING:
 Model = TypeVar("Model")
 Attention = Literal["partial", "full"]
 Mlp = Literal["outdated", "full"]
-
-
-def connectivity_of(
-    layers: Selection | Connectivity, attention: Attention = "partial", mlp: Mlp = "outdated"
-) -> Connectivity:
-    """Return the connectivity that a selection and two sides, or a `Connectivity`, say.
-
-    Raises:
-        UserError: a `Connectivity` with sides beside it; what `Connectivity` refuses.
-    """
-    if not isinstance(layers, Connectivity):
-        return Connectivity(layers, attention, mlp)
-    if (attention, mlp) != ("partial", "outdated"):
-        raise UserError("attention, mlp: are sides of the Connectivity that is given; set them there")
-    return layers
 
 
 def convert(
@@ -60,7 +46,7 @@ def convert(
         UserError: unsupported family or class, a dense model, a selection that the model does not have, a model that is
             converted with this connectivity already.
     """
-    connectivity = connectivity_of(layers, attention, mlp)
+    connectivity: Any = connectivity_of(layers, attention, mlp)
     own = getattr(getattr(model, "config", None), "farskip", None)
     if own is not None:
         config: Any = model.config  # type: ignore[attr-defined]
@@ -211,9 +197,7 @@ def load(
         raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")
     found = find_model(ModelConfig(path=str(path), revision=revision))
     tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
-    wanted = None if layers is None else connectivity_of(layers, attention, mlp)
-    if layers is None and (attention, mlp) != ("partial", "outdated"):
-        raise UserError("attention, mlp: are sides of the layers to convert; give layers, too")
+    wanted = connectivity_of(layers, attention, mlp)
     model = load_model(
         found.folder,
         connectivity=wanted,

@@ -106,6 +106,23 @@ class Connectivity:
         return Connectivity(layers, field["attention"], field["mlp"])
 
 
+def connectivity_of(layers: Selection | Connectivity | None, attention: Any, mlp: Any) -> Connectivity | None:
+    """Return the connectivity that a selection and two sides, or a `Connectivity`, say; of None none.
+
+    Raises:
+        UserError: sides without layers, or beside a `Connectivity`; what `Connectivity` refuses.
+    """
+    if layers is not None and not isinstance(layers, Connectivity):
+        return Connectivity(layers, attention, mlp)
+    if (attention, mlp) != (Connectivity.attention, Connectivity.mlp):
+        raise UserError(
+            "attention, mlp: are sides of the layers to rewire; give layers, too"
+            if layers is None
+            else "attention, mlp: are sides of the Connectivity that is given; set them there"
+        )
+    return layers
+
+
 def parse_selection(value: Any) -> Selection:
     """Return a selection in its normal form, from a value (recipe, Python) or from text (command line).
 

@@ -81,7 +81,7 @@ def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
     )
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
+def trained_and_all(model: nn.Module) -> tuple[int, int]:
     """Return (trained, all) parameters of a model, over all ranks that share it."""
     counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(number for number, trained in counts if trained), sum(number for number, _ in counts)

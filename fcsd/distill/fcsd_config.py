@@ -19,6 +19,7 @@ from fcsd.config.model import ConnectivityConfig, ModelConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.config.training import KLObjectiveConfig, ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity import Connectivity
+from fcsd.connectivity.spec import connectivity_of
 from fcsd.distill.arguments import accumulation_steps
 from fcsd.distill.python_words import OBJECTIVES, python_words, with_known_names
 from fcsd.distill.schedule import ScheduledArguments
@@ -156,8 +157,8 @@ class FCSDConfig(ScheduledArguments):
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 
     objective: str = _key(KLObjectiveConfig, "name", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
-    temperature: float | None = _argument(None, "Of both softmaxes; 1.")
-    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture; 0.5.")
+    temperature: float | None = _argument(None, "Of both softmaxes.")
+    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture.")
     clip: float | None = _argument(None, "Nats above which a token has no gradient.")
     l2_coefficient: float | None = _argument(None, "Of the hidden-state distance, for kl+l2.")
     l2_relative: bool | None = _argument(None, "Distance over the teacher's square.")
@@ -262,13 +263,7 @@ class FCSDConfig(ScheduledArguments):
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""
-        if self.layers is None:
-            if (self.attention, self.mlp) != (type(self).attention, type(self).mlp):
-                raise UserError(
-                    "FCSDConfig: attention and mlp are sides of the layers to rewire; give layers, too"
-                )
-            return None
-        return Connectivity(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
+        return connectivity_of(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
         """Return how a model given by its path is loaded."""

@@ -31,7 +31,7 @@ from fcsd.distill.optimizer import refuse_factored_states
 from fcsd.distill.out_of_memory import explain_oom
 from fcsd.distill.prepare import (
     Ready,
-    check_vocabulary,
+    check_vocabularies,
     collator,
     place_teacher,
     prepare_student,
@@ -127,7 +127,7 @@ class FCSDTrainer(DistillTrainer):
                 processing_class = ready.tokenizer
             student = ready.student
             compared = place_teacher(ready.teacher, launch)
-            check_vocabulary(student, compared, ready.tokenizer, objective)
+            check_vocabularies(student, compared, ready.tokenizer, objective)
             self.save_dtype = student.dtype
             if not launch.engine.shards_when_placed and not has_adapters(student):
                 to_dtype(student, dtype_of(args.dtype))
@@ -234,7 +234,7 @@ class FCSDTrainer(DistillTrainer):
             return None
         args = self.args
         needed = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.launch.ranks.size
-        return whole_steps(rows, needed, args.max_length, "data set train_dataset")
+        return whole_steps(rows, needed, args.max_length)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""

@@ -19,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
 from fcsd.distill.interrupt import Signals
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
+from fcsd.distributed.shard import own_part
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_text
 
@@ -97,9 +98,7 @@ class GuardedSteps:
         """Tell whether all weights of all ranks are finite; each looks at its own shards."""
         finite = True
         for weight in self.trainer.model.parameters():
-            held = getattr(weight, "ds_tensor", weight)  # ZeRO-3's and FSDP's share of this rank
-            held = held.to_local() if hasattr(held, "to_local") else held
-            finite = finite and bool(torch.isfinite(held.detach()).all())
+            finite = finite and bool(torch.isfinite(own_part(weight).detach()).all())
         return all(
             row[0] == 1 for row in self._of_all_ranks(self.trainer._tr_loss.new_tensor([float(finite)]))
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fcsd.config.training import TrainConfig
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
+from fcsd.distributed.shard import own_part
 from fcsd.errors import UserError, is_out_of_memory
 from fcsd.text import size
 
@@ -66,9 +67,8 @@ def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
 
 
 def _local_bytes(parameter: Any) -> int:
-    """Count the bytes of this rank's shard: FSDP2's are DTensors, ZeRO-3 keeps it beside an empty parameter."""
-    local: Any = getattr(parameter, "ds_tensor", parameter)
-    local = local.to_local() if hasattr(local, "to_local") else local
+    """Count the bytes of this rank's shard."""
+    local = own_part(parameter)
     return local.numel() * local.element_size() if isinstance(local, Tensor) else 0
 
 

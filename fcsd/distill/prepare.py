@@ -82,7 +82,7 @@ def collator(arguments: TrainingArguments, teacher: Teacher | None, rows: Any) -
     return Collator(ahead)
 
 
-def check_vocabulary(
+def check_vocabularies(
     student: PreTrainedModel,
     teacher: Teacher | None,
     tokenizer: PreTrainedTokenizerBase,

@@ -28,7 +28,7 @@ from fcsd.distill.arguments import TrainingRun, check_reporters
 from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
 from fcsd.distill.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
-from fcsd.distill.disk import check_disk, count_parameters, disk_need
+from fcsd.distill.disk import check_disk, disk_need, trained_and_all
 from fcsd.distill.export import write_model
 from fcsd.distill.fcsd_config import FCSDConfig
 from fcsd.distill.fcsd_trainer import FCSDTrainer
@@ -130,7 +130,7 @@ def _arguments(run: TrainingRun) -> FCSDConfig:
 
 
 def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
-    num_trained, num_parameters = count_parameters(run.student)
+    num_trained, num_parameters = trained_and_all(run.student)
     need = disk_need(
         run.train,
         num_trained=num_trained,
@@ -187,21 +187,23 @@ def _not_scored(trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure) -
         return cause
     if not isinstance(cause, UserError | ScorerError) and trainer.is_world_process_zero():
         traceback.print_exception(cause)
-    kept = checkpoints(run.folder / "checkpoints")
     return UserError(
         f"early stopping: no score at step {step}: {cause}; the training is not lost: run the same command again, and"
-        f" it goes on with this score from {kept[-1] if kept else 'the beginning, no checkpoint was written'}"
+        f" it goes on with this score from {_last_kept(run)}"
     )
 
 
 def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
-    kept = checkpoints(run.folder / "checkpoints")
     return Interrupted(
         f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step {trainer.state.global_step} of"
-        f" {trainer.state.max_steps}; run the same command again to go on from"
-        f" {kept[-1] if kept else 'the beginning, no checkpoint was written'}",
+        f" {trainer.state.max_steps}; run the same command again to go on from {_last_kept(run)}",
         trainer.guarded.interrupted_by,
     )
+
+
+def _last_kept(run: TrainingRun) -> str:
+    kept = checkpoints(run.folder / "checkpoints")
+    return str(kept[-1]) if kept else "the beginning, no checkpoint was written"
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:

@@ -38,7 +38,7 @@ _SCHEDULE = "scheduler.pt"
 
 
 class DistillTrainer(Trainer):
-    """Minimises an `Objective` over packed rows, while a `Guard` decides on every step.
+    """Minimises an `Objective` over packed rows, while a `Guard` decides on every step: what `FCSDTrainer` stands on.
 
     The model must carry a loss head (`fcsd.losses.head.attach_loss_head`). `teacher` is needed for the objectives
     that compare with one. `settings` say what moves the weights, beyond what `args` can say.
@@ -326,9 +326,6 @@ class DistillTrainer(Trainer):
     # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
     # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are. Under
     # FSDP and DeepSpeed it writes formats that only the same engine reads.
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Nothing: weights and optimiser are written together."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks)

@@ -34,6 +34,12 @@ from fcsd.families import family_of
 from fcsd.families.structure import head_and_body
 
 
+def own_part(parameter: Any) -> Any:
+    """Return this rank's shard of a parameter: FSDP2's is in a DTensor, ZeRO-3's beside an empty parameter."""
+    local = getattr(parameter, "ds_tensor", parameter)
+    return local.to_local() if hasattr(local, "to_local") else local
+
+
 def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> None:
     """Leave on every rank its part of a model that is to be trained. It carries its loss head already.
 
