@@ -18,9 +18,6 @@ from fcsd.cost.training import Training, distillation, only_pretrains, pretraini
 from fcsd.distill.disk import disk_need
 from fcsd.families import expert_counts
 
-ALL_EXPERTS = 1.5
-"""Times the active parameters above which a forward pass runs experts that were not chosen."""
-
 
 def estimate(
     recipe: Recipe, hardware: Hardware | None = None, *, variant: str | None = None, pretrain: bool = False
@@ -248,7 +245,7 @@ def _totals(
 
 
 def _assumptions(job: Job) -> Iterator[str]:
-    training, setting, hardware, trace = job.training, job.setting, job.hardware, job.trace
+    training, setting, hardware = job.training, job.setting, job.hardware
     if hardware.mfu is None:
         shares = ", ".join(
             f"{one.what.removeprefix('share of the peak, ')} {one.value:.0%} ({one.low:.0%} to {one.high:.0%})"
@@ -271,13 +268,10 @@ def _assumptions(job: Job) -> Iterator[str]:
         yield f"between nodes {job.machine.nic_gb_s:g} GB/s a GPU"
     if training.attention not in (None, "eager", "sdpa"):
         yield f"attention as with sdpa; {training.attention} keeps less"
-    matmuls = sum(trace.flops["activations"].values()) - trace.attention_flops
-    each = matmuls / job.tokens
-    if training.num_active is not None and each > 2 * ALL_EXPERTS * training.num_active:
+    if job.work.runs_all and hardware.expert_parallel == 1:
         yield (
-            f"transformers' code of this family runs far more than the {training.num_active:,} parameters that a"
-            f" token uses, {each / 2 / training.num_active:.1f} times as many: it runs experts on tokens that did not"
-            " choose them"
+            f"transformers' code of this family runs all {job.work.num_experts} experts on every token, which chooses"
+            f" {job.work.experts_per_token}: it runs experts on tokens that did not choose them"
         )
     if training.lora is not None and hardware.sharding != "none":
         yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"

@@ -20,7 +20,7 @@ from fcsd.config.model import ConnectivityConfig
 from fcsd.config.strict import Strict, validate
 from fcsd.connectivity.spec import resolve_layers
 from fcsd.cost.planned import Planned
-from fcsd.cost.times import gain, plan_times
+from fcsd.cost.times import gain, plan_times, summary
 from fcsd.errors import UserError
 from fcsd.files import read_json, write_json
 from fcsd.overlap.schedule import beside
@@ -136,15 +136,7 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
         for kind in ("dispatch", "combine")
         if (found := [each.seconds for each in forward if each.kind == kind])
     }
-    return {
-        "regular_s": times.step_s,
-        "overlapped_s": times.step_s - hidden * (1 - slowdown),
-        "speed_up": times.step_s / (times.step_s - hidden * (1 - slowdown)),
-        "compute_s": times.step_s - sent,
-        "communication_s": sent,
-        "overlapped_communication_s": sent,
-        "exposed_s": sent - hidden,
-        "communication_share": sent / times.step_s,
+    return summary(times.step_s - sent, sent, sent - hidden, slowdown) | {
         "overlap": {name: done / total for name, (done, total) in shares.items() if total},
         "exchange_s": mean,
         "windows": [

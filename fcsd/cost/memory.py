@@ -67,47 +67,12 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
     zero3: with autocast weights in bfloat16; gradients, master weights and moments in float32; DeepSpeed's buffers.
     In both the teacher is sharded but for its head. freeze: estimate frozen embeddings and head from a trace without.
     """
-    size = setting.student_dtype.itemsize
     trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
-    peak = dict(trace.peak)
-    ranks = layout.num_gpus if layout.sharding == "none" else layout.num_shards
     if layout.sharding == "none":
-        gradients = min(peak.get("gradients", 0), trained * size)
-        parts = {
-            "student weights": peak["student"],
-            "gradients": gradients,
-            "optimizer states": 0 if layout.offload else 2 * trained * size,
-            "averaged weights": 4 * trained if layout.averages else 0,
-            "teacher weights": peak.get("teacher", 0),
-            "DDP buckets": trained * size if ranks > 1 else 0,
-        }
-        moving = {kind: n for kind, n in peak.items() if kind not in PERSISTENT}
+        parts = _whole_parts(trace, setting, layout, trained)
+        moving = {kind: n for kind, n in trace.peak.items() if kind not in PERSISTENT}
     else:
-        computed = compute_dtype(setting).itemsize
-        total, mixed = trace.num_parameters, computed < size
-        master = 4 * trained if layout.sharding == "zero3" and mixed else 0
-        weights = total * (computed if layout.sharding == "zero3" else size)
-        if layout.sharding == "zero3":
-            gathered = computed * min(ZERO3_LIVE_PARAMETERS, total)
-            reduced = computed * ZERO3_BUCKET
-        else:
-            # The head alone while the loss is computed; then, when the loss's tiles are gone, a layer's backward pass.
-            reduced = 0
-            in_backward = computed * (trace.head + 2 * trace.largest_layer)
-            in_backward += (computed + size) * max(trace.largest_layer, trace.head)
-            gathered = max(computed * trace.head, in_backward - trace.transient.get("loss", 0))
-        teacher = peak.get("teacher", 0)
-        head = min(teacher, trace.head * setting.teacher_dtype.itemsize)
-        parts = {
-            "student weights": weights // ranks,
-            "master weights": 0 if layout.offload else master // ranks,
-            "gradients": size * trained // ranks,
-            "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
-            "teacher weights": (teacher - head) // ranks,
-            "teacher head": head,
-            "gathered weights": gathered if ranks > 1 else 0,
-            "gradients being reduced": reduced if ranks > 1 and trained else 0,
-        }
+        parts = _sharded_parts(trace, setting, layout, trained)
         moving = dict(trace.transient)
     if setting.has_teacher:
         each = trace.hidden_size * setting.teacher_dtype.itemsize
@@ -124,3 +89,43 @@ def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool
     parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}
+
+
+def _whole_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -> dict[str, int]:
+    size, peak = setting.student_dtype.itemsize, trace.peak
+    return {
+        "student weights": peak["student"],
+        "gradients": min(peak.get("gradients", 0), trained * size),
+        "optimizer states": 0 if layout.offload else 2 * trained * size,
+        "averaged weights": 4 * trained if layout.averages else 0,
+        "teacher weights": peak.get("teacher", 0),
+        "DDP buckets": trained * size if layout.num_gpus > 1 else 0,
+    }
+
+
+def _sharded_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -> dict[str, int]:
+    size, ranks = setting.student_dtype.itemsize, layout.num_shards
+    computed, total = compute_dtype(setting).itemsize, trace.num_parameters
+    zero3 = layout.sharding == "zero3"
+    master = 4 * trained if zero3 and computed < size else 0
+    if zero3:
+        gathered = computed * min(ZERO3_LIVE_PARAMETERS, total)
+        reduced = computed * ZERO3_BUCKET
+    else:
+        # The head alone while the loss is computed; then, when the loss's tiles are gone, a layer's backward pass.
+        reduced = 0
+        in_backward = computed * (trace.head + 2 * trace.largest_layer)
+        in_backward += (computed + size) * max(trace.largest_layer, trace.head)
+        gathered = max(computed * trace.head, in_backward - trace.transient.get("loss", 0))
+    teacher = trace.peak.get("teacher", 0)
+    head = min(teacher, trace.head * setting.teacher_dtype.itemsize)
+    return {
+        "student weights": total * (computed if zero3 else size) // ranks,
+        "master weights": 0 if layout.offload else master // ranks,
+        "gradients": size * trained // ranks,
+        "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
+        "teacher weights": (teacher - head) // ranks,
+        "teacher head": head,
+        "gathered weights": gathered if ranks > 1 else 0,
+        "gradients being reduced": reduced if ranks > 1 and trained else 0,
+    }

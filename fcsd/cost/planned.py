@@ -232,10 +232,6 @@ def _training(settings: PlanSettings, config: Mapping[str, Any], where: str, spe
         objective=CrossEntropyObjectiveConfig(name="ce"),
         train=train,
         max_length=settings.length,
-        teacher_dtype=torch.bfloat16,
-        attention=None,
-        num_active=None,
-        left_dtype=torch.bfloat16,
     )
 
 

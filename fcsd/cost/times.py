@@ -133,7 +133,7 @@ def step_time(
     hidden = [total_each - each for each in left.values()]
     sharding = [_sharding(step, forward, teacher, each) for each in ([0.0, 0.0], hidden)]
     first = moe[len(moe) // 2]  # one in the middle stands for all
-    return _summary(compute, communication, remaining, roofline.values["slowdown"], sharding=sharding) | {
+    return summary(compute, communication, remaining, roofline.values["slowdown"], sharding=sharding) | {
         "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in left.items()},
         "exchange_s": {"dispatch": dispatch, "combine": combine},
         "outside_layers_s": once + step.micro_batches * step.loss_s,
@@ -200,7 +200,7 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
     # What only an exchange brings there is nothing to sum up of.
     compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
-    return _summary(compute, communication, remaining, roofline.values["slowdown"], sent=sent) | {
+    return summary(compute, communication, remaining, roofline.values["slowdown"], sent=sent) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": each},
         "windows": [{"layer": k, "attention_s": found[k][0], "routed_s": found[k][1]} for k in moe],
@@ -208,7 +208,7 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
     }
 
 
-def _summary(
+def summary(
     compute: float,
     communication: float,
     remaining: float,

@@ -69,14 +69,12 @@ class Trace:
 
     peak: kind -> bytes at the moment at which most live; transient: the same at the moment at which most live beside
     `PERSISTENT`, without those. flops: phase -> dtype -> operations of one micro-batch. num_pairs: layers that are
-    given the pair (o, o - routed), whose checkpointed input is twice as large. attention_flops: of the fused
-    attention in the student's forward pass, part of `flops`. Other numbers are of parameters.
+    given the pair (o, o - routed), whose checkpointed input is twice as large. Other numbers are of parameters.
     """
 
     peak: dict[str, int]
     transient: dict[str, int]
     flops: dict[str, dict[str, int]]
-    attention_flops: int
     num_trainable: int
     num_parameters: int
     largest_layer: int
@@ -132,12 +130,7 @@ def trace_step(
                 give_fake_storage(teacher)
                 head = output_head(teacher)
             elif setting.has_teacher and setting.teacher == "cache":
-                head = nn.Linear(
-                    head.in_features,
-                    head.out_features,
-                    bias=head.bias is not None,
-                    dtype=setting.teacher_dtype,
-                ).requires_grad_(False)
+                head = _head_like(head, setting.teacher_dtype)
         trainable = [p for p in student.parameters() if p.requires_grad]
         with tracker.making("optimizer"):
             moments = [torch.empty_like(p) for p in trainable for _ in range(2)]
@@ -189,6 +182,11 @@ def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
     return teacher
 
 
+def _head_like(head: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    made = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, dtype=dtype)
+    return made.requires_grad_(False)
+
+
 def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
     """Put together what the tracker has counted, and what of the student's size the estimate needs."""
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]
@@ -201,7 +199,6 @@ def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
         peak={kind: n for kind, n in tracker.peak.items() if n},
         transient={kind: n for kind, n in tracker.transient.items() if n},
         flops={kind: dict(counts) for kind, counts in tracker.flops.items()},
-        attention_flops=tracker.attention_flops["activations"],
         num_trainable=sum(p.numel() for p in student.parameters() if p.requires_grad),
         num_parameters=total,
         largest_layer=max(sizes),

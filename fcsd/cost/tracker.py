@@ -44,7 +44,6 @@ class Tracker(TorchDispatchMode):
         self.peak: dict[str, int] = {}
         self.transient: dict[str, int] = {}
         self.flops: dict[str, Counter[str]] = {}
-        self.attention_flops: Counter[str] = Counter()
         self._peak = self._transient = 0
 
     @contextlib.contextmanager
@@ -87,7 +86,6 @@ class Tracker(TorchDispatchMode):
         k_shape, v_shape = ((*t.shape[:1], q.shape[1], *t.shape[2:]) for t in (k, v))
         if gradient is None:
             number = int(sdpa_flop_count(q.shape, k_shape, v_shape))
-            self.attention_flops[self.kind] += number
         else:
             number = int(sdpa_backward_flop_count(gradient.shape, q.shape, k_shape, v_shape))
         self.add_flops(q.dtype, number)
@@ -100,10 +98,7 @@ class Tracker(TorchDispatchMode):
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            number = int(count(*args, **(kwargs or {}), out_val=out))
-            self.add_flops(dtype, number)
-            if count is _attention:
-                self.attention_flops[self.kind] += number
+            self.add_flops(dtype, int(count(*args, **(kwargs or {}), out_val=out)))
         return out
 
     def _track(self, storage: Any) -> None:

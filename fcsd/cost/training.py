@@ -40,10 +40,10 @@ class Training:
     objective: ObjectiveConfig
     train: TrainConfig
     max_length: int
-    teacher_dtype: torch.dtype
-    attention: str | None
-    num_active: int | None
-    left_dtype: torch.dtype  # of the checkpoint that the training leaves
+    teacher_dtype: torch.dtype = torch.bfloat16
+    attention: str | None = None
+    num_active: int | None = None
+    left_dtype: torch.dtype = torch.bfloat16  # of the checkpoint that the training leaves
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
@@ -108,9 +108,6 @@ def pretraining(recipe: Recipe) -> Training:
         objective=CrossEntropyObjectiveConfig(name="ce"),
         train=plan.train,
         max_length=plan.data.max_length,
-        teacher_dtype=torch.float32,
-        attention=None,
-        num_active=None,
         left_dtype=dtype_of(plan.train.dtype),
         streams=any(source.streaming for source in plan.data.train),
     )
