@@ -108,7 +108,7 @@ def layer_facts(
         rewired[k] and moe[k] and k < last and rewired[k + 1] and attention == "partial" and not inside
         for k in range(len(rewired))
     ]
-    cuts = ["core"] * len(rewired) if splits is None else list(splits)
+    cuts: list[Split] = ["core"] * len(rewired) if splits is None else list(splits)
     return [
         LayerFacts(moe[k], k > 0 and carry[k - 1], carry[k], mlp == "outdated", cuts[k])
         if rewired[k]
