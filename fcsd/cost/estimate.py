@@ -254,10 +254,11 @@ def _assumptions(job: Job) -> Iterator[str]:
         yield f"of the published peak: {shares}; all else in fcsd/cost/assumptions.py"
     else:
         yield f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak is reached by every matmul"
-    yield (
-        "half of the computation (none to all) hides weights that are gathered and gradients that are reduced;"
-        " exchanges between ranks that share the experts are not hidden: `fcsd plan` says what overlap brings"
-    )
+    if hardware.num_gpus > 1:
+        yield (
+            "half of the computation (none to all) hides weights that are gathered and gradients that are reduced;"
+            " exchanges between ranks that share the experts are not hidden: `fcsd plan` says what overlap brings"
+        )
     yield "every token carries loss, attention is computed for all pairs of a row, tokens spread evenly over experts"
     yield (
         f"{FRAGMENTATION:.0%} of what comes and goes is lost to fragmentation, the context of the GPU takes"

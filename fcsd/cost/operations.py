@@ -86,7 +86,10 @@ class ModelWork:
     @property
     def runs_all(self) -> bool:
         """The family's own code runs every expert on every token; ranks that share them run those that one chose."""
-        return any(layer.experts_run > 1.01 * layer.work("experts").flops for layer in self.layers)
+        rows = self.experts_per_token * self.tokens / self.num_experts
+        return any(
+            layer.experts_run > 1.01 * 2 * rows * layer.work("experts").weights for layer in self.layers
+        )
 
     @property
     def moe(self) -> list[bool]:

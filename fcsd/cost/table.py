@@ -126,7 +126,7 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
     parts = {
         "compute": time["compute_s"],
         "exchanges of experts": time["exchanges_s"],
-        "weights and gradients sent beside none of it": time["sharding_s"],
+        "weights and gradients that nothing hides": time["sharding_s"],
     }
     lines = [
         f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {step} s, {rate} tokens/s",
