@@ -1,6 +1,7 @@
 """A transformers release that adds or changes a family is noticed here."""
 
 import json
+from pathlib import Path
 
 import pytest
 import transformers
