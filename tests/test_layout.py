@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fcsd"
 
 # Each room imports only from rooms above it in this list.
 ORDER = [
-    ["errors", "stats", "temporary", "text"],
+    ["errors", "hooks", "stats", "temporary", "text"],
     ["files", "families"],
     ["artifact", "connectivity"],
     ["config", "inspect", "overlap"],
@@ -175,4 +175,14 @@ def test_no_function_is_longer_than_eighty_lines() -> None:
 
 def test_only_these_modules_lie_beside_the_rooms() -> None:
     beside = {path.stem for path in PACKAGE.glob("*.py")}
-    assert beside == {"__init__", "__main__", "errors", "files", "stats", "temporary", "text", "artifact"}
+    assert beside == {
+        "__init__",
+        "__main__",
+        "errors",
+        "files",
+        "hooks",
+        "stats",
+        "temporary",
+        "text",
+        "artifact",
+    }

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.follow import Place
+from fcsd.calibration.roles import Place
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fcsd.calibration.fold import fold
-from fcsd.calibration.follow import Place
+from fcsd.calibration.roles import Place
 from fcsd.calibration.state import State
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.walk import walk

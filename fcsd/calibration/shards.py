@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fcsd.calibration.fold import fold
-from fcsd.calibration.follow import Place
+from fcsd.calibration.roles import Place
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.connectivity import rewire
 from fcsd.connectivity.checkpoint import Checkpoint
