@@ -18,8 +18,7 @@ ORDER = [
     ["config", "inspect", "overlap"],
     ["distributed"],
     ["models", "data", "tiny", "network"],
-    ["routing"],
-    ["losses"],
+    ["routing", "losses"],
     ["distill", "evaluate", "calibration"],  # side by side: none knows of another
     ["layers", "cost", "chat"],
     ["bench"],

@@ -10,7 +10,7 @@ from fcsd.calibration.roles import Place
 
 
 @torch.no_grad()
-def fold(
+def fold_map(
     layer: nn.Module,
     places: Iterable[Place],
     found: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.calibration.fold import fold
+from fcsd.calibration.fold import fold_map
 from fcsd.calibration.roles import Place
 from fcsd.calibration.state import State
 from fcsd.calibration.steps import Steps, Stream
@@ -48,7 +48,7 @@ class InMemory:
     def fold(
         self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
     ) -> None:
-        fold(self.student.layers[index], places, found, side, expert)
+        fold_map(self.student.layers[index], places, found, side, expert)
 
 
 def calibrate_model(

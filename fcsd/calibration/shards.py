@@ -10,7 +10,6 @@ Not covered: quantised checkpoints, whose tensors the quantisation method names.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from fcsd.calibration.fold import fold
+from fcsd.calibration.fold import fold_map
 from fcsd.calibration.roles import Place
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.connectivity import rewire
@@ -30,6 +29,7 @@ from fcsd.connectivity.load import config_and_class
 from fcsd.connectivity.spec import Connectivity
 from fcsd.data.batches import Batch
 from fcsd.families.structure import output_head
+from fcsd.files import safetensors_header
 
 
 class Layerwise:
@@ -49,7 +49,9 @@ class Layerwise:
         head = f"{names[output_head(self.model)]}."
         outside = (name for name in self.model.state_dict() if not name.startswith((f"{self.stack}.", head)))
         self.files = {
-            name: file for file in checkpoint.weight_files for name in _header(checkpoint.folder / file)[0]
+            name: file
+            for file in checkpoint.weight_files
+            for name in safetensors_header(checkpoint.folder / file)[0]
         }
         self._dtypes: dict[str, torch.dtype] = {}
         self._load(outside)
@@ -79,7 +81,7 @@ class Layerwise:
     ) -> None:
         """Fold a map, and round the weights to what their files hold."""
         layer = self.teacher_layer(index)
-        fold(layer, places, found, side, expert)
+        fold_map(layer, places, found, side, expert)
         for name, _ in places:
             weight = layer.get_parameter(name).data
             weight = weight if expert is None else weight[expert]
@@ -174,15 +176,6 @@ class Layerwise:
         return found
 
 
-def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return what a safetensors file says of its tensors, and where their bytes begin."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    header.pop("__metadata__", None)
-    return header, 8 + size
-
-
 def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
     """Give `folder` copies of its own of weight files that are links to the source's; what is one already stays."""
     for name in files:
@@ -199,7 +192,7 @@ def write_changed(folder: Path, files: dict[str, str], tensors: dict[str, Tensor
     """
     changed: list[str] = []
     for file in sorted({files[name] for name in tensors}):
-        header, begin = _header(folder / file)
+        header, begin = safetensors_header(folder / file)
         with safe_open(source / file, framework="pt") as old, (folder / file).open("r+b") as stream:
             for name in (name for name in tensors if files[name] == file):
                 value = old.get_tensor(name)

@@ -32,10 +32,10 @@ from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import family_of
+from fcsd.families.routers import Router, find_routers
 from fcsd.families.structure import unwrapped
 from fcsd.hooks import After, first_tensor, hooked
 from fcsd.losses.head import kept
-from fcsd.routing.routers import Router, find_routers
 
 _ONE_BY_ONE = (
     "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fcsd.distributed.ranks import input_device
 from fcsd.errors import UserError
+from fcsd.families.routers import Router, find_routers
 from fcsd.families.structure import unwrapped
 from fcsd.hooks import After, Before, hooked
-from fcsd.routing.routers import Router, find_routers
 
 
 class Routed(NamedTuple):

@@ -20,6 +20,7 @@ from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 from fcsd.families import base_model_type
+from fcsd.families.routers import find_routers
 from fcsd.families.structure import unwrapped
 from fcsd.files import check_file_place
 from fcsd.models.load import find_model
@@ -31,7 +32,6 @@ from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import Routed, routed_batches
 from fcsd.routing.exchanges import exchange_counts
 from fcsd.routing.placement import contiguous, placed
-from fcsd.routing.routers import find_routers
 from fcsd.routing.study import RoutingStudy, Rows, batches_of, network_of
 from fcsd.text import progress_bar
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.calibration.experts import Call, adds_up, calls_of
-from fcsd.calibration.fold import fold
+from fcsd.calibration.fold import fold_map
 from fcsd.calibration.roles import Place, Roles, roles_of
 from fcsd.calibration.solve import LeastSquares
 from fcsd.calibration.steps import Steps, Stream
@@ -148,7 +148,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         reads = {side: near() for side in whole}
         adds = {group: near() for group in roles.groups}
         for places, side in [(r.readers, "reads") for r in reads] + [(g.writers, "writes") for g in adds]:
-            fold(layer, places, identity, side)
+            fold_map(layer, places, identity, side)
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
         hooks = around(
@@ -160,9 +160,9 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         for hook in hooks:
             hook.remove()
         for side, matrix in reads.items():
-            fold(layer, side.readers, matrix, "reads")
+            fold_map(layer, side.readers, matrix, "reads")
         for group, matrix in adds.items():
-            fold(layer, group.writers, matrix, "writes")
+            fold_map(layer, group.writers, matrix, "writes")
         found = steps.step(index, batch(), stream)
         plain_error = (found["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
@@ -215,8 +215,8 @@ def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: 
     assert adds_up(module, call, num_experts) and experts.readers
     wanted, seen, identity = torch.zeros_like(call.out), 0, torch.eye(stream["o"].shape[-1])
     for number in range(num_experts):
-        fold(layer, experts.readers, identity, "reads", number)
-        fold(layer, experts.writers, identity, "writes", number)
+        fold_map(layer, experts.readers, identity, "reads", number)
+        fold_map(layer, experts.writers, identity, "writes", number)
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
         reads, adds = near(), near()
         hidden = call.hidden @ reads
@@ -226,8 +226,8 @@ def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: 
         tokens, out = moved.expert(module, number)
         wanted.index_add_(0, tokens, out @ adds)
         seen += len(tokens)
-        fold(layer, experts.readers, reads, "reads", number)
-        fold(layer, experts.writers, adds, "writes", number)
+        fold_map(layer, experts.readers, reads, "reads", number)
+        fold_map(layer, experts.writers, adds, "writes", number)
         before = copy.deepcopy(layer.state_dict())
     assert seen >= len(call.hidden)
     with calls_of(module) as calls:
