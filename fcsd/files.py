@@ -217,6 +217,15 @@ def release_folders() -> None:
 os.register_at_fork(after_in_child=release_folders)
 
 
+def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what a safetensors file says of its tensors, and where their bytes begin."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
 def weights_fingerprint(folder: Path) -> str:
     """Hash names and bytes of the safetensors files of a checkpoint folder: the identity of its weights.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from fcsd.calibration.model import batches_of, check_enough, check_vocabulary, shown
+from fcsd.calibration.model import batches_of, check_enough, check_token_ids, first_stream, shown
 from fcsd.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.calibration.state import State
 from fcsd.calibration.steps import Stream
@@ -71,7 +71,7 @@ def calibrate_checkpoint(
         del options["attn_implementation"]  # its kernels know no float32
     models = Layerwise(checkpoint, connectivity, launch.device, **options)
     tokens = check_enough(batches, models.model.config.get_text_config().hidden_size, ranks)
-    check_vocabulary(batches, models.model.config.get_text_config().vocab_size)
+    check_token_ids(batches, models.model.config.get_text_config().vocab_size)
     for batch in batches:
         refuse_packing(models.model, batch["labels"], batch["position_ids"])
     layers = list(rewired_layers(models.student.layers))
@@ -144,7 +144,7 @@ def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Rank
         lambda: read_json(work / "state.json") if (work / "state.json").is_file() else None
     )
     if found is None:
-        return State(0, [_first_stream(models, batch) for batch in batches])
+        return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
     if found["ranks"] != ranks.size:
         raise UserError(
             f"{work}: was begun with {found['ranks']} processes, which share the rows, and this launch has"
@@ -157,11 +157,6 @@ def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Rank
         both[who][int(number)][name] = value
     student = both["student"] if any(both["student"]) else None
     return State(found["next_layer"], both["teacher"], student, found["results"])
-
-
-def _first_stream(models: Layerwise, batch: Batch) -> Stream:
-    stream = models.student.begin({name: value.to(models.device) for name, value in batch.items()})
-    return {name: value.cpu() for name, value in stream.items()}
 
 
 def _streams(work: Path, layer: int, ranks: Ranks) -> Path:

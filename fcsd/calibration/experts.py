@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.follow import first_tensor
+from fcsd.calibration.roles import Experts
 from fcsd.calibration.solve import LeastSquares, Solution
-from fcsd.calibration.state import Stopped, Work
-from fcsd.calibration.trace import Experts
+from fcsd.calibration.state import Work
+from fcsd.hooks import Stopped, first_tensor, hooked
 
 READS_RIDGE = 3e-2
 ADDS_RIDGE = 1e-2
@@ -94,16 +94,13 @@ def calls_of(module: nn.Module) -> Iterator[list[Call]]:
     """Give the calls of a module of routed experts; nothing for calls that are of another kind."""
     found: list[Call] = []
 
-    def after(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def after(args: Any, kwargs: Any, out: Any) -> None:
         given, out = _given(args, kwargs), first_tensor(out)
         if given is not None and out is not None and out.ndim == 2:
             found.append(Call(args, kwargs, *given, out))
 
-    hook = module.register_forward_hook(after, with_kwargs=True)
-    try:
+    with hooked(after=[(module, after)]):
         yield found
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()
@@ -150,21 +147,19 @@ def fold_reads(
 def _routes(work: Work, experts: Experts) -> list[Tensor]:
     """Return which experts (N, K) are chosen for the tokens of text of each batch; the batches where it can be told."""
     routes: list[Tensor] = []
-    for place, mask in enumerate(work.masks):
-        called: list[Any] = []
+    called: list[Any] = []
 
-        def before(_: nn.Module, args: Any, kwargs: Any, called: list[Any] = called) -> None:
-            called.append(_given(args, kwargs))
-            raise Stopped
+    def before(args: Any, kwargs: Any) -> None:
+        called.append(_given(args, kwargs))
+        raise Stopped
 
-        hook = work.layer.get_submodule(experts.module).register_forward_pre_hook(before, with_kwargs=True)
-        try:
+    with hooked(before=[(work.layer.get_submodule(experts.module), before)]):
+        for place, mask in enumerate(work.masks):
+            called.clear()
             with contextlib.suppress(Stopped):
                 work.step(place)
-        finally:
-            hook.remove()
-        if called and called[0] is not None and len(called[0][1]) == len(mask):
-            routes.append(work.rows(called[0][1], place).cpu())
+            if called and called[0] is not None and len(called[0][1]) == len(mask):
+                routes.append(work.rows(called[0][1], place).cpu())
     return routes
 
 

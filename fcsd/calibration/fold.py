@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.follow import Place
+from fcsd.calibration.roles import Place
 
 
 @torch.no_grad()
-def fold(
+def fold_map(
     layer: nn.Module,
     places: Iterable[Place],
     found: Tensor,

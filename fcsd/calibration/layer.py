@@ -21,17 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.calibration.experts import fold_adds, fold_reads
-from fcsd.calibration.follow import first_tensor
+from fcsd.calibration.roles import Group, Roles, Side, roles_of
 from fcsd.calibration.solve import LeastSquares
-from fcsd.calibration.state import Stopped, Work, to
-from fcsd.calibration.trace import Group, Roles, Side, trace_layer
-
-_TRACED_TOKENS = 64
+from fcsd.calibration.state import Work, to
+from fcsd.hooks import After, Before, Stopped, first_tensor, hidden_states, hooked
 
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     """Fold maps into a layer and take both streams behind it; return what was solved."""
-    roles = _trace(work)
+    roles = roles_of(work.layer, work.models.student.family)
     result: dict[str, Any] = {"layer": work.index, "reads": _fold_reads(work, roles, ridge)}
     result |= {"adds": None, "experts": None, "left": roles.left}
     if roles.groups:
@@ -41,16 +39,6 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     for place in range(len(work.batches)):
         work.student[place] = to(work.step(place), "cpu")
     return result
-
-
-def _trace(work: Work) -> Roles:
-    batch = {name: value[:1, :_TRACED_TOKENS] for name, value in work.batches[0].items()}
-    stream = {name: value[:1, :_TRACED_TOKENS] for name, value in work.student[0].items()}
-    if "side" in stream:  # positions that lie behind the tokens that are traced
-        stream["side"] = stream["side"].clamp(max=batch["input_ids"].shape[1] - 1)
-    batch, stream = to(batch, work.device), to(stream, work.device)
-    student = work.models.student
-    return trace_layer(work.layer, student.family, lambda: student.step(work.index, batch, stream)["o"])
 
 
 def _fold_reads(work: Work, roles: Roles, ridge: float) -> dict[str, list[float]]:
@@ -141,9 +129,9 @@ def _inputs_of(layer: nn.Module, sides: Sequence[Side], stop: bool = False) -> I
     found: dict[str, Tensor] = {}
     names = [side.modules[0] for side in sides]
 
-    def hook(name: str) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = kwargs.get("hidden_states", first_tensor(args))
+    def keep(name: str) -> Before:
+        def before(args: Any, kwargs: Any) -> None:
+            given = hidden_states(args, kwargs)
             assert given is not None
             found[name] = given
             if stop and len(found) == len(names):
@@ -151,14 +139,8 @@ def _inputs_of(layer: nn.Module, sides: Sequence[Side], stop: bool = False) -> I
 
         return before
 
-    hooks = [
-        layer.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in names
-    ]
-    try:
+    with hooked(before=[(layer.get_submodule(name), keep(name)) for name in names]):
         yield found
-    finally:
-        for one in hooks:
-            one.remove()
 
 
 @contextlib.contextmanager
@@ -167,21 +149,17 @@ def _outputs_of(layer: nn.Module, groups: Sequence[Group]) -> Iterator[list[Tens
     found: list[Tensor] = []
     parts: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Any:
-        def after(module: nn.Module, args: Any, out: Any) -> None:
-            found_first = first_tensor(out)
-            assert found_first is not None
-            parts[name] = found_first
+    def keep(name: str) -> After:
+        def after(args: Any, kwargs: Any, out: Any) -> None:
+            tensor = first_tensor(out)
+            assert tensor is not None
+            parts[name] = tensor.reshape(-1, tensor.shape[-1])
 
         return after
 
     names = [name for group in groups for name in group.modules]
-    hooks = [layer.get_submodule(name).register_forward_hook(hook(name)) for name in names]
-    try:
+    with hooked(after=[(layer.get_submodule(name), keep(name)) for name in names]):
         yield found
-        for group in groups:
-            summed = [parts[name].reshape(-1, parts[name].shape[-1]) for name in group.modules]
-            found.append(sum(summed[1:], summed[0]) * group.factor)
-    finally:
-        for one in hooks:
-            one.remove()
+    for group in groups:
+        summed = [parts[name] for name in group.modules]
+        found.append(sum(summed[1:], summed[0]) * group.factor)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.calibration.fold import fold
-from fcsd.calibration.follow import Place
-from fcsd.calibration.state import State
+from fcsd.calibration.fold import fold_map
+from fcsd.calibration.roles import Place
+from fcsd.calibration.state import State, to
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.walk import walk
 from fcsd.connectivity.convert import farskip_layers
@@ -48,7 +48,7 @@ class InMemory:
     def fold(
         self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
     ) -> None:
-        fold(self.student.layers[index], places, found, side, expert)
+        fold_map(self.student.layers[index], places, found, side, expert)
 
 
 def calibrate_model(
@@ -78,7 +78,7 @@ def calibrate_model(
     """
     layers = _check_pair(student, teacher)
     batches = ranks.deal(batches_of(_as_rows(rows)))
-    check_vocabulary(batches, teacher.config.get_text_config().vocab_size)
+    check_token_ids(batches, teacher.config.get_text_config().vocab_size)
     check_enough(batches, teacher.config.get_text_config().hidden_size, ranks)
     for batch in batches:
         refuse_packing(student, batch["labels"], batch["position_ids"])
@@ -86,8 +86,8 @@ def calibrate_model(
     student.eval(), teacher.eval()
     models = InMemory(student, teacher)
     try:
-        streams = [_begin(models.teacher, batch, models.device) for batch in batches]
-        state = State(0, streams, [_begin(models.student, batch, models.device) for batch in batches])
+        streams = [first_stream(models.teacher, batch, models.device) for batch in batches]
+        state = State(0, streams, [first_stream(models.student, batch, models.device) for batch in batches])
         with progress_bar(
             total=max(layers) + 1, desc="calibrate", unit="layer", shown=progress and ranks.first
         ) as bar:
@@ -109,9 +109,9 @@ def _as_rows(rows: Any) -> Sequence[Any]:
     return [{"input_ids": row, "position_ids": positions, "labels": row} for row in rows.cpu()]
 
 
-def _begin(steps: Steps, batch: Batch, device: torch.device) -> Stream:
-    stream = steps.begin({name: value.to(device) for name, value in batch.items()})
-    return {name: value.cpu() for name, value in stream.items()}
+def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
+    """Return the stream of a batch before the first layer."""
+    return to(steps.begin(to(batch, device)), "cpu")
 
 
 def _check_pair(student: Any, teacher: Any) -> list[int]:
@@ -150,7 +150,7 @@ def batches_of(rows: Sequence[Any]) -> list[Batch]:
     ]
 
 
-def check_vocabulary(batches: Sequence[Batch], vocab_size: int) -> None:
+def check_token_ids(batches: Sequence[Batch], vocab_size: int) -> None:
     """Raise UserError where the text has ids that the model does not know: it is of another tokenizer."""
     largest = max((int(batch["input_ids"].max()) for batch in batches), default=0)
     if largest >= vocab_size:

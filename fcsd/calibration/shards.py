@@ -20,15 +20,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from fcsd.calibration.fold import fold
-from fcsd.calibration.follow import Place
+from fcsd.calibration.fold import fold_map
+from fcsd.calibration.roles import Place
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.connectivity import rewire
-from fcsd.connectivity.checkpoint import Checkpoint, read_header
+from fcsd.connectivity.checkpoint import Checkpoint
 from fcsd.connectivity.load import config_and_class
 from fcsd.connectivity.spec import Connectivity
 from fcsd.data.batches import Batch
 from fcsd.families.structure import output_head
+from fcsd.files import safetensors_header
 
 
 class Layerwise:
@@ -50,7 +51,7 @@ class Layerwise:
         self.files = {
             name: file
             for file in checkpoint.weight_files
-            for name in read_header(checkpoint.folder / file)[0]
+            for name in safetensors_header(checkpoint.folder / file)[0]
         }
         self._dtypes: dict[str, torch.dtype] = {}
         self._load(outside)
@@ -80,7 +81,7 @@ class Layerwise:
     ) -> None:
         """Fold a map, and round the weights to what their files hold."""
         layer = self.teacher_layer(index)
-        fold(layer, places, found, side, expert)
+        fold_map(layer, places, found, side, expert)
         for name, _ in places:
             weight = layer.get_parameter(name).data
             weight = weight if expert is None else weight[expert]
@@ -191,7 +192,7 @@ def write_changed(folder: Path, files: dict[str, str], tensors: dict[str, Tensor
     """
     changed: list[str] = []
     for file in sorted({files[name] for name in tensors}):
-        header, begin = read_header(folder / file)
+        header, begin = safetensors_header(folder / file)
         with safe_open(source / file, framework="pt") as old, (folder / file).open("r+b") as stream:
             for name in (name for name in tensors if files[name] == file):
                 value = old.get_tensor(name)

@@ -10,17 +10,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.follow import Place
+from fcsd.calibration.roles import Place
 from fcsd.calibration.solve import LeastSquares, Solution
 from fcsd.calibration.steps import Steps, Stream
 from fcsd.data.batches import Batch
 from fcsd.distributed.ranks import Ranks
 
 _HELD_OUT = 4  # every so many-th row says whether an expert's map fits the others only
-
-
-class Stopped(BaseException):
-    """Ends a pass when everything that was wanted has been seen."""
 
 
 class Models(Protocol):

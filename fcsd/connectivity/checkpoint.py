@@ -1,6 +1,5 @@
 """Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from fcsd.connectivity.spec import Connectivity
 from fcsd.errors import UserError, one_line
 from fcsd.families import FAMILIES, PREFIX, Family, base_model_type, family_of
 from fcsd.families.refused import REFUSED
-from fcsd.files import read_json
+from fcsd.files import read_json, safetensors_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -205,9 +204,9 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
     try:
         # safetensors does not tell a file that may not be opened from a damaged one.
-        with file.open("rb") as stream, safe_open(file, framework="pt"):
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
+        with file.open("rb"), safe_open(file, framework="pt"):
+            pass
+        return safetensors_header(file)
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise UserError(
@@ -217,5 +216,3 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
         raise UserError(
             f"{file}: damaged or incomplete safetensors file ({file.stat().st_size} bytes; {error}); fetch it again"
         ) from None
-    header.pop("__metadata__", None)
-    return header, 8 + size

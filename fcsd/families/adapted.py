@@ -19,9 +19,13 @@ The equations of a layout and of the residual rules are in `Family`. What is par
 """
 
 from fcsd.families.family import Family, wrapper
+from fcsd.families.folding import INDEXER, Folding
+
+_NORMED = Folding(closed=("self_attn", "mlp"))
 
 _INKLING = Family(
     model_type="inkling_text",
+    folding=Folding(reads=("r_proj",), unread=("attn_sconv", "mlp_sconv"), closed=("self_attn", "mlp")),
     upstream="models/inkling/modeling_inkling.py",
     config="InklingTextConfig",
     causal_lm="InklingForCausalLM",
@@ -39,6 +43,7 @@ _INKLING = Family(
 ROWS: tuple[Family, ...] = (
     Family(
         model_type="glm_moe_dsa",
+        folding=Folding(reads=INDEXER),
         config="GlmMoeDsaConfig",
         moe_block="GlmMoeDsaMoE",
         block_shared="shared_experts",
@@ -48,6 +53,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="afmoe",
+        folding=_NORMED,
         since="5.5",
         config="AfmoeConfig",
         moe_block="AfmoeSparseMoeBlock",
@@ -59,6 +65,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="kolibri1",
+        folding=_NORMED,
         config="Kolibri1Config",
         moe_block="Kolibri1SparseMoeBlock",
         block_shared="shared_experts",
@@ -77,6 +84,7 @@ ROWS: tuple[Family, ...] = (
     _INKLING,
     Family(
         model_type="flex_olmo",
+        folding=_NORMED,
         since="5.5",
         config="FlexOlmoConfig",
         moe_block="FlexOlmoSparseMoeBlock",
@@ -98,6 +106,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="beam",
+        folding=_NORMED,
         config="BeamConfig",
         moe_block="BeamMoE",
         mlp_norm="pre_feedforward_layernorm",
@@ -108,6 +117,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="dbrx",
+        folding=Folding(reads=("Wqkv", "router.layer", "w1", "v1"), writes=("w2",), transposed=("w2",)),
         spread_refused="transformers has no plan for its experts, whose weights are one matrix",
         config="DbrxConfig",
         decoder_layer="DbrxBlock",
@@ -121,6 +131,10 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="jetmoe",
+        folding=Folding(
+            reads=("router.layer", "input_linear", "kv_proj"),
+            writes=("output_linear", "mlp", "self_attention.experts"),  # the last two have a bias
+        ),
         spread_refused="transformers has no plan for its experts, which attention has, too",
         since="5.5",
         config="JetMoeConfig",
@@ -129,6 +143,9 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="minimax",
+        folding=Folding(
+            reads=("qkv_proj", "output_gate"), closed=("self_attn",), mlp_factor="mlp_beta_factor"
+        ),
         since="5.5",
         config="MiniMaxConfig",
         moe_block="MiniMaxSparseMoeBlock",
@@ -140,6 +157,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="gemma4_text",
+        folding=Folding(unread=("router",), closed=("self_attn", "mlp")),
         spread_refused="transformers fails to load it over several ranks (overlapping meshes)",
         upstream="models/gemma4/modeling_gemma4.py",
         config="Gemma4TextConfig",
@@ -163,6 +181,11 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="mistral_large4",
+        folding=Folding(
+            reads=INDEXER,
+            # A norm of its own before the queries.
+            other_uses=(("self_attn.indexer", "aten.native_layer_norm"),),
+        ),
         config="MistralLarge4Config",
         causal_lm="MistralLarge4ForConditionalGeneration",
         decoder_layer="MistralLarge4TextDecoderLayer",
@@ -174,6 +197,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="muse_spark",
+        folding=Folding(reads=("pre_expert_proj",), left_out=("mlp.experts",), closed=("self_attn", "mlp")),
         config="MuseSparkConfig",
         causal_lm="MuseSparkForConditionalGeneration",
         decoder_layer="MuseSparkTextDecoderLayer",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fcsd.errors import UserError
+from fcsd.families.folding import USUAL, Folding
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Family:
     """What keeps the examples of a packed row apart: the masks that the family makes from the position ids; masks
     that it is given, because its own leave the position ids out; or nothing (leaks): a state or a convolution
     runs on through the row, or its forward makes positions of its own, so that it trains on padded rows."""
+    folding: Folding = USUAL
+    """Which weights read what a branch is given and write what it adds, where their names are others than in most."""
     reference: Literal["written", "generic"] = "written"
     """What the contract tests compare with: forward passes written by hand down to the routing, or the layer
     equations on the family's own modules."""

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 from fcsd.families.adapted import ROWS as ADAPTED
 from fcsd.families.family import Family, wrapper
+from fcsd.families.folding import Folding
 from fcsd.families.standard import ROWS as STANDARD
 
 TEXT_ROWS: tuple[Family, ...] = (
     Family(
         model_type="aria_text",
+        folding=Folding(transposed=("gate_up_proj", "down_proj")),
         since="5.5",
         upstream="models/aria/modeling_aria.py",
         config="AriaTextConfig",
@@ -20,6 +22,7 @@ TEXT_ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="qwen3_5_moe_text",
+        folding=Folding(reads=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
         upstream="models/qwen3_5_moe/modeling_qwen3_5_moe.py",
         config="Qwen3_5MoeTextConfig",
         causal_lm="Qwen3_5MoeForCausalLM",
@@ -32,6 +35,7 @@ TEXT_ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="minimax_m3_vl_text",
+        folding=Folding(routed_factor="routed_scaling_factor"),
         upstream="models/minimax_m3_vl/modeling_minimax_m3_vl.py",
         config="MiniMaxM3VLTextConfig",
         causal_lm="MiniMaxM3VLForCausalLM",
@@ -90,6 +94,7 @@ WRAPPERS: tuple[Family, ...] = (
     ),
     Family(
         model_type="step3p7",
+        folding=Folding(routed_factor="routed_scaling_factor"),
         config="Step3p7Config",
         causal_lm="Step3p7ForConditionalGeneration",
         moe_block="Step3p7SparseMoeBlock",
@@ -119,6 +124,7 @@ WRAPPERS: tuple[Family, ...] = (
     ),
     Family(
         model_type="ernie4_5_vl_moe",
+        folding=Folding(left_out=("mlp.vision_moe",)),
         overlap_refused="its MoE blocks have two sets of experts, for text and for images",
         config="Ernie4_5_VLMoeConfig",
         causal_lm="Ernie4_5_VLMoeForConditionalGeneration",

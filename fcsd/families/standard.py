@@ -1,6 +1,9 @@
 """Families whose decoder layer is the plain pre-norm layer: names are all that differs."""
 
 from fcsd.families.family import Family
+from fcsd.families.folding import INDEXER, Folding
+
+_SHARED_MLP = Folding(reads=("input_linear",), writes=("output_linear",))
 
 ROWS = (
     Family(
@@ -62,6 +65,7 @@ ROWS = (
     ),
     Family(
         model_type="llama4_text",
+        folding=Folding(transposed=("gate_up_proj", "down_proj")),
         scaled_experts="model.layers.*.feed_forward.experts",
         since="5.5",
         upstream="models/llama4/modeling_llama4.py",
@@ -76,6 +80,9 @@ ROWS = (
     ),
     Family(
         model_type="gpt_oss",
+        folding=Folding(
+            writes=("down_proj_bias",), transposed=("gate_up_proj", "down_proj", "down_proj_bias")
+        ),
         since="5.5",
         config="GptOssConfig",
         moe_block="GptOssMLP",
@@ -94,6 +101,7 @@ ROWS = (
     ),
     Family(
         model_type="granitemoeshared",
+        folding=_SHARED_MLP,
         since="5.5",
         config="GraniteMoeSharedConfig",
         moe_block="GraniteMoeSharedMoE",
@@ -105,6 +113,7 @@ ROWS = (
     ),
     Family(
         model_type="axk2",
+        folding=Folding(reads=INDEXER),
         config="AXK2Config",
         moe_block="AXK2MoE",
         block_shared="shared_experts",
@@ -113,6 +122,7 @@ ROWS = (
     ),
     Family(
         model_type="bailing_hybrid",
+        folding=Folding(reads=("forget_gate.f_proj", "b_proj")),
         fuses_rows="conv1d.weight",
         config="BailingHybridConfig",
         moe_block="BailingHybridMoE",
@@ -124,6 +134,7 @@ ROWS = (
     ),
     Family(
         model_type="deepseek_v32",
+        folding=Folding(reads=INDEXER),
         config="DeepseekV32Config",
         moe_block="DeepseekV32MoE",
         block_shared="shared_experts",
@@ -176,6 +187,7 @@ ROWS = (
     ),
     Family(
         model_type="granitemoe_swa",
+        folding=_SHARED_MLP,
         config="GraniteMoeSWAConfig",
         moe_block="GraniteMoeSWAMoE",
         moe="block_sparse_moe",
@@ -186,6 +198,7 @@ ROWS = (
     ),
     Family(
         model_type="granitemoehybrid",
+        folding=_SHARED_MLP,
         config="GraniteMoeHybridConfig",
         moe_block="GraniteMoeHybridMoE",
         moe="block_sparse_moe",
@@ -198,6 +211,7 @@ ROWS = (
     ),
     Family(
         model_type="hunyuan_v1_moe",
+        folding=Folding(reads=("gate.wg",)),
         since="5.5",
         config="HunYuanMoEV1Config",
         moe_block="HunYuanMoEV1Moe",
@@ -226,6 +240,7 @@ ROWS = (
     ),
     Family(
         model_type="kimi_linear",
+        folding=Folding(reads=("forget_gate.f_a_proj", "b_proj", "g_a_proj")),
         fuses_rows="conv1d.weight",
         config="KimiLinearConfig",
         moe_block="KimiLinearMoE",
@@ -237,6 +252,7 @@ ROWS = (
     ),
     Family(
         model_type="laguna",
+        folding=Folding(routed_factor="routed_scaling_factor"),
         config="LagunaConfig",
         moe_block="LagunaSparseMoeBlock",
         block_shared="shared_experts",
@@ -245,6 +261,7 @@ ROWS = (
     ),
     Family(
         model_type="lfm2_moe",
+        folding=Folding(reads=("w1", "w3"), writes=("w2",)),
         since="5.5",
         config="Lfm2MoeConfig",
         moe_block="Lfm2MoeSparseMoeBlock",
@@ -295,6 +312,7 @@ ROWS = (
     ),
     Family(
         model_type="qwen3_next",
+        folding=Folding(reads=("in_proj_qkvz", "in_proj_ba")),
         since="5.5",
         config="Qwen3NextConfig",
         moe_block="Qwen3NextSparseMoeBlock",

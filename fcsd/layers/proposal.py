@@ -14,13 +14,13 @@ Not covered: the quality after distillation.
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fcsd.config.strict import did_you_mean
+from fcsd.connectivity.spec import resolve_layers
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
@@ -65,7 +65,7 @@ def plan_layers(
         )
     sensitivities, errors = _sensitivities(study, chosen, folder, calibrated)
     proposal = least_sensitive(sensitivities, count)
-    last = list(range(num_layers - count, num_layers))
+    last = resolve_layers({"last": count}, [True] * num_layers)
     settings = study["study"]
     sides = (settings["attention"], settings["mlp"])
     result: dict[str, Any] = {
@@ -106,18 +106,14 @@ def plan_layers(
 
 
 def parse_budget(text: str, num_layers: int) -> int:
-    """Return a share such as `90%` (rounded as selections are) or a number as a number of decoder layers."""
-    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
-        share = float(match[1])
-        count = int(share * num_layers / 100 + 0.5)
-        if 0 < share <= 100 and count >= 1:
-            return count
-    elif re.fullmatch(r"\s*\d+\s*", text) and 1 <= int(text) <= num_layers:
-        return int(text)
-    raise UserError(
-        f"budget {text!r}: needs a share above 0% and at most 100% that is at least one of the {num_layers} layers,"
-        f" or a number from 1 to {num_layers}"
-    )
+    """Return a share such as `90%` or a number as a number of decoder layers, as `last:TEXT` selects them."""
+    try:
+        return len(resolve_layers(f"last:{text}", [True] * num_layers))
+    except UserError:
+        raise UserError(
+            f"budget {text!r}: needs a share above 0% and at most 100% that is at least one of the {num_layers} layers,"
+            f" or a number from 1 to {num_layers}"
+        ) from None
 
 
 def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:

@@ -12,6 +12,7 @@ from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.strict import like, option
 from fcsd.config.study import ModelStudy
 from fcsd.config.suite import SuiteConfig, named_tasks
+from fcsd.connectivity.spec import resolve_layers
 from fcsd.errors import UserError
 
 KL = "kl"  # the metric that is not a task; lower is better
@@ -106,8 +107,6 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
     for side in study.sides:
         if side == "single":
             found += [(side, [layer]) for layer in range(num_layers)]
-        elif side == "first":
-            found += [(side, list(range(count))) for count in sorted(counts)]
         else:
-            found += [(side, list(range(num_layers - count, num_layers))) for count in sorted(counts)]
+            found += [(side, resolve_layers({side: count}, [True] * num_layers)) for count in sorted(counts)]
     return found

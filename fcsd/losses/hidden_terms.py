@@ -32,9 +32,10 @@ from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity.rewire import decoder_layers
 from fcsd.errors import UserError
 from fcsd.families import family_of
+from fcsd.families.routers import Router, find_routers
 from fcsd.families.structure import unwrapped
+from fcsd.hooks import After, first_tensor, hooked
 from fcsd.losses.head import kept
-from fcsd.routing.routers import Router, find_routers
 
 _ONE_BY_ONE = (
     "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"
@@ -161,25 +162,20 @@ class AuxiliaryLosses:
         """
         captured = Captured()
         inner = unwrapped(model)
-        handles = []
-        for module in self._modules(inner):
-            handles.append(
-                module.register_forward_hook(lambda _m, _i, out: captured.streams.append(_first(out)))
-            )
+
+        def add_stream(args: Any, kwargs: Any, out: Any) -> None:
+            stream = first_tensor(out)
+            assert stream is not None
+            captured.streams.append(stream)
+
+        def add_logits(index: int) -> After:
+            return lambda _, __, out: captured.routers.append(out[index] if isinstance(out, tuple) else out)
+
+        after: list[tuple[nn.Module, After]] = [(module, add_stream) for module in self._modules(inner)]
         if self.with_routers:
-            for router in student_routers(inner):
-                handles.append(
-                    router.module.register_forward_hook(
-                        lambda _m, _i, out, index=router.logits_index: captured.routers.append(
-                            _at(out, index)
-                        )
-                    )
-                )
-        try:
+            after += [(router.module, add_logits(router.logits_index)) for router in student_routers(inner)]
+        with hooked(after=after):
             yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _modules(self, model: nn.Module) -> list[nn.Module]:
         if self.objective.l2_coefficient is None:
@@ -227,13 +223,3 @@ def freeze_routers(model: nn.Module) -> None:
     """Keep the routers' weights as they are."""
     for router in student_routers(model):
         router.module.requires_grad_(False)
-
-
-def _first(output: Any) -> Tensor:
-    while isinstance(output, tuple):
-        output = output[0]
-    return output
-
-
-def _at(output: Any, index: int) -> Tensor:
-    return output[index] if isinstance(output, tuple) else output

@@ -51,7 +51,7 @@ def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Ar
     return [(name, np.ceil(pattern)) for name, pattern in found]
 
 
-def compare(
+def measure_and_simulate(
     links: LinkModel,
     exchange: Callable[[Array], float],
     given: Sequence[tuple[str, Array]],

@@ -10,7 +10,7 @@ from fcsd.artifact import versions
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.files import check_file_place
-from fcsd.network.compare import REPEATS, Comparison, compare, patterns
+from fcsd.network.compare import REPEATS, Comparison, measure_and_simulate, patterns
 from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import Array, Collective, LinkModel, read_links, write_links
 from fcsd.network.profile import num_exchanges, profile
@@ -62,7 +62,7 @@ def profile_launch(
             return seconds
 
         links = profile(timed, facts, largest_bytes=largest)
-        comparison = compare(links, timed, given) if check else None
+        comparison = measure_and_simulate(links, timed, given) if check else None
     ranks.from_first(lambda: write_links(path, links))
     return links, comparison
 

@@ -27,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from fcsd.config.strict import Strict, validate
 from fcsd.errors import UserError
 from fcsd.families import base_model_type
+from fcsd.families.routers import Router, find_routers
 from fcsd.families.structure import unwrapped
 from fcsd.files import writing
 from fcsd.routing.placement import contiguous
-from fcsd.routing.routers import Router, find_routers
 from fcsd.routing.settings import Kind
 from fcsd.temporary import file_beside
 

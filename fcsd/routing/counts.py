@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fcsd.distributed.ranks import input_device
 from fcsd.errors import UserError
+from fcsd.families.routers import Router, find_routers
 from fcsd.families.structure import unwrapped
-from fcsd.routing.routers import Router, find_routers
+from fcsd.hooks import After, Before, hooked
 
 
 class Routed(NamedTuple):
@@ -49,11 +50,12 @@ class Recording:
             for found in calls
         ]
 
-    def hook(self, index: int, router: Router, experts: nn.Module | None) -> list[Any]:
-        """Listen to a router and to the experts beside it; return the handles that end it."""
+    def hooks(self, index: int) -> tuple[Before, After]:
+        """Return what listens to the experts beside a router, and to the router."""
+        router = self.routers[index]
         logits: list[Tensor] = []
 
-        def after_router(module: nn.Module, args: Any, output: Any) -> None:
+        def after_router(args: Any, kwargs: Any, output: Any) -> None:
             values = output if isinstance(output, tuple) else (output,)
             scores = values[router.logits_index if len(values) > 1 else 0].detach()
             if (chosen := _chosen(router, values)) is None:
@@ -61,16 +63,12 @@ class Recording:
             else:
                 self._calls[index].append(Routed(chosen.detach(), scores))
 
-        def before_experts(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before_experts(args: Any, kwargs: Any) -> None:
             if logits:
                 chosen = next(value for value in (*args, *kwargs.values()) if _is_choice(value))
                 self._calls[index].append(Routed(chosen.detach(), logits.pop()))
 
-        # First of the hooks: tensor-parallel plans replace the experts of other ranks in the output.
-        handles = [router.module.register_forward_hook(after_router, prepend=True)]
-        if experts is not None:
-            handles.append(experts.register_forward_pre_hook(before_experts, with_kwargs=True))
-        return handles
+        return before_experts, after_router
 
 
 def _is_choice(value: Any) -> bool:
@@ -106,18 +104,18 @@ def recording(model: nn.Module) -> Iterator[Recording]:
     Raises:
         UserError: the model has no router.
     """
-    routers = find_routers(model)
-    found = Recording(routers)
+    found = Recording(find_routers(model))
     modules = dict(unwrapped(model).named_modules())
-    handles: list[Any] = []
-    try:
-        for index, router in enumerate(routers):
-            beside = modules.get(f"{router.name.rpartition('.')[0]}.experts")
-            handles += found.hook(index, router, beside)
+    before: list[tuple[nn.Module, Before]] = []
+    after: list[tuple[nn.Module, After]] = []
+    for index, router in enumerate(found.routers):
+        before_experts, after_router = found.hooks(index)
+        after.append((router.module, after_router))
+        if (experts := modules.get(f"{router.name.rpartition('.')[0]}.experts")) is not None:
+            before.append((experts, before_experts))
+    # First of the hooks: tensor-parallel plans replace the experts of other ranks in the output.
+    with hooked(after=after, prepend=True), hooked(before=before):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def routed_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[list[Routed]]:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fcsd.distributed.ranks import ALONE, Ranks
+from fcsd.families.routers import find_routers
 from fcsd.routing.capacity import capacity, kept_pairs
 from fcsd.routing.counts import routed_batches
 from fcsd.routing.metrics import Array
-from fcsd.routing.routers import find_routers
 from fcsd.text import progress_bar
 
 Counts = NDArray[np.int64]

@@ -19,6 +19,7 @@ from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import UserError
 from fcsd.families import base_model_type
+from fcsd.families.routers import find_routers
 from fcsd.families.structure import unwrapped
 from fcsd.files import check_file_place, read_json
 from fcsd.models.load import find_model
@@ -30,7 +31,6 @@ from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import Routed, routed_batches
 from fcsd.routing.exchanges import exchange_counts
 from fcsd.routing.placement import contiguous, placed
-from fcsd.routing.routers import find_routers
 from fcsd.routing.settings import BiasSettings
 from fcsd.routing.study import Rows, batches_of, network_of
 from fcsd.text import progress_bar

@@ -19,6 +19,7 @@ from fcsd.errors import UserError
 from fcsd.evaluate.stage import Evaluation, Reference, heldout_of, run_evaluation, test_set_fingerprints
 from fcsd.evaluate.steered import Sweep
 from fcsd.families import row_width
+from fcsd.families.routers import find_routers
 from fcsd.families.structure import packing_of
 from fcsd.files import file_sha256
 from fcsd.models.place import load_for_evaluation
@@ -27,7 +28,6 @@ from fcsd.network.simulate import Payload
 from fcsd.routing.bias import BiasTables, read_tables, write_tables
 from fcsd.routing.bottleneck import Deployment
 from fcsd.routing.placement import placed
-from fcsd.routing.routers import find_routers
 from fcsd.routing.tables import Calibration, make_tables
 from fcsd.stages.context import Run
 from fcsd.stages.progress import STEERING, evaluation

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.calibration.experts import Call, adds_up, calls_of
-from fcsd.calibration.fold import fold
+from fcsd.calibration.fold import fold_map
+from fcsd.calibration.roles import Place, Roles, roles_of
 from fcsd.calibration.solve import LeastSquares
 from fcsd.calibration.steps import Steps, Stream
-from fcsd.calibration.trace import Roles, trace_layer
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.data.batches import Batch
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES
 from fcsd.tiny.models import tiny_model
+from tests.reference.trace import trace_layer
 
 TOKENS = 24
 
@@ -70,7 +72,8 @@ def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
 
 
 def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]]:
-    """The first layer of each kind that a model has, with the stream before it and its roles."""
+    """The first layer of each kind that a model has, with the stream before it and the roles that its family's row
+    gives, which are those that are found by following tensors through the layer."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
     stream = steps.begin(tokens)
     for index, layer in enumerate(steps.layers):
@@ -78,8 +81,24 @@ def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]
         if kind not in seen:
             seen.add(kind)
             run = partial(forward, steps, index, tokens, stream)
-            yield steps, index, stream, trace_layer(layer, family, run)
+            roles = roles_of(layer, family)
+            assert roles == in_order(trace_layer(layer, family, run), layer), f"layer {index}"
+            yield steps, index, stream, roles
         stream = steps.step(index, tokens, stream)
+
+
+def in_order(roles: Roles, layer: nn.Module) -> Roles:
+    """Roles whose weights are in the order of the layer, not of its forward pass."""
+    order = [name for name, _ in layer.named_parameters()]
+
+    def ordered(places: tuple[Place, ...]) -> tuple[Place, ...]:
+        return tuple(sorted(places, key=lambda place: order.index(place[0])))
+
+    roles.sides = [replace(side, readers=ordered(side.readers)) for side in roles.sides]
+    roles.groups = [replace(group, writers=ordered(group.writers)) for group in roles.groups]
+    if (experts := roles.experts) is not None:
+        roles.experts = replace(experts, readers=ordered(experts.readers), writers=ordered(experts.writers))
+    return roles
 
 
 def around(layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]) -> list[Any]:
@@ -129,7 +148,7 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         reads = {side: near() for side in whole}
         adds = {group: near() for group in roles.groups}
         for places, side in [(r.readers, "reads") for r in reads] + [(g.writers, "writes") for g in adds]:
-            fold(layer, places, identity, side)
+            fold_map(layer, places, identity, side)
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
         hooks = around(
@@ -141,9 +160,9 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         for hook in hooks:
             hook.remove()
         for side, matrix in reads.items():
-            fold(layer, side.readers, matrix, "reads")
+            fold_map(layer, side.readers, matrix, "reads")
         for group, matrix in adds.items():
-            fold(layer, group.writers, matrix, "writes")
+            fold_map(layer, group.writers, matrix, "writes")
         found = steps.step(index, batch(), stream)
         plain_error = (found["o"] - wanted["o"]).abs().max() / wanted["o"].abs().max()
         assert plain_error < 1e-5, f"layer {index}"  # some routers compute in float32
@@ -153,6 +172,32 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(model_type
         one_by_one = one_by_one or check_experts(steps, index, stream, roles, near)
     assert left == LEFT.get(model_type, set())
     assert one_by_one == (model_type not in TOGETHER)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("axk1", {}),
+        ("dbrx", {}),
+        ("deepseek_v2", {"q_lora_rank": 16}),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+        ("llama4_text", {"interleave_moe_layer_step": 2}),
+        ("cohere2_moe", {"num_shared_experts": 0}),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+        ("granitemoeshared", {"shared_intermediate_size": 0}),
+        ("jetmoe", {}),
+        ("jamba", {"expert_layer_period": 2, "expert_layer_offset": 1}),
+        ("minimax", {}),
+        ("mistral_large4", {}),
+        ("qwen3_moe", {"attention_bias": True, "mlp_only_layers": [0]}),
+    ],
+)
+def test_a_familys_row_holds_for_its_other_configurations(model_type: str, changes: dict[str, Any]) -> None:
+    for mlp in ("outdated", "full"):
+        model = tiny_model(model_type, **changes)
+        convert_model(model, Connectivity("all", mlp=mlp))
+        assert list(layers(model, FAMILIES[model_type]))
 
 
 @torch.no_grad()
@@ -170,8 +215,8 @@ def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: 
     assert adds_up(module, call, num_experts) and experts.readers
     wanted, seen, identity = torch.zeros_like(call.out), 0, torch.eye(stream["o"].shape[-1])
     for number in range(num_experts):
-        fold(layer, experts.readers, identity, "reads", number)
-        fold(layer, experts.writers, identity, "writes", number)
+        fold_map(layer, experts.readers, identity, "reads", number)
+        fold_map(layer, experts.writers, identity, "writes", number)
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
         reads, adds = near(), near()
         hidden = call.hidden @ reads
@@ -181,8 +226,8 @@ def check_experts(steps: Steps, index: int, stream: Stream, roles: Roles, near: 
         tokens, out = moved.expert(module, number)
         wanted.index_add_(0, tokens, out @ adds)
         seen += len(tokens)
-        fold(layer, experts.readers, reads, "reads", number)
-        fold(layer, experts.writers, adds, "writes", number)
+        fold_map(layer, experts.readers, reads, "reads", number)
+        fold_map(layer, experts.writers, adds, "writes", number)
         before = copy.deepcopy(layer.state_dict())
     assert seen >= len(call.hidden)
     with calls_of(module) as calls:

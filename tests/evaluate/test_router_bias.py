@@ -16,11 +16,11 @@ from fcsd.distributed.launch import join_launch
 from fcsd.evaluate import stage as stage_module
 from fcsd.evaluate.endpoints import biased_routers
 from fcsd.evaluate.runner import prepare_evaluation
+from fcsd.families.routers import find_routers
 from fcsd.files import read_json
 from fcsd.models.load import ModelFolder
 from fcsd.models.place import load_for_evaluation
 from fcsd.routing.bias import BiasTables, router_bias, write_tables
-from fcsd.routing.routers import find_routers
 from fcsd.tiny.models import tiny_tokenizer
 from tests.evaluate.test_ranks import BATCH, place
 from tests.reference.ranks import run_ranks

@@ -11,6 +11,7 @@ from fcsd.config.strict import validate
 from fcsd.config.training import ObjectiveConfig
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
+from fcsd.families.routers import find_routers
 from fcsd.losses.hidden_terms import (
     AuxiliaryLosses,
     Captured,
@@ -18,7 +19,6 @@ from fcsd.losses.hidden_terms import (
     relative_distance,
     squared_distance,
 )
-from fcsd.routing.routers import find_routers
 from fcsd.tiny.models import tiny_model
 
 B, T = 2, 9

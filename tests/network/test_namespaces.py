@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.network.compare import Comparison, compare, exchange_counts, patterns
+from fcsd.network.compare import Comparison, exchange_counts, measure_and_simulate, patterns
 from fcsd.network.exchange import GroupExchange
 from fcsd.network.links import PHASES, Array, Collective, LinkModel
 from fcsd.network.profile import profile
@@ -84,7 +84,7 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
     floor = round_trips(rank, 4)
     links = profile(exchange, facts, largest_bytes=largest)
     given = patterns(4, LARGEST // 2)
-    whole = compare(links, exchange, given)
+    whole = measure_and_simulate(links, exchange, given)
     edges = whole
     if collective == "p2p":
         edges = Comparison(whole.names, whole.measured, compare_again(links, given))

@@ -11,9 +11,9 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, base_model_type
+from fcsd.families.routers import find_routers
 from fcsd.routing.bias import BiasTables, read_tables, router_bias, write_tables
 from fcsd.routing.counts import recording
-from fcsd.routing.routers import find_routers
 from fcsd.tiny.models import tiny_model
 
 IDS = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(3))

@@ -6,8 +6,8 @@ import torch
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.errors import UserError
 from fcsd.families import FAMILIES, moe_mask
+from fcsd.families.routers import find_routers
 from fcsd.routing.counts import recording
-from fcsd.routing.routers import find_routers
 from fcsd.routing.routes import read_routes
 from fcsd.tiny.models import tiny_model
 

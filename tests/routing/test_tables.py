@@ -13,6 +13,7 @@ from fcsd.cli.main import main
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distributed.ranks import Ranks
 from fcsd.errors import UserError
+from fcsd.families.routers import find_routers
 from fcsd.network.links import write_links
 from fcsd.network.simulate import Payload
 from fcsd.overlap import attach
@@ -21,7 +22,6 @@ from fcsd.routing.bottleneck import Deployment
 from fcsd.routing.camoe import camoe
 from fcsd.routing.counts import recording
 from fcsd.routing.placement import contiguous
-from fcsd.routing.routers import find_routers
 from fcsd.routing.tables import Calibration, make_tables, read_windows
 from fcsd.tiny.models import tiny_model, tiny_tokenizer
 from tests.overlap.ranks import spread

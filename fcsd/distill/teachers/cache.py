@@ -32,7 +32,7 @@ from fcsd.artifact import differences, versions
 from fcsd.data.batches import next_token_targets
 from fcsd.distill.teachers.base import Batch, Teacher
 from fcsd.errors import UserError, one_line
-from fcsd.files import read_json, write_json, writing
+from fcsd.files import read_json, safetensors_header, write_json, writing
 from fcsd.temporary import beside
 
 FORMAT = "fcsd-teacher-cache-1"
@@ -117,11 +117,10 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
 
 def _layout(path: Path) -> tuple[int, int]:
     """Return where the hidden states begin in a shard, and the bytes of one of them."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        hidden = json.loads(file.read(length))["hidden"]
+    header, start = safetensors_header(path)
+    hidden = header["hidden"]
     begin, end = hidden["data_offsets"]
-    return 8 + length + begin, (end - begin) // max(hidden["shape"][0], 1)
+    return start + begin, (end - begin) // max(hidden["shape"][0], 1)
 
 
 def verify_shard(path: Path) -> None:

@@ -4,7 +4,7 @@
     roles.sides                                   # [Side("self_attn", readers), Side("mlp", readers)]
     roles.groups                                  # [Group("self_attn", writers, 1.0), Group("mlp", writers, 1.0)]
 
-What is not understood on the way (`fcsd.calibration.follow`) is not foldable, and is listed with the operation that it
+What is not understood on the way (`tests.reference.follow`) is not foldable, and is listed with the operation that it
 ended in.
 
 Not covered: weights that are not touched by the tokens that were run (a module an expert; no family has that).
@@ -13,61 +13,15 @@ Not covered: weights that are not touched by the tokens that were run (a module 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.follow import COORDINATE, REST, Follow, Mark, Place, first_tensor, is_last, storage
+from fcsd.calibration.roles import Experts, Group, Place, Roles, Side, separate
 from fcsd.families import Family
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one branch reads: module that is called with it, and the weights that a map of it goes into."""
-
-    modules: tuple[str, ...]
-    readers: tuple[Place, ...]
-
-
-@dataclass(frozen=True)
-class Group:
-    """What one branch adds: `factor` times the outputs of modules, linear in the weights that a map goes into."""
-
-    modules: tuple[str, ...]
-    writers: tuple[Place, ...]
-    factor: float
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A module of routed experts that are slices of its weights, so that each can have maps of its own.
-
-    readers: weights that multiply what the branch reads, and nothing else. writers, factor: as of a `Group`.
-    """
-
-    module: str
-    readers: tuple[Place, ...]
-    writers: tuple[Place, ...]
-    factor: float
-
-
-@dataclass
-class Roles:
-    """What can be folded in one layer. left: what cannot be, and why."""
-
-    sides: list[Side] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    experts: Experts | None = None
-    left: list[str] = field(default_factory=list)
-
-
-def _separate(layer: nn.Module) -> None:
-    """Give weights that are views of one tensor, as some conversions leave them, storages of their own."""
-    for parameter in layer.parameters():
-        if parameter.untyped_storage().nbytes() != parameter.nbytes or not parameter.is_contiguous():
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+from fcsd.hooks import first_tensor, hidden_states
+from tests.reference.follow import COORDINATE, REST, Follow, Mark, is_last, storage
 
 
 def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Roles:
@@ -75,7 +29,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
 
     run: calls the layer on a few tokens, without gradients; returns what it gives.
     """
-    _separate(layer)
+    separate(layer)
     follow = Follow(layer)
     holder: nn.Module = getattr(layer, family.norms) if family.norms else layer
     names = (family.in_norm, *(family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)))
@@ -92,7 +46,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
     ]
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = kwargs.get("hidden_states", first_tensor(args))
+        given = hidden_states(args, kwargs)
         named = paths[module] in (family.attention, family.moe)
         if given is None or (storage(given) not in normed and not (named and family.layout != "pre_norm")):
             return

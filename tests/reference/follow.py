@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
+from fcsd.calibration.roles import Place
 
-Place = tuple[str, int]
-"""A parameter's name in its layer, and the axis of it that a map is folded into."""
+aten = torch.ops.aten
 
 COORDINATE = -1  # the axis of a followed tensor that a map would act on
 REST = ("", 0)  # stands for what is added beside the products of weights
@@ -308,8 +307,3 @@ def _factor(op: Any, args: Any) -> tuple[float, int]:
 
 def _merged(one: tuple[float, int] | None, other: tuple[float, int]) -> tuple[float, int]:
     return other if one is None or one[1] < other[1] else one
-
-
-def first_tensor(values: Any) -> Tensor | None:
-    """Return the first tensor of a value, at any depth; None where it has none."""
-    return next(_tensors(values), None)

@@ -1,0 +1,63 @@
+"""See what modules are given and give while they run. Hooks are removed at the end, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+Before = Callable[[Any, Any], None]
+"""Called with the positional and the keyword arguments of a call."""
+
+After = Callable[[Any, Any, Any], None]
+"""Called with the arguments, as `Before`, and with what the module gave."""
+
+
+class Stopped(BaseException):
+    """Ends a pass when everything that was wanted has been seen; raised by a hook, suppressed by the pass's caller."""
+
+
+@contextlib.contextmanager
+def hooked(
+    *,
+    before: Iterable[tuple[nn.Module, Before]] = (),
+    after: Iterable[tuple[nn.Module, After]] = (),
+    prepend: bool = False,
+) -> Iterator[None]:
+    """Call functions before and after each call of modules in the block; what they return is not looked at.
+
+    prepend: before and after the hooks that others have registered, not behind them.
+    """
+
+    def first(call: Before) -> Any:
+        return lambda _, args, kwargs: call(args, kwargs)
+
+    def last(call: After) -> Any:
+        return lambda _, args, kwargs, out: call(args, kwargs, out)
+
+    options = {"with_kwargs": True, "prepend": prepend}
+    with contextlib.ExitStack() as stack:
+        for module, call in before:
+            stack.callback(module.register_forward_pre_hook(first(call), **options).remove)
+        for module, called in after:
+            stack.callback(module.register_forward_hook(last(called), **options).remove)
+        yield
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """Return the first tensor of a value, at any depth of lists, tuples and dictionaries; None where it has none."""
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return next((tensor for value in values if (tensor := first_tensor(value)) is not None), None)
+    return None
+
+
+def hidden_states(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the hidden states that a module is called with, by that name or as the first tensor."""
+    found: Tensor | None = kwargs.get("hidden_states", first_tensor(args))
+    return found
