@@ -110,7 +110,6 @@ class FCSDTrainer(DistillTrainer):
         with self._at_work():
             sections = args.sections()
             train, objective = sections.train, sections.objective
-            refuse_what_cannot_be_sharded(train, objective, launch.engine)
             set_seed(args.seed)
             args.fit_to_engine(train, launch)
             if isinstance(model, Ready):
@@ -434,11 +433,13 @@ tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 
 @python_words()
 def _check_launch(args: FCSDConfig, launch: Launch) -> None:
-    check_precision(args.sections().train, launch.engine)
+    sections = args.sections()
+    check_precision(sections.train, launch.engine)
     if launch.engine.uses_deepspeed:
         raise UserError(
             "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
         )
+    refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
 
 
 def _fcsd_config(args: TrainingArguments | None) -> FCSDConfig:

@@ -24,7 +24,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from fcsd.distill.arguments import TrainingRun, check_reporters
+from fcsd.distill.arguments import TrainingRun, check_reporters, refuse_what_cannot_be_sharded
 from fcsd.distill.best import ScoreFailure, StopWhenScoreStalls, best_folder
 from fcsd.distill.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.distill.checkpoints import checkpoints, newest_usable
@@ -54,7 +54,10 @@ def train(run: TrainingRun) -> dict[str, Any]:
             little memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
-    with engine_environment(run.launch.engine, run.launch.device):
+    engine = run.launch.engine
+    by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
+    refuse_what_cannot_be_sharded(run.train, run.objective, engine, by_heldout_kl=by_heldout_kl)
+    with engine_environment(engine, run.launch.device):
         return _train(run)
 
 
