@@ -202,7 +202,7 @@ def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
         "warmup_steps": 0,
         "last_steps": 2,
     }
-    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     recipe = bench.recipe("kills", train=train, sweep=sweep, data=data, early_stopping=bench.early_stopping)
 
     def distill(folder: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,32 @@ class BadExample(UserError):
 def tokenizer_name(tokenizer: Any) -> str:
     """Name a tokenizer in an error: by its folder, or by its class where it was made in memory."""
     return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}"
+
+
+def tokenize_examples(
+    examples: Sequence[Mapping[str, Any]],
+    columns: Mapping[Any, str],
+    tokenizer: Any,
+    loss_on: str = "response",
+) -> list[dict[str, list] | BadExample]:
+    """Tokenize examples as `tokenize_example` does; plain texts in one call of the tokenizer."""
+    if "text" in columns and all(isinstance(example.get(columns["text"]), str) for example in examples):
+        return _tokenized_texts([example[columns["text"]] for example in examples], tokenizer)
+    found: list[dict[str, list] | BadExample] = []
+    for example in examples:
+        try:
+            found.append(tokenize_example(example, columns, tokenizer, loss_on))
+        except BadExample as error:
+            found.append(error)
+    return found
+
+
+def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[Any]:
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
+    whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in tokenizer(texts)["input_ids"]]
+    return [{"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in whole]
 
 
 def tokenize_example(
@@ -45,12 +71,8 @@ def tokenize_example(
     if "input_ids" in columns:
         return _tokenized(example, columns)
     if "text" in columns:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
-        ids = tokenizer(_string(example, columns["text"]))["input_ids"]
-        if not ids or ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
-        return {"input_ids": ids, "loss_mask": [True] * len(ids)}
+        found: dict[str, list] = _tokenized_texts([_string(example, columns["text"])], tokenizer)[0]
+        return found
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
@@ -279,7 +301,7 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 
 
 def _string(example: Mapping[str, Any], column: str) -> str:
-    value = example[column]
+    value = example.get(column)
     if not isinstance(value, str):
         raise BadExample(f"column {column!r}: text is needed, found {_short(value)}")
     return value
