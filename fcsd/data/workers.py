@@ -44,7 +44,8 @@ def in_order(
         UserError: a worker has ended, or `work` has raised it.
     """
     first = [piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None]
-    if num_workers < 2 or len(first) < 2 or not hasattr(os, "fork"):
+    alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")  # a daemon has no children
+    if num_workers < 2 or len(first) < 2 or alone:
         for piece in itertools.chain(first, pieces):
             yield piece, work(piece)
         return
