@@ -56,7 +56,9 @@ class Layout:
 class _SourceTokens:
     """The shards of one source: those that are there, and those that are still to be written.
 
-    num_read: examples of the shards that were handed out; shards: those that are written, in order.
+    num_read: examples of the shards that were handed out; shards: those that are written, in order; lengths: of their
+    examples as they are in a row, 0: no token of it would be predicted; num_kept: their tokens, or examples where
+    rows are not packed.
     """
 
     def __init__(self, index: int, source: Source, folder: Path):
@@ -69,9 +71,10 @@ class _SourceTokens:
             self.opened = open_source(source)
             self.source, self.whole = self.opened.settings, self.opened.whole
         self.num_read, self._total = 0, read_json(self._end)["shards"] if self.ended else None
+        self.num_kept = 0
         self.shards: list[Shard] = []
         self.lengths: list[np.ndarray] = []
-        self.first_loss: list[np.ndarray] = []
+        self.is_bad: list[np.ndarray] = []
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:05}.safetensors"
@@ -90,16 +93,19 @@ class _SourceTokens:
             number += 1
         self._total = number
 
-    def add(self, shard: Shard) -> None:
-        """Count a shard that is written; behind the last one the source has ended."""
+    def add(self, shard: Shard, layout: Layout) -> None:
+        """Count a shard that is written."""
+        first = shard.array("first_loss")
+        lengths = np.minimum(np.diff(shard.array("ends"), prepend=0), layout.max_length)
+        lengths[(first < 0) | (first >= layout.max_length)] = 0
         self.shards.append(shard)
-        self.lengths.append(np.diff(shard.array("ends"), prepend=0))
-        self.first_loss.append(shard.array("first_loss"))
+        self.lengths.append(lengths)
+        self.is_bad.append(first == BAD)
+        self.num_kept += int(lengths.sum() if layout.packing else np.count_nonzero(lengths))
 
     def note_end(self) -> None:
-        """Leave word in the folder when all shards of the source are there."""
-        if not self.ended and len(self.shards) == self._total:
-            self.ended = True
+        """Leave word in the folder where all shards of the source are there."""
+        if len(self.shards) == self._total and not self._end.is_file():
             write_json(self._end, {"shards": self._total})
 
 
@@ -157,6 +163,8 @@ def write_rows(
         "decontamination": found.summary() | {"left_out": found.overlaps()} if found is not None else None,
     }
     write_arrays(path, arrays, record)
+    for one in tokens:
+        one.note_end()
     return path
 
 
@@ -168,22 +176,21 @@ def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_work
         if piece is not None:
             tokenizing.write(order.tokens[index].source, piece, path)
 
-    rows = None
     jobs = in_order(work, order.jobs(), num_workers)
     with contextlib.closing(jobs), progress_bar(desc="Tokenizing", unit="example", leave=False) as bar:
         for (index, path, _), _ in jobs:
             shard, one = Shard(path), order.tokens[index]
-            one.add(shard)
-            overlaps = [Overlap(**one) for one in shard.record["overlaps"]]
+            one.add(shard, order.layout)
+            overlaps = [Overlap(**each) for each in shard.record["overlaps"]]
             bad_rows.add(shard.record["bad"], shard.num_rows - len(overlaps))
             if isinstance(tokenizing.decontaminator, Decontaminator):
                 tokenizing.decontaminator.note(one.source, shard.num_rows, overlaps)
             bar.update(shard.num_rows)
             if (rows := order.enough()) is not None:
-                break
+                return rows
     for one in order.tokens:
-        one.note_end()
-    return order.rows() if rows is None else rows
+        one.ended = True
+    return order.rows()
 
 
 class _Order:
@@ -191,6 +198,7 @@ class _Order:
 
     def __init__(self, tokens: Sequence[_SourceTokens], layout: Layout):
         self.tokens, self.layout = tokens, layout
+        self._tried = 0.0  # rows that would be full, when they were counted last
 
     def jobs(self) -> Iterator[_Job]:
         """Yield the shards of whole sources, then those of the others in turn, by weight."""
@@ -208,44 +216,35 @@ class _Order:
 
     def enough(self) -> list[list[int]] | None:
         """Return as many rows as are wanted, if a source that is not taken whole has given so many."""
-        wanted = self.layout.num_rows
+        wanted, layout = self.layout.num_rows, self.layout
         if wanted is None or all(one.whole for one in self.tokens):
             return None
-        lengths = self._lengths()
-        full = (
-            int(lengths.sum()) // self.layout.max_length if self.layout.packing else np.count_nonzero(lengths)
-        )
-        if full < wanted or len(rows := self.rows()) < wanted:
+        full = sum(one.num_kept // (layout.max_length if layout.packing else 1) for one in self.tokens)
+        if full < max(wanted, self._tried * 1.01):
             return None
-        return rows[:wanted]
+        self._tried = full
+        rows = self.rows()
+        return rows[:wanted] if len(rows) >= wanted else None
 
     def rows(self) -> list[list[int]]:
         """Put the examples into rows."""
         numbers, layout = self.numbers(), self.layout
-        lengths = self._lengths()[numbers].tolist()
-        found = first_fit(lengths, layout.max_length, packing=layout.packing)
-        return [numbers[row].tolist() for row in found]
-
-    def _lengths(self) -> np.ndarray:
-        """Return the length of every example as it is in a row; 0: no token of it would be predicted."""
         lengths = np.concatenate([each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)])
-        first = np.concatenate([each for one in self.tokens for each in one.first_loss] or [lengths])
-        lengths = np.minimum(lengths, self.layout.max_length)
-        lengths[(first < 0) | (first >= self.layout.max_length)] = 0
-        return lengths
+        found = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)
+        return [numbers[row].tolist() for row in found]
 
     def numbers(self) -> np.ndarray:
         """Return the numbers of the examples in the order in which they are put into rows."""
         found, begin, seed = [], 0, self.layout.seed
         for one in self.tokens:
-            first = np.concatenate([*one.first_loss, np.zeros(0, np.int32)])
+            is_bad = np.concatenate([*one.is_bad, np.zeros(0, bool)])
             own = (
-                np.random.default_rng(seed).permutation(len(first))
+                np.random.default_rng(seed).permutation(len(is_bad))
                 if self.layout.shuffle
-                else np.arange(len(first))
+                else np.arange(len(is_bad))
             )
-            found.append(begin + own[first[own] != BAD])
-            begin += len(first)
+            found.append(begin + own[~is_bad[own]])
+            begin += len(is_bad)
         if len(found) == 1:
             return found[0]
         return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], self._shares(), seed)
@@ -264,7 +263,7 @@ def _mixed(
     one of them would be next.
     """
     ends = np.array([len(part) for part in parts])
-    if (empty := np.flatnonzero(ends == 0)).size and not any(more):
+    if (empty := np.flatnonzero((ends == 0) & ~np.array(more))).size:
         raise UserError(f"data.train.{empty[0]}: not one of its examples is left; take it out of the mixture")
     generator, open_ = np.random.default_rng(seed), np.array(more)
     blocks: list[np.ndarray] = []

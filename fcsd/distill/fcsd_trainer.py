@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.given import given_rows
+from fcsd.data.workers import default_workers
 from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
 from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
@@ -189,7 +190,7 @@ class FCSDTrainer(DistillTrainer):
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=shuffle,
             num_rows=num_rows,
-            num_proc=args.dataset_num_proc,
+            num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
         )
 
