@@ -13,7 +13,7 @@ from torch import Tensor
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
 from fcsd.config.router_bias import RouterBiasConfig
-from fcsd.data.batches import Collator, real_tokens
+from fcsd.data.batches import in_batches, real_tokens
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import Steered, evaluate_stage, heldout_of, test_set_fingerprints
 from fcsd.evaluate.steered import Sweep
@@ -154,8 +154,7 @@ class _Steering:
                 " the batch size"
             )
         batches = []
-        for start in range(0, len(rows), size):
-            batch = Collator()(rows[start : start + size])
+        for batch in in_batches(rows, size):
             text = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
             # A mask would let the examples of a row see each other; rows of one example are mostly padding.
             batches.append(

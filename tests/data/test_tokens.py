@@ -317,14 +317,14 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(reading, "PIECE_EXAMPLES", 256)
     monkeypatch.setattr(reading, "_BLOCK", 256)
     line = json.dumps({"text": "abcd efgh " * 20}) + "\n"
-    (tmp_path / "few.jsonl").write_text(line * 1000)
-    (tmp_path / "many.jsonl").write_text(line * 10_000)
+    for name, number in (("few", 1), ("many", 10)):
+        (tmp_path / f"{name}-data").mkdir()
+        for file in range(number):  # `datasets` reads 10 MB of a file at a time
+            (tmp_path / f"{name}-data" / f"{file}.jsonl").write_text(line * 1000)
 
     def build(name: str) -> Callable[[], Any]:
-        part = source(str(tmp_path / f"{name}.jsonl"))
-        return lambda: build_dataset(
-            [part], TOKENIZER, max_length=512, num_proc=1, place=(tmp_path / name, ["a"])
-        )
+        part, place = source(str(tmp_path / f"{name}-data")), (tmp_path / name, ["a"])
+        return lambda: build_dataset([part], TOKENIZER, max_length=512, num_proc=1, place=place)
 
     few, many = _peak_mb(build("few")), _peak_mb(build("many"))
     written = rows.PackedRows(next((tmp_path / "many").glob("rows-*")))
