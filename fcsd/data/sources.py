@@ -153,7 +153,7 @@ def open_source(source: Any) -> Opened:
         return Opened(source, source.examples, isinstance(source.examples, datasets.Dataset))
     check_place(source)
     try:
-        with fresh_cache(source.path):
+        with fresh_cache(Path(source.path).expanduser()):
             opened = _open(source, None)
             columns = column_meanings(source.path, _column_names(opened.examples, source), source.columns)
             if features := _as_written(opened.examples, columns.values()):
@@ -183,7 +183,7 @@ def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
     examples = builder.as_streaming_dataset(split=source.split)
     files = (builder.config.data_files or {}).get(source.split, [])
     files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
-    sizes = sum(os.path.getsize(file) for file in files) if path.exists() else None
+    sizes = sum(os.path.getsize(file) for file in files if os.path.isfile(file)) if path.exists() else None
     whole = source.max_examples is not None or (sizes is not None and sizes <= WHOLE_BYTES)
     return Opened(source, examples, whole, files)
 
