@@ -227,7 +227,7 @@ def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
     data = {"train": sources, "max_length": 32}
     assert main(["distill", str(bench.recipe("whole", data=data))]) == 0
     in_order, read[:] = [*read], []
-    assert len(in_order) == 12 * 4
+    assert 12 * 4 <= len(in_order) <= 12 * 4 + 2  # one micro-batch is fetched ahead
     command = ["distill", str(bench.recipe("killed", data=data))]
     replace = trainer_module.replace_folder
 
