@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fcsd.data.batches import NO_LOSS
 from fcsd.errors import UserError, one_line
 
@@ -33,11 +35,12 @@ def tokenize_examples(
     columns: Mapping[Any, str],
     tokenizer: Any,
     loss_on: str = "response",
-) -> list[dict[str, list] | BadExample]:
+) -> list[dict[str, Any] | BadExample]:
     """Tokenize examples as `tokenize_example` does, in few calls of the tokenizer: each has its price."""
     if "text" in columns and all(isinstance(example.get(columns["text"]), str) for example in examples):
-        return _tokenized_texts([example[columns["text"]] for example in examples], tokenizer)
-    found: list[dict[str, list] | BadExample] = []
+        texts = _tokenized_texts([example[columns["text"]] for example in examples], tokenizer)
+        return [{"input_ids": ids, "loss_mask": np.ones(len(ids), bool)} for ids in texts]
+    found: list[dict[str, Any] | BadExample] = []
     chats: list[_Chat | BadExample | None] = []
     for example in examples:
         try:
@@ -73,12 +76,12 @@ def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
             chat.ahead[option, number] = {name: values[index] for name, values in encoded.items()}
 
 
-def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[Any]:
+def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
-    whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in tokenizer(texts)["input_ids"]]
-    return [{"input_ids": ids, "loss_mask": [True] * len(ids)} for ids in whole]
+    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+    return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
 
 
 def tokenize_example(
@@ -101,8 +104,8 @@ def tokenize_example(
     if "input_ids" in columns:
         return _tokenized(example, columns)
     if "text" in columns:
-        found: dict[str, list] = _tokenized_texts([_string(example, columns["text"])], tokenizer)[0]
-        return found
+        (ids,) = _tokenized_texts([_string(example, columns["text"])], tokenizer)
+        return {"input_ids": ids, "loss_mask": [True] * len(ids)}
     return _masked(_chat(example, columns, tokenizer), loss_on)
 
 

@@ -5,6 +5,7 @@ Not covered: machines without fork, where the work is done in this process.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -80,6 +81,7 @@ def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
 def _begin(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
+    gc.freeze()  # what was there before the fork is not looked through again and again
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
