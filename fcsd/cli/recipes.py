@@ -33,6 +33,7 @@ with lazy_imports():
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
+    from fcsd.stages.rows import tokenize
     from fcsd.stages.run import run_all
     from fcsd.stages.trace import trace
     from fcsd.tiny.rehearse import rehearse
@@ -72,6 +73,11 @@ def _estimate(arguments: Namespace) -> None:
     recipe = _load_recipe(arguments)
     facts = estimate(recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain)
     print_result(arguments, facts, estimate_table)
+
+
+def _tokenize(arguments: Namespace) -> None:
+    for key, rows in tokenize(_run(arguments)).items():
+        print(f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in {rows.path.parent}")
 
 
 def _cache_teacher(arguments: Namespace) -> None:
@@ -194,6 +200,13 @@ COMMANDS = {
         recipe_arguments,
         _recipe,
         "Exits with an error when the recipe is not valid.",
+    ),
+    "tokenize": Command(
+        "Tokenize the training data of a recipe, once for all its trainings; needs no GPU.",
+        recipe_arguments,
+        _tokenize,
+        "Every other stage does it when it needs the tokens. Two processes on two cores, eight at most; continues"
+        " where it was cut off. `fcsd estimate` says how long it takes and the disk that it needs.",
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",

@@ -13,7 +13,7 @@ from fcsd.cost.calibration import calibration_flops
 from fcsd.cost.changes import activation_bytes, changes, is_supported
 from fcsd.cost.job import SHARES, Hardware, Job, assumed_values, job_of, step_times
 from fcsd.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
-from fcsd.cost.stream import stream_rate
+from fcsd.cost.tokens import tokenizing
 from fcsd.cost.training import Training, distillation, only_pretrains, pretraining
 from fcsd.distill.disk import disk_need
 from fcsd.families import expert_counts
@@ -28,7 +28,7 @@ def estimate(
         variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
             has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, stream,
+    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, tokens,
         totals, assumptions.
 
     Raises:
@@ -59,9 +59,7 @@ def estimate(
         "disk": _disk(job),
         "flops": _flops(job),
         "time": _time(job, seconds[1], step_s),
-        "stream": stream_rate(training.train.batch_size_tokens, (step_s[0], step_s[2]))
-        if training.streams
-        else None,
+        "tokens": tokenizing(training.data_tokens),
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
             *([] if pretrain else _calibration(recipe, variant, job)),
@@ -276,10 +274,10 @@ def _assumptions(job: Job) -> Iterator[str]:
         )
     if training.lora is not None and hardware.sharding != "none":
         yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
-    if training.streams:
-        yield (
-            "a stream is tokenized as fast as in benchmarks/stream.py: chats read from a local disk, by the small"
-            " tokenizer of the tests; scale by what your tokenizer and your processor do"
-        )
+    yield (
+        "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local disk, by the small tokenizer of"
+        " the tests; scale by what your tokenizer and your processor do. Of files that are here all up to 4 GiB are"
+        " tokenized, even if a training reads less"
+    )
     if setting.has_teacher and setting.teacher == "cache":
         yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"

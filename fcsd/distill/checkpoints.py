@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.distributed.state import check_state
 from fcsd.errors import UserError
@@ -199,15 +198,12 @@ def write_checkpoint(trainer: Any, name: str, write: Callable[[], None]) -> None
 
 
 def _write_progress(trainer: Any, beside: Path) -> None:
-    """Write what guard, data and stopper go on from; the best checkpoint gets the name that it is renamed to."""
+    """Write what guard and stopper go on from; the best checkpoint gets the name that it is renamed to."""
     state = trainer.state
     if state.best_global_step == state.global_step:
         state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
         state.save_to_json(str(beside / "trainer_state.json"))
     write_json(beside / GUARD_FILE, trainer.guard.state())
-    rows = trainer.train_dataset
-    if isinstance(rows, EndlessRows):
-        rows.save(beside, trainer.steps_of_data * rows.needed)
     if trainer.stopper is not None:
         write_json(beside / STOPPER_FILE, trainer.stopper.state())
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
-from transformers.trainer_utils import has_length
 
 from fcsd.config.training import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.connectivity.spec import TRAINED
@@ -20,7 +19,6 @@ from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import InStep
 from fcsd.distill.checkpoints import PARTIAL, STOPPER_FILE, guard_state, write_checkpoint
 from fcsd.distill.early_stopping import EarlyStopper
-from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedSteps
 from fcsd.distill.interrupt import ignore_signals
 from fcsd.distill.optimizer import note_parts, own_optimizer, wants_own_optimizer
@@ -95,7 +93,6 @@ class DistillTrainer(Trainer):
             )
             self.add_callback(self.average)  # before the one that scores, which is added later
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
-        self._random_from: str | None = None  # the checkpoint whose random state the next step begins with
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # whose parts are where they belong
@@ -110,9 +107,6 @@ class DistillTrainer(Trainer):
         self.step_loss.forget()
         self.guarded.begin()
         batches, num_kept = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._random_from is not None:  # to begin with a stream takes random numbers
-            self._load_rng_state(self._random_from)
-            self._random_from = None
         model: Any = self.model
         self.step_loss.prepare(model, batches, self.state.global_step)
         return batches, num_kept
@@ -147,7 +141,6 @@ class DistillTrainer(Trainer):
         if self.guarded.rewind():
             return
         self.guarded.heed_signals()
-        self._count_epoch(args[4])
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -189,13 +182,11 @@ class DistillTrainer(Trainer):
     # ---- data
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, and end what was begun to read the data."""
+        """Train as the Trainer does; behind it no rank is in a step."""
         try:
             return super().train(*args, **kwargs)
         finally:
             in_step(False)
-            if isinstance(self.train_dataset, EndlessRows):
-                self.train_dataset.close()
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
@@ -216,10 +207,6 @@ class DistillTrainer(Trainer):
         _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
             args, dataloader
         )
-        if not has_length(dataloader):  # the Trainer takes one epoch of a stream for the whole run
-            room = 1 + max(self.guard.settings.max_rewinds, self.guard.rewinds)
-            steps_per_epoch, steps_in_epoch = steps_per_epoch * room, (steps_in_epoch or 0) * room
-        self._steps_per_epoch, self._batches_per_epoch = steps_per_epoch, steps_in_epoch
         return (sys.maxsize, steps_per_epoch, *numbers, steps_in_epoch, max_steps)
 
     @property
@@ -238,30 +225,10 @@ class DistillTrainer(Trainer):
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        rows, self._random_from = self.train_dataset, None
-        if isinstance(rows, EndlessRows):
-            rows.seek(0)
         if self.args.ignore_data_skip:
             return self.state.global_step // num_update_steps_per_epoch, 0
         epoch, steps = divmod(self.steps_of_data, num_update_steps_per_epoch)
-        if isinstance(rows, EndlessRows) and resume_from_checkpoint is not None:
-            # It goes to its row by itself; the Trainer would read and send to all ranks what lies before it.
-            why_slow = rows.seek(self.steps_of_data * rows.needed, Path(resume_from_checkpoint))
-            if why_slow is not None:
-                self.guarded.say(why_slow)
-            self._random_from = resume_from_checkpoint
-            return epoch, 0
         return epoch, steps * self.args.gradient_accumulation_steps
-
-    def _count_epoch(self, epoch: int) -> None:
-        """Say how far the run is as if it had never been cut off: the Trainer counts the batches that it has read."""
-        if (
-            isinstance(self.train_dataset, EndlessRows)
-            and not self.args.ignore_data_skip
-            and self._batches_per_epoch is not None
-        ):
-            steps = self.steps_of_data - epoch * self._steps_per_epoch
-            self.state.epoch = epoch + steps * self.args.gradient_accumulation_steps / self._batches_per_epoch
 
     # ---- optimiser
 
