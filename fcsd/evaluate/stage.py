@@ -25,7 +25,7 @@ from fcsd.config.suite import SuiteConfig, TaskConfig
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
-from fcsd.data.packing import PackedRows
+from fcsd.data.rows import PackedRows
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
 from fcsd.evaluate.backend import Batches
@@ -266,7 +266,9 @@ def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) ->
 
 
 def _same_rows(one: PackedRows, other: PackedRows) -> bool:
-    return all(np.array_equal(column, other.columns[name]) for name, column in one.columns.items())
+    return len(one) == len(other) and all(
+        np.array_equal(row[name], other[number][name]) for number, row in enumerate(one) for name in row
+    )
 
 
 def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None) -> TaskStore:
