@@ -267,7 +267,9 @@ def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) ->
 
 def _same_rows(one: PackedRows, other: PackedRows) -> bool:
     return len(one) == len(other) and all(
-        np.array_equal(row[name], other[number][name]) for number, row in enumerate(one) for name in row
+        np.array_equal(value, other[number][name])
+        for number in range(len(one))
+        for name, value in one[number].items()
     )
 
 
