@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from fcsd.config.recipe import EvaluationConfig
+from fcsd.config.suite import EvaluationConfig
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.evaluate.runner import prepare_evaluation
 from fcsd.models.preserve import preserved

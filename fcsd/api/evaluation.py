@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fcsd.config.recipe import EvaluationConfig
-from fcsd.config.suite import SuiteConfig, load_suite
+from fcsd.config.suite import EvaluationConfig, SuiteConfig, load_suite
 from fcsd.distributed.failure import stop_watching
 from fcsd.distributed.launch import Launch, join_launch
 from fcsd.errors import UserError

@@ -21,7 +21,8 @@ with lazy_imports():
     from fcsd.config.calibration import CalibrationConfig
     from fcsd.config.data import DataConfig, source_option
     from fcsd.config.model import ModelConfig
-    from fcsd.config.recipe import EvaluationConfig, Recipe
+    from fcsd.config.recipe import Recipe
+    from fcsd.config.suite import EvaluationConfig
     from fcsd.connectivity.export import convert_checkpoint, unconvert_checkpoint
     from fcsd.distributed.launch import join_launch
     from fcsd.families.table import families_facts, families_table

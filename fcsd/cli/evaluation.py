@@ -23,8 +23,7 @@ from fcsd.errors import UserError
 
 with lazy_imports():
     from fcsd.config.model import ModelConfig
-    from fcsd.config.recipe import EvaluationConfig, ServerConfig
-    from fcsd.config.suite import SuiteConfig, changed_suite, load_suite
+    from fcsd.config.suite import EvaluationConfig, ServerConfig, SuiteConfig, changed_suite, load_suite
     from fcsd.evaluate.fetch import fetch_suite
     from fcsd.evaluate.lm_eval.chosen import chosen_suite
     from fcsd.evaluate.ready import Scoring, score_file

@@ -19,7 +19,7 @@ from fcsd.errors import UserError
 
 with lazy_imports():
     from fcsd.config.model import ModelConfig
-    from fcsd.config.recipe import EvaluationConfig
+    from fcsd.config.suite import EvaluationConfig
     from fcsd.distributed.launch import join_launch
     from fcsd.layers.proposal import layers_within, plan_layers, plan_text, study_table, within_text
     from fcsd.layers.settings import Study, study_from_options

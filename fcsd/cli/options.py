@@ -14,7 +14,7 @@ from fcsd.cli.lazy import lazy_imports
 
 with lazy_imports():
     from fcsd.config.model import ConnectivityConfig, ModelConfig
-    from fcsd.config.recipe import EvaluationConfig
+    from fcsd.config.suite import EvaluationConfig
     from fcsd.connectivity.spec import Connectivity
     from fcsd.distributed.launch import Launch, join_launch
 

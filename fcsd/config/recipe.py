@@ -8,10 +8,9 @@ folder in which the command runs. `--set train.learning_rate=4e-5` replaces one 
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import DataConfig
@@ -23,9 +22,9 @@ from fcsd.config.model import (
     TeacherConfig,
 )
 from fcsd.config.overrides import set_dotted
-from fcsd.config.router_bias import RouterBiasConfig
 from fcsd.config.stopping import EarlyStoppingConfig
 from fcsd.config.strict import Strict, did_you_mean, option, validate
+from fcsd.config.suite import EvaluationConfig
 from fcsd.config.training import (
     DivergenceObjectiveConfig,
     KLObjectiveConfig,
@@ -54,67 +53,6 @@ _VARIANT_SECTIONS = (
 _ROUTER_LOSS = re.compile(
     r"aux_loss|aux_alpha|seq_aux|router_z_loss|moe_z_loss|load_balanc|output_router_logits"
 )
-
-
-class ServerConfig(Strict):
-    """A server that answers for the model that is evaluated, by HTTP."""
-
-    url: str  # as http://localhost:8000
-    concurrency: PositiveInt = option(64, "with --server: requests at a time", metavar="N")
-
-    @field_validator("url")
-    @classmethod
-    def _address_alone(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if "@" in parts.netloc:  # not a ValueError, whose message would show it
-            raise UserError(
-                "evaluation.server.url (--server): holds a name or password; leave it out, and give a key in the"
-                " environment variable FCSD_SERVER_API_KEY"
-            )
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError("an address such as http://localhost:8000 is needed")
-        return value.rstrip("/").removesuffix("/v1")
-
-
-class EvaluationConfig(Strict):
-    """How every model of the run is evaluated."""
-
-    suite: str = option("tiny", "name in eval/suites, or a path to a suite file")
-    data_root: str | None = option(None, "folder in hub layout (owner/name/…); without it the Hub is used")
-    batch_size: PositiveInt | Literal["auto"] = option(
-        16, "sequences in one forward, or auto: as many as fit the memory"
-    )
-    limit: int | None = option(
-        None, "the first items of every task only, for a quick look; every table says so", gt=0
-    )
-    # null: one in each evaluation
-    cache: str | None = option(
-        None,
-        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
-        " and settings, never by a path",
-    )
-    server: ServerConfig | None = None  # null: the model is in memory
-    layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
-    router_bias: RouterBiasConfig | None = (
-        None  # the original again, its routers steered away from slow links
-    )
-    allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
-
-    @model_validator(mode="after")
-    def _a_bias_knows_its_batches(self) -> "EvaluationConfig":
-        if self.router_bias is None:
-            return self
-        if self.server is not None:
-            raise ValueError(
-                "server: a router bias is one for each endpoint that tokens come from, and the ranks of a server that"
-                " end a layer in an all-reduce all hold the same tokens: leave the section out, or router_bias"
-            )
-        if self.batch_size == "auto":
-            raise ValueError(
-                "batch_size: 'auto' has no meaning with router_bias: which endpoint an item belongs to depends on the"
-                " batch size; give a number"
-            )
-        return self
 
 
 class PretrainConfig(Strict):

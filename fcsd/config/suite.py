@@ -1,4 +1,5 @@
-"""Schema of a suite: which tasks are run, with which shots, metric, data set and revision (`eval/suites/*.yaml`).
+"""Schemas of a suite (`eval/suites/*.yaml`): its tasks with shots, metrics, data sets; and of a recipe's `evaluation`.
+
 
     name: tiny
     tasks:
@@ -18,11 +19,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.config.strict import Strict, did_you_mean, read_yaml, validate
+from fcsd.config.router_bias import RouterBiasConfig
+from fcsd.config.strict import Strict, did_you_mean, like, option, read_yaml, validate
 from fcsd.config.unions import one_of
+from fcsd.data.study import ModelStudy
 from fcsd.errors import UserError
 from fcsd.files import data_dir
 
@@ -223,3 +227,62 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
         rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
     changed = suite.model_dump(mode="json", exclude={"folder"}) | {"tasks": rows}
     return validate(SuiteConfig, changed, f"suite {suite.name}").model_copy(update={"folder": suite.folder})
+
+
+class ServerConfig(Strict):
+    """A server that answers for the model that is evaluated, by HTTP."""
+
+    url: str  # as http://localhost:8000
+    concurrency: PositiveInt = option(64, "with --server: requests at a time", metavar="N")
+
+    @field_validator("url")
+    @classmethod
+    def _address_alone(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if "@" in parts.netloc:  # not a ValueError, whose message would show it
+            raise UserError(
+                "evaluation.server.url (--server): holds a name or password; leave it out, and give a key in the"
+                " environment variable FCSD_SERVER_API_KEY"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("an address such as http://localhost:8000 is needed")
+        return value.rstrip("/").removesuffix("/v1")
+
+
+class EvaluationConfig(Strict):
+    """How every model of the run is evaluated."""
+
+    suite: str = like(ModelStudy, "suite")
+    data_root: str | None = like(ModelStudy, "data_root")
+    batch_size: PositiveInt | Literal["auto"] = option(
+        16, "sequences in one forward, or auto: as many as fit the memory"
+    )
+    limit: int | None = like(ModelStudy, "limit")
+    # null: one in each evaluation
+    cache: str | None = option(
+        None,
+        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
+        " and settings, never by a path",
+    )
+    server: ServerConfig | None = None  # null: the model is in memory
+    layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
+    router_bias: RouterBiasConfig | None = (
+        None  # the original again, its routers steered away from slow links
+    )
+    allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
+
+    @model_validator(mode="after")
+    def _a_bias_knows_its_batches(self) -> "EvaluationConfig":
+        if self.router_bias is None:
+            return self
+        if self.server is not None:
+            raise ValueError(
+                "server: a router bias is one for each endpoint that tokens come from, and the ranks of a server that"
+                " end a layer in an all-reduce all hold the same tokens: leave the section out, or router_bias"
+            )
+        if self.batch_size == "auto":
+            raise ValueError(
+                "batch_size: 'auto' has no meaning with router_bias: which endpoint an item belongs to depends on the"
+                " batch size; give a number"
+            )
+        return self

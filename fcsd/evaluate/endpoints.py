@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.recipe import ServerConfig
+from fcsd.config.suite import ServerConfig
 from fcsd.errors import UserError
 from fcsd.evaluate.backend import Batches
 from fcsd.evaluate.batch import BatchSize

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.recipe import EvaluationConfig
-from fcsd.config.suite import CODE_STOP, CodeTaskConfig, SuiteConfig, TaskConfig
+from fcsd.config.suite import CODE_STOP, CodeTaskConfig, EvaluationConfig, SuiteConfig, TaskConfig
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError
 from fcsd.evaluate.backend import Backend, Batches, InMemoryBackend

@@ -20,8 +20,7 @@ import numpy as np
 from fcsd.artifact import Stage, versions
 from fcsd.config.data import DataConfig, SourceConfig
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig, ServerConfig
-from fcsd.config.suite import SuiteConfig, TaskConfig
+from fcsd.config.suite import EvaluationConfig, ServerConfig, SuiteConfig, TaskConfig
 from fcsd.connectivity.checkpoint import read_config
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint

@@ -8,11 +8,10 @@ from pydantic import Field, model_validator
 from fcsd.config.calibration import CalibrationConfig
 from fcsd.config.data import DataConfig, SourceConfig, source_option
 from fcsd.config.model import ConnectivityConfig
-from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.strict import like, option
-from fcsd.config.study import ModelStudy
-from fcsd.config.suite import SuiteConfig, named_tasks
+from fcsd.config.suite import EvaluationConfig, SuiteConfig, named_tasks
 from fcsd.connectivity.spec import resolve_layers
+from fcsd.data.study import ModelStudy
 from fcsd.errors import UserError
 
 KL = "kl"  # the metric that is not a task; lower is better

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
-from fcsd.config.recipe import EvaluationConfig
+from fcsd.config.suite import EvaluationConfig
 from fcsd.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.connectivity.load import load_config

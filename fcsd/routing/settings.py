@@ -7,7 +7,7 @@ from pydantic import model_validator
 from fcsd.config.model import ModelConfig
 from fcsd.config.router_bias import PlacedBy, RouterBiasConfig
 from fcsd.config.strict import like, option
-from fcsd.config.study import ModelStudy
+from fcsd.data.study import ModelStudy
 
 Kind = Literal["camoe", "bottleneck", "windows"]
 

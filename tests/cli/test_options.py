@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from fcsd.cli.main import build_parser
-from fcsd.config.recipe import EvaluationConfig, Recipe
+from fcsd.config.recipe import Recipe
+from fcsd.config.suite import EvaluationConfig
 from fcsd.layers.settings import Study
 
 

@@ -13,9 +13,8 @@ import yaml
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.strict import validate
-from fcsd.config.suite import TaskConfig, load_suite
+from fcsd.config.suite import EvaluationConfig, TaskConfig, load_suite
 from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import ALONE, Ranks
 from fcsd.errors import ScorerError, UserError

@@ -13,8 +13,7 @@ import torch
 import yaml
 
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig
-from fcsd.config.suite import load_suite
+from fcsd.config.suite import EvaluationConfig, load_suite
 from fcsd.connectivity import Connectivity, convert_model
 from fcsd.distributed.launch import join_launch
 from fcsd.distributed.ranks import Ranks, is_sharded

@@ -10,8 +10,7 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig
-from fcsd.config.suite import load_suite
+from fcsd.config.suite import EvaluationConfig, load_suite
 from fcsd.distributed.launch import join_launch
 from fcsd.evaluate import stage as stage_module
 from fcsd.evaluate.endpoints import biased_routers

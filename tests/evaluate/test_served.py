@@ -9,9 +9,9 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig, Recipe, ServerConfig
+from fcsd.config.recipe import Recipe
 from fcsd.config.strict import validate
-from fcsd.config.suite import SuiteConfig, load_suite
+from fcsd.config.suite import EvaluationConfig, ServerConfig, SuiteConfig, load_suite
 from fcsd.connectivity.export import convert_checkpoint
 from fcsd.connectivity.load import load_model
 from fcsd.connectivity.spec import Connectivity

@@ -16,9 +16,8 @@ from fcsd.calibration.model import calibrate_model
 from fcsd.cli.main import main
 from fcsd.config.data import SourceConfig
 from fcsd.config.model import ConnectivityConfig
-from fcsd.config.recipe import EvaluationConfig
 from fcsd.config.strict import validate
-from fcsd.config.suite import load_suite
+from fcsd.config.suite import EvaluationConfig, load_suite
 from fcsd.connectivity import (
     Connectivity,
     convert_checkpoint,

@@ -9,8 +9,7 @@ import torch
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig
-from fcsd.config.suite import load_suite
+from fcsd.config.suite import EvaluationConfig, load_suite
 from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.distributed.engine import Engine, distributed_config, requested_engine
 from fcsd.distributed.launch import Launch

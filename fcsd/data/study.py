@@ -7,8 +7,7 @@ from pydantic import Field
 
 from fcsd.config.data import DataConfig, SourceConfig, source_option
 from fcsd.config.model import ModelConfig
-from fcsd.config.recipe import EvaluationConfig
-from fcsd.config.strict import Strict, like
+from fcsd.config.strict import Strict, like, option
 
 
 class ModelStudy(Strict):
@@ -18,10 +17,12 @@ class ModelStudy(Strict):
     text: SourceConfig | None = None
     text_examples: int = like(DataConfig, "heldout_examples")
     max_length: int = like(DataConfig, "max_length")
-    suite: str = like(EvaluationConfig, "suite")
+    suite: str = option("tiny", "name in eval/suites, or a path to a suite file")
     tasks: list[str] = Field(default_factory=list)
-    data_root: str | None = like(EvaluationConfig, "data_root")
-    limit: int | None = like(EvaluationConfig, "limit")
+    data_root: str | None = option(None, "folder in hub layout (owner/name/…); without it the Hub is used")
+    limit: int | None = option(
+        None, "the first items of every task only, for a quick look; every table says so", gt=0
+    )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
