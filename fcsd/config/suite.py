@@ -1,6 +1,5 @@
 """Schemas of a suite (`eval/suites/*.yaml`): its tasks with shots, metrics, data sets; and of a recipe's `evaluation`.
 
-
     name: tiny
     tasks:
       - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from fcsd.cli.main import main
 from fcsd.config.data import SourceConfig
@@ -132,6 +134,8 @@ def test_kills_at_random_moments_leave_the_same_bytes(
         write(*arguments)
 
     monkeypatch.setattr(shards.Tokenizing, "write", slow)
+    # Forks share the lock of the bars, which one that is killed may hold for ever.
+    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)
     whole, record = mixed(tmp_path / "whole")
     chooser, kills, status = random.Random(0), 0, -1
     while status != 0:
