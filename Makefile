@@ -36,13 +36,13 @@ test-cpus: $(STAMP)  ## the contract of every family on the kernels of older CPU
 	  case "$$cpu $$native" in "$$native $$native" | "AVX2 DEFAULT") continue ;; esac; \
 	  echo "contract tests, ATEN_CPU_CAPABILITY $$cpu"; \
 	  ATEN_CPU_CAPABILITY=$$(echo $$cpu | tr A-Z a-z) $(TEST_ENV) \
-	    $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/connectivity || exit 1; \
+	    $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/model/connectivity || exit 1; \
 	done
 
 OLDEST := .transformers-5.5
 
 test-transformers: $(STAMP) $(OLDEST)  ## FarSkip checkpoints in the oldest transformers that they name
-	$(TEST_ENV) $(BIN)/python -m pytest -q tests/connectivity/test_oldest_transformers.py
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/model/connectivity/test_oldest_transformers.py
 
 $(OLDEST):  # beside the environment, never in it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.new 'transformers==5.5.*'
@@ -67,7 +67,7 @@ $(EXTRAS): pyproject.toml
 	mv $@.new $@
 
 test-network: $(STAMP)  ## profiles and simulated exchanges against real TCP in network namespaces; needs root
-	FCSD_NETWORK=1 $(TEST_ENV) $(BIN)/python -m pytest -q -s tests/network/test_namespaces.py
+	FCSD_NETWORK=1 $(TEST_ENV) $(BIN)/python -m pytest -q -s tests/steering/network/test_namespaces.py
 
 SERVING := .serving
 SERVING_STAMP := $(SERVING)/.installed

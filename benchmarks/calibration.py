@@ -4,9 +4,9 @@
     python -m benchmarks.calibration families
 
 `layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
-from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.cost.calibration`), and by how much
-the process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens, before and
-after.
+from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.planning.cost.calibration`), and by
+how much the process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens,
+before and after.
 """
 
 import argparse
@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fcsd.calibration.checkpoint import calibrate_checkpoint
-from fcsd.calibration.model import calibrate_model
-from fcsd.config.model import ModelConfig
-from fcsd.connectivity import Connectivity, convert_model
-from fcsd.connectivity.checkpoint import read_checkpoint
-from fcsd.cost.calibration import calibration_flops
-from fcsd.distributed.engine import Engine
-from fcsd.distributed.launch import Launch
-from fcsd.families import FAMILIES
-from fcsd.models.load import find_model
-from fcsd.tiny.models import tiny_model
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.connectivity.checkpoint import read_checkpoint
+from fcsd.model.families import FAMILIES
+from fcsd.model.load import find_model
+from fcsd.parallel.engine import Engine
+from fcsd.parallel.launch import Launch
+from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.planning.cost.calibration import calibration_flops
+from fcsd.training.calibration.checkpoint import calibrate_checkpoint
+from fcsd.training.calibration.model import calibrate_model
 
 LENGTH = 512
 

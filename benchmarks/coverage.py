@@ -24,7 +24,7 @@ import numpy
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from fcsd.stats import Interval, interval, mean_interval  # noqa: E402
+from fcsd.base.stats import Interval, interval, mean_interval  # noqa: E402
 
 TARGET = 0.93
 SIZES = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)

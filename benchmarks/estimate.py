@@ -53,7 +53,7 @@ def write_checkpoint(folder: Path, config: str, changes: dict[str, Any]) -> None
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fcsd.tiny.models import tiny_tokenizer
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
 
     fields = json.loads((ROOT / "fcsd" / "inspect" / "configs" / f"{config}.json").read_text())
     fields |= changes
@@ -106,8 +106,8 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
     import torch
 
     from fcsd.cli.main import main as fcsd
-    from fcsd.distill import run as training
-    from fcsd.distill.trainer import DistillTrainer
+    from fcsd.training import run as training
+    from fcsd.training.trainer import DistillTrainer
 
     config, changes, train = CASES[case]
     write_checkpoint(folder / "model", config, changes)

@@ -43,8 +43,8 @@ VOCABULARY = 1024
 
 def tiny(family: str, layers: int, dim: int) -> Any:
     """A model of the family's tiny shape, widened to `dim`, with `layers` layers."""
-    from fcsd.tiny.configs import TINY
-    from fcsd.tiny.models import tiny_model
+    from fcsd.pipeline.tiny.configs import TINY
+    from fcsd.pipeline.tiny.models import tiny_model
 
     overrides = {
         name: value * dim // 32
@@ -170,7 +170,7 @@ def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a phase and variant."""
     import torch
 
-    from fcsd.connectivity import Connectivity, convert_model
+    from fcsd.model.connectivity import Connectivity, convert_model
 
     original = build(family, options)
     farskip = twin(original)
@@ -205,7 +205,7 @@ def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from fcsd.families import FAMILIES
+    from fcsd.model.families import FAMILIES
 
     parser = argparse.ArgumentParser(
         description=__doc__,

@@ -40,11 +40,11 @@ from huggingface_hub import constants  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from turns import load_average  # noqa: E402
 
+from fcsd.base.files import file_sha256, write_text  # noqa: E402
 from fcsd.cli.main import main as fcsd  # noqa: E402
-from fcsd.connectivity import Connectivity, convert_checkpoint  # noqa: E402
-from fcsd.files import file_sha256, write_text  # noqa: E402
-from fcsd.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
-from tests.publish.hub_server import TOKEN, running_hub  # noqa: E402
+from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E402
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
+from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
 from tests.support import Bench, forked_ranks, make_bench, status_of  # noqa: E402
 
 VOLATILE = re.compile(

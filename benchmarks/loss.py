@@ -81,7 +81,7 @@ def liger(h: Any, w: Any, th: Any, tw: Any, *, tokens: int = 1024) -> Any:
 
 
 def fcsd(h: Any, w: Any, th: Any, tw: Any, *, tokens: int | None = None, statistics: int = 0) -> Any:
-    from fcsd.losses.fused import Divergence, fused_linear_divergence
+    from fcsd.training.losses.fused import Divergence, fused_linear_divergence
 
     chunk_bytes = None if tokens is None else tokens * len(w) * 3 * 4  # three float32 tiles
     options = {"divergence": Divergence("kl"), "statistics": bool(statistics), "chunk_bytes": chunk_bytes}

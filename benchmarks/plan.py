@@ -3,9 +3,9 @@
     python benchmarks/plan.py
 
 Three columns: published peaks (every efficiency 1, links at their nominal rate, no slow-down), the assumptions of
-`fcsd.cost.assumptions`, which are not fitted, and one of many settings that fit. One network interface for each GPU is
-assumed; the paper says "400 Gbps between nodes" without saying of what. DeepSeek-V3 with 6 layers, all of them MoE: the
-paper's 71B parameters are those (three dense layers first, as published, would make 38B).
+`fcsd.planning.cost.assumptions`, which are not fitted, and one of many settings that fit. One network interface for
+each GPU is assumed; the paper says "400 Gbps between nodes" without saying of what. DeepSeek-V3 with 6 layers, all of
+them MoE: the paper's 71B parameters are those (three dense layers first, as published, would make 38B).
 """
 
 import json
@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fcsd.cost.planned import Planned, PlanSettings, prepare
-from fcsd.cost.times import plan_times
-from fcsd.files import read_json
-from fcsd.text import markdown
+from fcsd.base.files import read_json
+from fcsd.base.text import markdown
+from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.times import plan_times
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
 _SHARES = ("gemm", "grouped", "core", "fused_core", "hbm", "link", "nic")

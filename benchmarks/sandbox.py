@@ -30,8 +30,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from turns import load_average  # noqa: E402
 
-from fcsd.evaluate.code.problems import Problem, read_problems  # noqa: E402
-from fcsd.evaluate.code.scorer import CodeScorer, default_num_workers  # noqa: E402
+from fcsd.evaluation.code.problems import Problem, read_problems  # noqa: E402
+from fcsd.evaluation.code.scorer import CodeScorer, default_num_workers  # noqa: E402
 
 OVERHEAD_MS, MBPP_S = 10.0, 75.0
 """Targets: a job's overhead on any number of workers; all canonical MBPP+ programs on two cores."""

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from fcsd.connectivity.export import convert_checkpoint
-from fcsd.connectivity.spec import Connectivity
-from fcsd.errors import UserError
-from fcsd.evaluate import server as client
-from fcsd.evaluate.server import Server
-from fcsd.tiny.models import tiny_model, tiny_tokenizer
-from fcsd.tiny.tasks import write_tiny_data
+from fcsd.base.errors import UserError
+from fcsd.evaluation import server as client
+from fcsd.evaluation.server import Server
+from fcsd.model.connectivity.export import convert_checkpoint
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.tasks import write_tiny_data
 
 ITEMS = 50
 GENERATIONS, BATCH = 200, 16

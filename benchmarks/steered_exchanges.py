@@ -4,8 +4,9 @@
     python benchmarks/steered_exchanges.py recipes/studies/camoe.yaml [--names camoe-0.25,bottleneck-0.25]
 
 The model runs on the recipe's held-out text under each of the run's bias tables. The rows that its tokens make are sent
-by four gloo ranks in network namespaces (tests/network/namespaces.py: CAMoE's appendix A.3, a tenth of its rates, five
-times its delays), and simulated from links that the same ranks have measured. The machine should be idle otherwise.
+by four gloo ranks in network namespaces (tests/steering/network/namespaces.py: CAMoE's appendix A.3, a tenth of its
+rates, five times its delays), and simulated from links that the same ranks have measured. The machine should be idle
+otherwise.
 """
 
 import argparse
@@ -18,21 +19,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from fcsd.config.load import load_recipe
+from fcsd.base.text import markdown
 from fcsd.data.batches import Collator, real_tokens
-from fcsd.distributed.launch import join_launch
-from fcsd.evaluate.stage import heldout_of
-from fcsd.families import row_width
-from fcsd.models.load import load_checkpoint
-from fcsd.network.compare import exchange_counts
-from fcsd.network.exchange import GroupExchange
-from fcsd.network.profile import profile
-from fcsd.network.simulate import Payload, endpoint_counts, simulate
-from fcsd.routing.bias import read_tables
-from fcsd.routing.tables import Calibration
-from fcsd.stages.context import Run
-from fcsd.text import markdown
-from tests.network.namespaces import appendix_a3, in_namespaces
+from fcsd.evaluation.stage import heldout_of
+from fcsd.model.families import row_width
+from fcsd.model.load import load_checkpoint
+from fcsd.parallel.launch import join_launch
+from fcsd.pipeline.context import Run
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.steering.network.compare import exchange_counts
+from fcsd.steering.network.exchange import GroupExchange
+from fcsd.steering.network.profile import profile
+from fcsd.steering.network.simulate import Payload, endpoint_counts, simulate
+from fcsd.steering.routing.bias import read_tables
+from fcsd.steering.routing.tables import Calibration
+from tests.steering.network.namespaces import appendix_a3, in_namespaces
 
 EXCHANGES = 4
 """Of the text's, one for each endpoint's batch; the first ones."""

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from fcsd.text import markdown
-from tests.routing.simulated import EQUAL, UNEQUAL, at_equal_time
+from fcsd.base.text import markdown
+from tests.steering.routing.simulated import EQUAL, UNEQUAL, at_equal_time
 
 
 def main() -> None:

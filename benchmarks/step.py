@@ -104,7 +104,7 @@ def make_model(options: argparse.Namespace, rewired: bool) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fcsd.connectivity import Connectivity, convert_model
+    from fcsd.model.connectivity import Connectivity, convert_model
 
     torch.manual_seed(0)
     dim = options.dim
@@ -148,10 +148,10 @@ def train_with_fcsd(
 ) -> None:
     from unittest import mock
 
-    from fcsd.config.training import CrossEntropyObjectiveConfig, KLObjectiveConfig, TrainConfig
-    from fcsd.distill import run as product
-    from fcsd.distill.teachers.base import ModelTeacher
-    from fcsd.tiny.models import tiny_tokenizer
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
+    from fcsd.training import run as product
+    from fcsd.training.config import CrossEntropyObjectiveConfig, KLObjectiveConfig, TrainConfig
+    from fcsd.training.teachers.base import ModelTeacher
 
     rows = packed_rows(options, batch)
     student = make_model(options, rewired=True)
@@ -166,7 +166,7 @@ def train_with_fcsd(
             super().__init__(model, args, **others)
             self.add_callback(watcher)
 
-    from fcsd.distributed.launch import join_launch
+    from fcsd.parallel.launch import join_launch
 
     run = product.TrainingRun(
         launch=join_launch(),
@@ -202,9 +202,9 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
     """A cache on disk of these rows, filled by the teacher, of which only the head stays in memory."""
     import copy
 
-    from fcsd.distill.teachers.cache import CachedTeacher, HiddenCache
-    from fcsd.distill.teachers.cache_fill import fill_cache
-    from fcsd.distributed.launch import join_launch
+    from fcsd.parallel.launch import join_launch
+    from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
+    from fcsd.training.teachers.cache_fill import fill_cache
 
     weight = teacher.head.weight
     identity = {"hidden_size": weight.shape[1], "dtype": str(weight.dtype).removeprefix("torch.")}
@@ -221,7 +221,7 @@ def train_with_gkd(
     from transformers.trainer_callback import PrinterCallback
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    from fcsd.tiny.models import tiny_tokenizer
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
 
     if variant == "gkd sorted":
         batch = sorted(batch, key=lambda example: len(example["input_ids"]))

@@ -23,10 +23,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from turns import load_average
 
-from fcsd.config.data import SourceConfig
+from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.rows import PackedRows
-from fcsd.tiny.models import tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 
 LENGTH = 4096
 WORDS = ["the", "model", "reads", "a", "row", "of", "words", "and", "says", "what", "comes", "after", "them"]

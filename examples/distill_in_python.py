@@ -13,7 +13,7 @@ import datasets
 from transformers import AutoModelForCausalLM
 
 import fcsd
-from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
 
 tokenizer = tiny_tokenizer(300)
 original = tiny_model("qwen3_moe", num_hidden_layers=4, vocab_size=300, num_experts=4)

@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fcsd.config.model import AdapterConfig
-from fcsd.config.strict import validate
-from fcsd.config.training import ObjectiveConfig, TrainConfig
-from fcsd.connectivity import Connectivity, convert_model
-from fcsd.cost.trace import Setting
+from fcsd.base.strict import validate
 from fcsd.data.batches import next_token_targets
-from fcsd.distill.arguments import TrainingRun
-from fcsd.distill.run import train
-from fcsd.distill.teachers.base import Teacher
-from fcsd.distill.teachers.lora import AdapterOffTeacher, add_adapters
-from fcsd.distributed.launch import join_launch
-from fcsd.tiny.models import tiny_tokenizer
+from fcsd.model.config import AdapterConfig
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.parallel.launch import join_launch
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.planning.cost.trace import Setting
+from fcsd.training.arguments import TrainingRun
+from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.run import train
+from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT
 
@@ -147,7 +147,7 @@ def peak_of_two_steps(setting: Setting, **overrides: Any) -> int:
 
 def peak_on_two_ranks(setting: Setting, **overrides: Any) -> int:
     """As `peak_of_two_steps`, of the rank that needs more, under FSDP2; the second rank starts without weights."""
-    from tests.distributed.test_engines import environment
+    from tests.parallel.test_engines import environment
 
     variables = environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
     return max(run_ranks(_rank_peak, 2, variables, setting, overrides, timeout_s=400))

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fcsd.connectivity.checkpoint import CONFIG, read_config
-from fcsd.connectivity.modeling import base_model_class
-from fcsd.families import Family
+from fcsd.model.connectivity.checkpoint import CONFIG, read_config
+from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.families import Family
 from tests.support import ROOT
 
 CONFIGS = ROOT / "tests" / "files" / "configs"

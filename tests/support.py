@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import yaml
 
-from fcsd.config.suite import EvaluationConfig
-from fcsd.distributed.ranks import ALONE, Ranks
-from fcsd.evaluate.runner import prepare_evaluation
-from fcsd.models.preserve import preserved
+from fcsd.evaluation.config import EvaluationConfig
+from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.model.preserve import preserved
+from fcsd.parallel.ranks import ALONE, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,10 +221,10 @@ def documented_keys(chapter: str) -> set[str]:
 
 def run_of(recipe: Any) -> Any:
     """The `Run` of a recipe, given as a path or as it is, in this process."""
-    from fcsd.config.load import load_recipe
-    from fcsd.config.recipe import Recipe
-    from fcsd.distributed.launch import join_launch
-    from fcsd.stages.context import Run
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.context import Run
+    from fcsd.recipe.load_recipe import load_recipe
+    from fcsd.recipe.recipe import Recipe
 
     return Run(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), join_launch())
 

@@ -36,7 +36,7 @@ def bound_names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def test_the_public_package_and_the_connectivity_have_pages() -> None:
-    assert {"fcsd", "fcsd.connectivity"} <= set(documented())
+    assert {"fcsd", "fcsd.model.connectivity"} <= set(documented())
 
 
 @pytest.mark.parametrize("name", documented())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fcsd.cli.main import build_parser, main
-from fcsd.config.load import recipe_file
+from fcsd.recipe.load_recipe import recipe_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from fcsd.hooks import Stopped, first_tensor, hidden_states, hooked
+from fcsd.base.hooks import Stopped, first_tensor, hidden_states, hooked
 
 
 def test_calls_are_seen_in_the_block_and_hooks_are_gone_behind_it_also_after_a_stop() -> None:

@@ -28,7 +28,7 @@ an exchange takes --exchange-ms; gloo's own messages go over it. They are remove
 The emulated link is a thread (a stream of high priority on a GPU) that is busy for bytes / rate, one exchange after the
 other. On the GPU the group has one rank, which stands for one of --virtual-ranks: what it would send the others is what
 occupies the link, by `torch.cuda._sleep`; the rows themselves are copied. Hidden there is what the profiler's trace
-says, on a CPU what the host has not waited (`fcsd.overlap.measure`).
+says, on a CPU what the host has not waited (`fcsd.parallel.overlap.measure`).
 
 --compute sleeps: parts of a layer sleep, and twice that in the backward pass (ms: a 30, b 50, shared 25, experts 40,
 router 5), and the link's rate is such that an exchange takes --exchange-ms.

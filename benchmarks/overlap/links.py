@@ -34,7 +34,7 @@ class Link:
 
 
 class _OnLink:
-    """`fcsd.overlap.transport.Transport` over a `Link`."""
+    """`fcsd.parallel.overlap.transport.Transport` over a `Link`."""
 
     def __init__(self, link: Link, group: Any):
         self.link, self.group = link, group

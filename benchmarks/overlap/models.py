@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fcsd.overlap import schedule
-from fcsd.overlap.block import BlockNames, BlockRun, Call
+from fcsd.parallel.overlap import schedule
+from fcsd.parallel.overlap.block import BlockNames, BlockRun, Call
 
 SLEEPS_MS = {"a": 30.0, "b": 50.0, "shared": 25.0, "experts": 40.0, "router": 5.0, "share": 1.0}
 
@@ -55,7 +55,7 @@ def spread_experts(model: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    import fcsd.overlap  # noqa: F401  # registers the implementation
+    import fcsd.parallel.overlap  # noqa: F401  # registers the implementation
 
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
@@ -71,7 +71,7 @@ def spread_model(options: argparse.Namespace, rewired: bool) -> Any:
     """The model with its experts spread over all ranks, everything else whole."""
     from transformers import AutoModelForCausalLM
 
-    from fcsd.connectivity import Connectivity, convert_model
+    from fcsd.model.connectivity import Connectivity, convert_model
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32

@@ -93,8 +93,8 @@ class Bench:
             self.link = Link(options.exchange_ms / 1e3 / exchanged_bytes(options))
 
     def prepare(self, mode: str) -> Any:
-        from fcsd.overlap import attach, detach
-        from fcsd.overlap.transport import AllToAll
+        from fcsd.parallel.overlap import attach, detach
+        from fcsd.parallel.overlap.transport import AllToAll
 
         regular = mode in REGULAR
         if regular not in self.models:
@@ -120,7 +120,7 @@ class Bench:
 
     def step(self, mode: str) -> dict[str, Any]:
         """Seconds of one step and of its parts."""
-        from fcsd.overlap.measure import exchange_times
+        from fcsd.parallel.overlap.measure import exchange_times
 
         model = self.prepare(mode)
         model.zero_grad(set_to_none=True)
@@ -157,7 +157,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def hidden(self) -> dict[str, float]:
-        from fcsd.overlap.measure import from_records
+        from fcsd.parallel.overlap.measure import from_records
 
         time.sleep(0.02)  # callbacks of the last exchange
         measured = from_records(record for event, record in self.records if event == "start")
@@ -167,7 +167,7 @@ class Bench:
         """Of one step on a GPU, by the profiler's trace."""
         from torch.profiler import ProfilerActivity, profile
 
-        from fcsd.overlap.measure import from_trace
+        from fcsd.parallel.overlap.measure import from_trace
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             self.step(mode)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import fcsd.overlap.experts as runtime
+import fcsd.parallel.overlap.experts as runtime
 
 
 class _Node(torch.autograd.Function):
@@ -57,7 +57,7 @@ def _finish(rows: torch.Tensor, exchange: Any) -> torch.Tensor:
 
 
 class _DispatchStart:
-    """As `fcsd.overlap.exchange.DispatchStart`; the weights are a column of the rows."""
+    """As `fcsd.parallel.overlap.exchange.DispatchStart`; the weights are a column of the rows."""
 
     @staticmethod
     def apply(rows: torch.Tensor, weights: torch.Tensor, exchange: Any) -> torch.Tensor:

@@ -41,9 +41,9 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float
 def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
     """Write what `fcsd plan --measured` reads: times of the blocking mode, and the configuration of its model."""
     from benchmarks.overlap.models import config_of
-    from fcsd.config.model import ConnectivityConfig
-    from fcsd.cost.measured import ExchangeTime, Times, write_times
-    from fcsd.overlap.measure import median_times
+    from fcsd.model.config import ConnectivityConfig
+    from fcsd.parallel.overlap.measure import median_times
+    from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 
     config = config_of(options)
     config.save_pretrained(options.times)

@@ -18,12 +18,12 @@ from typing import Any
 
 from benchmarks.recovery.corpus import write_corpus
 from benchmarks.recovery.report import write_report
-from fcsd.artifact import versions
-from fcsd.config.load import load_recipe
-from fcsd.config.recipe import Recipe
-from fcsd.config.strict import read_yaml, validate
-from fcsd.errors import UserError
-from fcsd.files import read_json, write_json
+from fcsd.base.artifact import versions
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.base.strict import read_yaml, validate
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.recipe.recipe import Recipe
 
 HERE = Path(__file__).parent
 MODELS = ("plain", "shared")
@@ -83,10 +83,10 @@ def measure(
     out: Path, model: str, seed: int, method: str, replacements: dict[str, Any], overrides: list[str]
 ) -> None:
     """One run, unless its result is there."""
-    from fcsd.distributed.launch import join_launch
-    from fcsd.stages.context import Run
-    from fcsd.stages.distill import distill
-    from fcsd.stages.pretrain import pretrain
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.context import Run
+    from fcsd.pipeline.distill import distill
+    from fcsd.pipeline.pretrain import pretrain
 
     result = result_path(out, model, seed, method)
     asked = {

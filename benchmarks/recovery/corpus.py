@@ -21,8 +21,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fcsd.errors import UserError
-from fcsd.files import new_folder
+from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder
 
 VOCABULARY = 1024
 LENGTH = 128  # tokens in a row

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fcsd.errors import UserError
-from fcsd.files import read_json, write_json, write_text
-from fcsd.text import markdown
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.text import markdown
 
 BASELINE = "kl "  # methods with this beginning are plain FCSD at different settings; the best of them is the baseline
 

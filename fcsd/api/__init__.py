@@ -3,5 +3,5 @@
 Each function is what a command does, with values in the place of files. They are named in `fcsd/__init__.py`, and
 imported when they are first asked for.
 
-Not covered: the trainer (`fcsd.distill.fcsd_trainer`).
+Not covered: the trainer (`fcsd.training.fcsd_trainer`).
 """

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fcsd.config.suite import EvaluationConfig, SuiteConfig, load_suite
-from fcsd.distributed.failure import stop_watching
-from fcsd.distributed.launch import Launch, join_launch
-from fcsd.errors import UserError
-from fcsd.evaluate.results import Samples, read_result, write_result
-from fcsd.evaluate.runner import prepare_evaluation
-from fcsd.models.preserve import preserved
+from fcsd.base.errors import UserError
+from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
+from fcsd.evaluation.results import Samples, read_result, write_result
+from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.model.preserve import preserved
+from fcsd.parallel.failure import stop_watching
+from fcsd.parallel.launch import Launch, join_launch
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 
 if TYPE_CHECKING:

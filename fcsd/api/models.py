@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from fcsd.connectivity import Connectivity, Selection
-from fcsd.connectivity.convert import convert_model, unconvert_model
-from fcsd.connectivity.export import convert_checkpoint as convert_folder
-from fcsd.connectivity.load import load_model
-from fcsd.connectivity.spec import connectivity_of
-from fcsd.errors import UserError
-from fcsd.families import family_of, moe_mask
-from fcsd.models.load import find_model, load_tokenizer
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity, Selection
+from fcsd.model.connectivity.convert import convert_model, unconvert_model
+from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
+from fcsd.model.connectivity.load import load_model
+from fcsd.model.connectivity.spec import connectivity_of
+from fcsd.model.families import family_of, moe_mask
+from fcsd.model.load import find_model, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def calibrate(
             little text, or text of another tokenizer; a data set without a tokenizer, or one that cannot be tokenized;
             sums that are singular or not finite.
     """
-    from fcsd.calibration.model import calibrate_model
+    from fcsd.training.calibration.model import calibrate_model
 
     rows = _token_rows(rows, tokenizer, max_length)
     return calibrate_model(student, teacher, rows, ridge=ridge)
@@ -188,9 +188,9 @@ def load(
         options: `dtype`, `attn_implementation`, `experts_implementation`, `device_map`, … of `from_pretrained`.
 
     Raises:
-        UserError: what is missing, damaged or does not fit (`fcsd.connectivity.load_model`).
+        UserError: what is missing, damaged or does not fit (`fcsd.model.connectivity.load_model`).
     """
-    from fcsd.config.model import ModelConfig
+    from fcsd.model.config import ModelConfig
 
     if "torch_dtype" in options:
         raise UserError("fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'")

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.load import check_recipe
-from fcsd.config.load import load_recipe as load_file
-from fcsd.config.recipe import Recipe
-from fcsd.distributed.engine import Overlap
-from fcsd.distributed.failure import stop_watching
-from fcsd.distributed.launch import join_launch
-from fcsd.errors import UserError
-from fcsd.files import release_folders
+from fcsd.base.errors import UserError
+from fcsd.base.files import release_folders
+from fcsd.parallel.engine import Overlap
+from fcsd.parallel.failure import stop_watching
+from fcsd.parallel.launch import join_launch
+from fcsd.recipe.load_recipe import check_recipe
+from fcsd.recipe.load_recipe import load_recipe as load_file
+from fcsd.recipe.recipe import Recipe
 
 STAGES = ("pretrain", "convert", "calibrate", "sweep", "distill", "evaluate", "report", "publish", "run")
 
@@ -68,7 +68,7 @@ def run_stage(
         recipe = check_recipe(dict(recipe), "recipe")
     elif not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    from fcsd.stages.context import Run
+    from fcsd.pipeline.context import Run
 
     launch = join_launch(expert_parallel=expert_parallel, overlap=overlap)
     try:
@@ -79,12 +79,12 @@ def run_stage(
 
 
 def _run(stage: str, run: Any, variant: str | None) -> Path:
-    from fcsd.stages.calibrate import calibrate
-    from fcsd.stages.convert import convert
-    from fcsd.stages.distill import distill, sweep
-    from fcsd.stages.pretrain import pretrain
-    from fcsd.stages.publish import publish, report
-    from fcsd.stages.run import evaluate_models, run_all
+    from fcsd.pipeline.calibrate import calibrate
+    from fcsd.pipeline.convert import convert
+    from fcsd.pipeline.distill import distill, sweep
+    from fcsd.pipeline.pretrain import pretrain
+    from fcsd.pipeline.publish import publish, report
+    from fcsd.pipeline.run import evaluate_models, run_all
 
     if stage == "distill":
         return Path(distill(run, variant).folder)

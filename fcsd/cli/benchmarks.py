@@ -7,9 +7,9 @@ from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, field_options, json_argument, print_result
 
 with lazy_imports():
-    from fcsd.bench.serve import bench_serve
-    from fcsd.bench.settings import Benchmark
-    from fcsd.bench.summary import table
+    from fcsd.planning.servers.serve import bench_serve
+    from fcsd.planning.servers.settings import Benchmark
+    from fcsd.planning.servers.summary import table
     from fcsd.report.study_plots import plot_serving
 
 

@@ -3,7 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from fcsd.artifact import SCHEMA_VERSION, versions
+from fcsd.base.artifact import SCHEMA_VERSION, versions
+from fcsd.base.files import write_json
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
@@ -15,19 +16,18 @@ from fcsd.cli.options import (
     print_result,
     quiet_transformers,
 )
-from fcsd.files import write_json
 
 with lazy_imports():
-    from fcsd.config.calibration import CalibrationConfig
-    from fcsd.config.data import DataConfig, source_option
-    from fcsd.config.model import ModelConfig
-    from fcsd.config.recipe import Recipe
-    from fcsd.config.suite import EvaluationConfig
-    from fcsd.connectivity.export import convert_checkpoint, unconvert_checkpoint
-    from fcsd.distributed.launch import join_launch
-    from fcsd.families.table import families_facts, families_table
-    from fcsd.inspect import inspect_model, report_table
-    from fcsd.stages.calibrate import calibrate_folder
+    from fcsd.data.config import DataConfig, source_option
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.model.config import ModelConfig
+    from fcsd.model.connectivity.export import convert_checkpoint, unconvert_checkpoint
+    from fcsd.model.families.table import families_facts, families_table
+    from fcsd.model.inspect import inspect_model, report_table
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.calibrate import calibrate_folder
+    from fcsd.recipe.recipe import Recipe
+    from fcsd.training.config_calibration import CalibrationConfig
 
 
 def _inspect(arguments: Namespace) -> None:

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.base.errors import UserError
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
@@ -19,18 +20,17 @@ from fcsd.cli.options import (
     print_result,
     quiet_transformers,
 )
-from fcsd.errors import UserError
 
 with lazy_imports():
-    from fcsd.config.model import ModelConfig
-    from fcsd.config.suite import EvaluationConfig, ServerConfig, SuiteConfig, changed_suite, load_suite
-    from fcsd.evaluate.fetch import fetch_suite
-    from fcsd.evaluate.lm_eval.chosen import chosen_suite
-    from fcsd.evaluate.ready import Scoring, score_file
-    from fcsd.evaluate.stage import Evaluation, run_evaluation
+    from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, changed_suite, load_suite
+    from fcsd.evaluation.fetch import fetch_suite
+    from fcsd.evaluation.lm_eval.chosen import chosen_suite
+    from fcsd.evaluation.ready import Scoring, score_file
+    from fcsd.evaluation.stage import Evaluation, run_evaluation
+    from fcsd.model.config import ModelConfig
     from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
     from fcsd.report.table import result_table, score_table
-    from fcsd.routing.bias import read_tables
+    from fcsd.steering.routing.bias import read_tables
 
 
 def _evaluate(arguments: Namespace) -> None:

@@ -4,6 +4,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.base.errors import UserError
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
@@ -15,16 +16,15 @@ from fcsd.cli.options import (
     task_arguments,
     text_argument,
 )
-from fcsd.errors import UserError
 
 with lazy_imports():
-    from fcsd.config.model import ModelConfig
-    from fcsd.config.suite import EvaluationConfig
-    from fcsd.distributed.launch import join_launch
-    from fcsd.layers.proposal import layers_within, plan_layers, plan_text, study_table, within_text
-    from fcsd.layers.settings import Study, study_from_options
-    from fcsd.layers.study import read_study, study_layers
-    from fcsd.models.load import find_model
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.model.config import ModelConfig
+    from fcsd.model.load import find_model
+    from fcsd.parallel.launch import join_launch
+    from fcsd.planning.layers.proposal import layers_within, plan_layers, plan_text, study_table, within_text
+    from fcsd.planning.layers.settings import Study, study_from_options
+    from fcsd.planning.layers.study import read_study, study_layers
     from fcsd.report.study_plots import plot_layers
 
 

@@ -1,7 +1,7 @@
 """Imports that stand at the top of a module and load nothing until a name is used, so that help and mistakes are quick.
 
     with lazy_imports():
-        from fcsd.stages.distill import distill
+        from fcsd.pipeline.distill import distill
 
     def _distill(arguments):
         distill(...)  # here torch is loaded

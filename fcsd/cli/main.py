@@ -7,6 +7,9 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 
 from fcsd import __version__
+from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
+from fcsd.base.files import release_folders
+from fcsd.base.temporary import sweep_scratch
 from fcsd.cli import (
     benchmarks,
     checkpoints,
@@ -20,13 +23,10 @@ from fcsd.cli import (
 )
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, Help
-from fcsd.distributed import failure as rank_failure
-from fcsd.errors import Interrupted, ScorerError, UserError, is_out_of_memory
-from fcsd.files import release_folders
-from fcsd.temporary import sweep_scratch
+from fcsd.parallel import failure as rank_failure
 
 with lazy_imports():
-    from fcsd.config.strict import did_you_mean
+    from fcsd.base.strict import did_you_mean
 
 COMMANDS: dict[str, Command] = {
     **checkpoints.COMMANDS,

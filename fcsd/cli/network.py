@@ -3,16 +3,16 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command
-from fcsd.errors import UserError
-from fcsd.files import check_file_place
 
 with lazy_imports():
-    from fcsd.distributed.launch import join_launch
-    from fcsd.network.links import read_links, write_links
-    from fcsd.network.measure import describe, profile_launch
-    from fcsd.network.nccl_tests import read_nccl_tests
+    from fcsd.parallel.launch import join_launch
+    from fcsd.steering.network.links import read_links, write_links
+    from fcsd.steering.network.measure import describe, profile_launch
+    from fcsd.steering.network.nccl_tests import read_nccl_tests
 
 
 def _profile_network(arguments: Namespace) -> None:

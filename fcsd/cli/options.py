@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from fcsd.cli.lazy import lazy_imports
 
 with lazy_imports():
-    from fcsd.config.model import ConnectivityConfig, ModelConfig
-    from fcsd.config.suite import EvaluationConfig
-    from fcsd.connectivity.spec import Connectivity
-    from fcsd.distributed.launch import Launch, join_launch
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.model.config import ConnectivityConfig, ModelConfig
+    from fcsd.model.connectivity.spec import Connectivity
+    from fcsd.parallel.launch import Launch, join_launch
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

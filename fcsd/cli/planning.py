@@ -4,6 +4,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
@@ -13,17 +15,15 @@ from fcsd.cli.options import (
     model_argument,
     print_result,
 )
-from fcsd.errors import UserError
-from fcsd.files import check_file_place
 
 with lazy_imports():
-    from fcsd.cost.machine import read_cluster
-    from fcsd.cost.plan import write_windows
-    from fcsd.cost.planned import PlanSettings
-    from fcsd.cost.table import plan_table
+    from fcsd.pipeline.plan import plan_from_files
+    from fcsd.planning.cost.machine import read_cluster
+    from fcsd.planning.cost.plan import write_windows
+    from fcsd.planning.cost.planned import PlanSettings
+    from fcsd.planning.cost.table import plan_table
     from fcsd.report.figure import check_figure
-    from fcsd.routing.tables import read_windows_file
-    from fcsd.stages.plan import plan_from_files
+    from fcsd.steering.routing.tables import read_windows_file
 
 
 def _plan(arguments: Namespace) -> None:

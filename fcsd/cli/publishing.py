@@ -4,14 +4,14 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.base.errors import UserError
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, field_options, model_argument, quiet_transformers
-from fcsd.errors import UserError
 
 with lazy_imports():
-    from fcsd.chat.chat import chat, load_speaker
-    from fcsd.config.recipe import PublicationConfig
-    from fcsd.publish.push import NewCard, push
+    from fcsd.evaluation.chat.chat import chat, load_speaker
+    from fcsd.recipe.recipe import PublicationConfig
+    from fcsd.report.publish.push import NewCard, push
 
 
 def _chat(arguments: Namespace) -> None:

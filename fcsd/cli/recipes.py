@@ -7,6 +7,8 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir, new_folder
 from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     SEVERAL,
@@ -18,26 +20,24 @@ from fcsd.cli.options import (
     quiet_transformers,
     recipe_arguments,
 )
-from fcsd.errors import UserError
-from fcsd.files import data_dir, new_folder
 
 with lazy_imports():
-    from fcsd.config.load import load_recipe
-    from fcsd.config.overrides import to_yaml
-    from fcsd.config.recipe import Recipe
-    from fcsd.cost.estimate import estimate
-    from fcsd.cost.job import Hardware, parse_mfu
-    from fcsd.cost.table import estimate_table
-    from fcsd.distributed.launch import join_launch
-    from fcsd.stages.context import Run
-    from fcsd.stages.distill import cache_teacher, distill, sweep
-    from fcsd.stages.pretrain import pretrain
-    from fcsd.stages.publish import report
-    from fcsd.stages.rows import tokenize
-    from fcsd.stages.run import run_all
-    from fcsd.stages.trace import trace
-    from fcsd.tiny.rehearse import rehearse
-    from fcsd.tiny.tasks import write_tiny_data
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.context import Run
+    from fcsd.pipeline.distill import cache_teacher, distill, sweep
+    from fcsd.pipeline.pretrain import pretrain
+    from fcsd.pipeline.publish import report
+    from fcsd.pipeline.rows import tokenize
+    from fcsd.pipeline.run import run_all
+    from fcsd.pipeline.tiny.rehearse import rehearse
+    from fcsd.pipeline.tiny.tasks import write_tiny_data
+    from fcsd.pipeline.trace import trace
+    from fcsd.planning.cost.estimate import estimate
+    from fcsd.planning.cost.job import Hardware, parse_mfu
+    from fcsd.planning.cost.table import estimate_table
+    from fcsd.recipe.load_recipe import load_recipe
+    from fcsd.recipe.overrides import to_yaml
+    from fcsd.recipe.recipe import Recipe
 
 
 def _load_recipe(arguments: Namespace) -> Recipe:
@@ -128,7 +128,7 @@ def _estimate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--mfu",
         help="share of the published peak that every matmul reaches, a range or a number (default: those of"
-        " fcsd/cost/assumptions.py, each with its range)",
+        " fcsd/planning/cost/assumptions.py, each with its range)",
     )
     parser.add_argument(
         "--network-gb-s",

@@ -23,16 +23,16 @@ from fcsd.cli.options import (
 )
 
 with lazy_imports():
-    from fcsd.config.model import ModelConfig
-    from fcsd.config.suite import named_tasks
     from fcsd.data.local import data_fingerprint
-    from fcsd.evaluate.items import suite_prompts
-    from fcsd.evaluate.stage import test_set_fingerprints
+    from fcsd.evaluation.config import named_tasks
+    from fcsd.evaluation.items import suite_prompts
+    from fcsd.evaluation.stage import test_set_fingerprints
+    from fcsd.model.config import ModelConfig
     from fcsd.report.study_plots import plot_routing
-    from fcsd.routing.report import report
-    from fcsd.routing.settings import BiasSettings, RoutingStudy
-    from fcsd.routing.study import study_routing
-    from fcsd.routing.tables import write_bias
+    from fcsd.steering.routing.report import report
+    from fcsd.steering.routing.settings import BiasSettings, RoutingStudy
+    from fcsd.steering.routing.study import study_routing
+    from fcsd.steering.routing.tables import write_bias
 
 
 def _routing(arguments: Namespace) -> None:

@@ -6,7 +6,7 @@ Not covered: what is bad about an example (`fcsd.data.chat`), and files that can
 from collections.abc import Sequence
 from typing import Literal
 
-from fcsd.errors import UserError
+from fcsd.base.errors import UserError
 
 CAP = 0.01  # share of the examples read that may be left out
 _ALWAYS_ALLOWED = 10

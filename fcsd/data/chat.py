@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fcsd.base.errors import UserError, one_line
 from fcsd.data.batches import NO_LOSS
-from fcsd.errors import UserError, one_line
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",

@@ -6,7 +6,7 @@ Several examples share a row of `max_length` tokens. Position ids restart at 0 a
 transformers (with no attention mask and no cache) keeps them from seeing each other. Labels follow the convention of
 transformers: the label at position t is the token at position t, -100 where there is no loss.
 
-Not covered: where the rows of a recipe lie (`fcsd.stages.rows`).
+Not covered: where the rows of a recipe lie (`fcsd.pipeline.rows`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.config.data import SourceConfig
+from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.chat import tokenizer_name
+from fcsd.data.config import SourceConfig
 from fcsd.data.local import scratch
 from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing
 from fcsd.data.sources import Source
-from fcsd.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

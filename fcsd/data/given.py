@@ -14,12 +14,12 @@ from typing import Any
 
 import datasets
 
-from fcsd.config.data import check_meanings
+from fcsd.base.errors import UserError
 from fcsd.data.batches import ROW_FEATURES
+from fcsd.data.config import check_meanings
 from fcsd.data.dataset import build_dataset
 from fcsd.data.local import scratch
 from fcsd.data.sources import GivenSource, column_meanings
-from fcsd.errors import UserError
 
 
 def given_rows(

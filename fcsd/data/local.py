@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fcsd.files import file_sha256
-from fcsd.temporary import scratch_folder
+from fcsd.base.files import file_sha256
+from fcsd.base.temporary import scratch_folder
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".gz", ".zst")
 

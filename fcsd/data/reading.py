@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fcsd.base.errors import UserError, one_line
 from fcsd.data.sources import Opened, columns_of
-from fcsd.errors import UserError, one_line
 
 PIECE_EXAMPLES = 4096
 PIECE_BYTES = 1 << 24  # of examples

@@ -23,6 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.packing import first_fit, row_of
@@ -30,9 +33,6 @@ from fcsd.data.reading import Piece, read_pieces
 from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
 from fcsd.data.sources import Opened, Source, open_source
 from fcsd.data.workers import default_workers, in_order
-from fcsd.errors import UserError
-from fcsd.files import read_json, write_json
-from fcsd.text import progress_bar
 
 _DRAWN = 1000  # random numbers at a time
 _FORMAT = 1  # of what is written

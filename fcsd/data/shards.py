@@ -25,12 +25,12 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from fcsd.base.files import writing
+from fcsd.base.temporary import file_beside
 from fcsd.data.chat import BadExample, tokenize_examples
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
-from fcsd.files import writing
-from fcsd.temporary import file_beside
 
 NONE, BAD = -1, -2
 _RECORD = "record"

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import datasets
 
-from fcsd.config.data import SourceConfig, making_of
+from fcsd.base.errors import UserError, one_line
+from fcsd.data.config import SourceConfig, making_of
 from fcsd.data.local import fresh_cache
-from fcsd.errors import UserError, one_line
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from fcsd.config.data import DataConfig, SourceConfig, source_option
-from fcsd.config.model import ModelConfig
-from fcsd.config.strict import Strict, like, option
+from fcsd.base.strict import Strict, like, option
+from fcsd.data.config import DataConfig, SourceConfig, source_option
+from fcsd.model.config import ModelConfig
 
 
 class ModelStudy(Strict):

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from fcsd.errors import UserError
+from fcsd.base.errors import UserError
 
 MOST_WORKERS = 8
 _PARENT_CHECK_S = 1.0

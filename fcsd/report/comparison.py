@@ -13,17 +13,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fcsd.artifact import versions
-from fcsd.errors import UserError
-from fcsd.evaluate.lm_eval.read import read_results
-from fcsd.evaluate.lm_eval.write import write_lm_eval
-from fcsd.evaluate.scores import compare
-from fcsd.files import check_folder_place, new_folder, read_json, write_json, write_text
+from fcsd.base.artifact import versions
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_folder_place, new_folder, read_json, write_json, write_text
+from fcsd.base.text import fold
+from fcsd.evaluation.lm_eval.read import read_results
+from fcsd.evaluation.lm_eval.write import write_lm_eval
+from fcsd.evaluation.scores import compare
 from fcsd.report.items import write_items
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
 from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
-from fcsd.text import fold
 
 SCHEMA_VERSION = 1
 LONG_TABLE = 12  # lines; a longer one is folded

@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # files only; no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from fcsd.errors import UserError
+from fcsd.base.errors import UserError
 
 SIZE = (6.4, 3.8)
 GREY = "0.6"
@@ -52,7 +52,7 @@ def save_figure(figure: Figure, path: Path, *, around: bool = False) -> None:
 
 
 def check_figure(path: Path) -> None:
-    """Raise UserError for a file that `save_figure` did not write, for `fcsd.files.check_file_place`."""
+    """Raise UserError for a file that `save_figure` did not write, for `fcsd.base.files.check_file_place`."""
     with path.open("rb") as file:
         if b"tEXtSoftware\0fcsd" not in file.read(1024):  # PNG's words stand before the picture
             raise UserError(f"{path}: no figure of fcsd")

@@ -22,8 +22,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fcsd.config.layout import MAIN
-from fcsd.files import write_text
+from fcsd.base.files import write_text
+from fcsd.recipe.layout import MAIN
 from fcsd.report.table import percent, with_error
 from fcsd.report.verdict import p_text, quick_look, signed
 

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from fcsd.distill.sweep import last_text
 from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, model_colours, save_figure, set_title
+from fcsd.training.sweep import last_text
 
 
 def plot_losses(
@@ -49,7 +49,7 @@ def plot_scores(
 ) -> None:
     """Draw the early-stopping score by tokens, with a band of one standard error to each side; shares in per cent.
 
-    curves: name -> points of `fcsd.distill.early_stopping.EarlyStopper.record`, with `tokens`.
+    curves: name -> points of `fcsd.training.early_stopping.EarlyStopper.record`, with `tokens`.
     """
     colours = colours or model_colours(list(curves))
     figure, axis = plt.subplots(figsize=SIZE)

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.artifact import versions
-from fcsd.config.layout import MAIN, RunLayout
-from fcsd.config.overrides import to_yaml
-from fcsd.config.recipe import Recipe
-from fcsd.config.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
-from fcsd.distill.sweep import choice_text, edges
-from fcsd.errors import UserError
-from fcsd.evaluate.results import read_result
-from fcsd.files import new_folder, read_json, write_json, write_text
-from fcsd.layers.study import read_study
+from fcsd.base.artifact import versions
+from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder, read_json, write_json, write_text
+from fcsd.base.text import fold, stopping_text
+from fcsd.evaluation.results import read_result
+from fcsd.planning.layers.study import read_study
+from fcsd.recipe.layout import MAIN, RunLayout
+from fcsd.recipe.overrides import to_yaml
+from fcsd.recipe.recipe import Recipe
+from fcsd.recipe.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
 from fcsd.report.comparison import (
     LONG_TABLE,
     chance_levels,
@@ -35,7 +35,7 @@ from fcsd.report.study_plots import plot_layers
 from fcsd.report.table import models_table
 from fcsd.report.training import stopping_table, training_figures
 from fcsd.report.verdict import quick_look, verdict
-from fcsd.text import fold, stopping_text
+from fcsd.training.sweep import choice_text, edges
 
 SCHEMA_VERSION = 1
 _FEW_TASKS = 5

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.config.layout import RunLayout
-from fcsd.config.recipe import Recipe
-from fcsd.files import read_json
+from fcsd.base.files import read_json
+from fcsd.base.text import markdown, nats
+from fcsd.recipe.layout import RunLayout
+from fcsd.recipe.recipe import Recipe
 from fcsd.report.study_plots import plot_steering
 from fcsd.report.table import percent, with_error
-from fcsd.text import markdown, nats
 
 Points = list[dict[str, Any]]
 

@@ -33,7 +33,7 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
     """Draw the layer study, a row a metric: number of rewired layers from both ends (paper Fig. 3), and one layer at a
     time.
 
-    result: what `fcsd.layers.study` writes to `layers.json`.
+    result: what `fcsd.planning.layers.study` writes to `layers.json`.
     """
     metrics, points = result["metrics"], result["points"]
     by_side = {side: [p for p in points if p["side"] == side] for side in ("none", "first", "last", "single")}
@@ -158,7 +158,7 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel a figure, with the lowest and
     the highest round; and one layer of those that were traced (Fig. 10).
 
-    result: what `fcsd.bench.summary.summarise` returns.
+    result: what `fcsd.planning.servers.summary.summarise` returns.
     """
     rows = [row for row in result["rows"] if row["points"]]
     colours = model_colours([row["title"] for row in rows], "stock")
@@ -198,7 +198,7 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
 def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
     """Draw loads.png (experts by layers), traffic.png (sources by destinations) and, of two models, shift.png.
 
-    result: what `fcsd.routing.study` writes to `routing.json`.
+    result: what `fcsd.steering.routing.study` writes to `routing.json`.
     """
     models = result["models"]
     loads = [np.array(facts["counts"]).sum(1) for facts in models]
@@ -255,7 +255,7 @@ def _named(layers: Sequence[int]) -> Any:
 def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw which conversion is worth it: speed-up of each selection of a layer study against what it costs.
 
-    rows: what `fcsd.stages.plan` makes of a study.
+    rows: what `fcsd.pipeline.plan` makes of a study.
     """
     figure, axis = plt.subplots(figsize=SIZE)
     for side, colour, marker in (("last", "black", "o"), ("first", GREY, "s")):

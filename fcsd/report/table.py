@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.evaluate.results import read_result
+from fcsd.base.text import markdown, metric_words, nats
+from fcsd.evaluation.results import read_result
 from fcsd.report.verdict import interval_text, p_text, quick_look, signed
-from fcsd.text import markdown, metric_words, nats
 
 
 def percent(value: float | None) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.distill.history import read_history, read_scores
-from fcsd.files import read_json
+from fcsd.base.files import read_json
+from fcsd.base.text import RELATIVE, duration, items_text, plus_minus, scored_row, stopping_text
 from fcsd.report.table import percent, with_error
-from fcsd.text import RELATIVE, duration, items_text, plus_minus, scored_row, stopping_text
+from fcsd.training.history import read_history, read_scores
 
 
 def training_figures(

@@ -57,7 +57,7 @@ def rewire(stack: Any, family: Family, field: Field, communication: Communicatio
         before = k - 1 in selected and field.partial
         schedule = Schedule(
             index=k,
-            name=f"fcsd.layers.{k}",
+            name=f"fcsd.planning.layers.{k}",
             layer=layer,
             block=layer.mlp,
             shared=None,

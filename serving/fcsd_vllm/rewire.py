@@ -51,7 +51,7 @@ def rewire(
         before = k - 1 in selected and field.partial
         schedule = Schedule(
             index=k,
-            name=f"fcsd.layers.{k}",
+            name=f"fcsd.planning.layers.{k}",
             layer=layers[k],
             block=getattr(layers[k], family.moe),
             shared=None,

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from fcsd.connectivity import Connectivity, convert_checkpoint, load_model
-from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
 
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)

@@ -12,12 +12,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fcsd
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.config.suite import SuiteConfig
-from fcsd.connectivity import farskip_layers
-from fcsd.errors import UserError
-from fcsd.files import read_json
-from fcsd.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.model.connectivity import farskip_layers
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
 from tests.support import Bench, write_rows
 
 X = torch.arange(3, 19)[None]

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.recovery import __main__ as benchmark
 from benchmarks.recovery.corpus import write_corpus
 from benchmarks.recovery.report import baseline, summary, tokens_to_reach
-from fcsd.config.load import load_recipe
-from fcsd.config.recipe import Recipe
-from fcsd.config.strict import read_yaml
-from fcsd.errors import UserError
+from fcsd.base.errors import UserError
+from fcsd.base.strict import read_yaml
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.recipe.recipe import Recipe
 
 TEXT = "\n".join(f"Line {n} of the text says {n * n % 97}, and {n % 7} more." for n in range(9_000))
 CODE = "\n".join(f"def function_{n}(x):\n    return x + {n * n % 89}" for n in range(9_000))
@@ -84,7 +84,7 @@ def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(
     found = json.loads((out / "results" / "shared" / "seed-0" / "rel l2 10.json").read_text())
     assert [point[0] for point in found["curve"]] == [0, 1024, 2048]
     assert not (out / "shared" / "seed-0" / "variants" / "method").exists()
-    monkeypatch.setattr("fcsd.stages.distill.distill", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr("fcsd.pipeline.distill.distill", lambda *_: pytest.fail("run again"))
     assert benchmark.main([*command, *options]) == 0
     assert benchmark.main([*command, *options, "--set", "train.learning_rate=1"]) == 1
     assert "of other settings than asked for" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.evaluate.rows import write_root
+from tests.evaluation.rows import write_root
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sandbox.py"
 

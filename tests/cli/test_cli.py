@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from fcsd.base.errors import one_line
 from fcsd.cli import main as cli
 from fcsd.cli.main import main
-from fcsd.errors import one_line
-from fcsd.tiny.models import tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import ROOT, Bench, start
 
 
@@ -372,7 +372,7 @@ def test_an_interruption_says_how_to_go_on(
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fcsd.stages.distill.distill", interrupted)
+    monkeypatch.setattr("fcsd.pipeline.distill.distill", interrupted)
     assert main(["distill", str(bench.recipe("r"))]) == 130
     assert capsys.readouterr().err == "\nfcsd distill: interrupted; run the same command again to continue\n"
 
@@ -393,7 +393,7 @@ def test_convert_and_unconvert_give_the_weights_back(
 
 
 def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    from fcsd.families import FAMILIES
+    from fcsd.model.families import FAMILIES
 
     assert main(["families"]) == 0
     text = capsys.readouterr().out

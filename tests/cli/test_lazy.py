@@ -12,10 +12,10 @@ from tests.support import ROOT, start
 USED = """
 import sys
 from fcsd.cli import recipes
-assert 'fcsd.config.load' not in sys.modules and 'fcsd.stages.distill' not in sys.modules
+assert 'fcsd.recipe.load_recipe' not in sys.modules and 'fcsd.pipeline.distill' not in sys.modules
 try: recipes.load_recipe('nowhere.yaml')
 except Exception as error: print(type(error).__name__, error)
-assert 'fcsd.config.load' in sys.modules and 'torch' not in sys.modules
+assert 'fcsd.recipe.load_recipe' in sys.modules and 'torch' not in sys.modules
 """
 
 
@@ -28,7 +28,7 @@ def test_a_name_is_loaded_when_it_is_used() -> None:
 def test_only_the_command_lines_own_imports_of_fcsd_wait() -> None:
     load = builtins.__import__
     with lazy_imports():
-        from fcsd.text import nats
+        from fcsd.base.text import nats
 
         assert isinstance(nats(1.0), str) and type(nats).__name__ == "function"
     with pytest.raises(ModuleNotFoundError), lazy_imports():

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fcsd.cli.main import build_parser
-from fcsd.config.recipe import Recipe
-from fcsd.config.suite import EvaluationConfig
-from fcsd.layers.settings import Study
+from fcsd.evaluation.config import EvaluationConfig
+from fcsd.planning.layers.settings import Study
+from fcsd.recipe.recipe import Recipe
 
 
 def parsed(*words: str) -> Any:

@@ -16,7 +16,7 @@ def test_the_surface_changes_only_on_purpose(name: str) -> None:
     assert before == now, (
         f"what users type has changed:\n{change}\nIf that is meant: `python -m tests.reference.surface` writes"
         f" {FILES[name].name}, and CHANGELOG.md tells them; where a key that was there before changes,"
-        " SCHEMA_VERSION in fcsd/artifact.py is raised"
+        " SCHEMA_VERSION in fcsd/base/artifact.py is raised"
     )
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.config.data import SourceConfig
 from fcsd.data import reading
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.chat import tokenize_example
+from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.given import given_rows
-from fcsd.errors import UserError
-from fcsd.files import read_json
 from tests.data.test_data import MARKED_TEMPLATE, PLAIN_TEMPLATE, REFUSING_TEMPLATE, make_tokenizer, said
 from tests.support import Bench
 
@@ -153,7 +153,7 @@ def test_a_bad_row_is_found_before_a_model_is_loaded(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(bench, 7)
-    monkeypatch.setattr("fcsd.stages.distill.load_teacher", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("fcsd.pipeline.distill.load_teacher", lambda *args, **kwargs: pytest.fail("loaded"))
     data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     assert main(["distill", str(bench.recipe("r", data=data))]) == 2
     assert f"data set {bench.rows}, row 7: column 'messages'" in capsys.readouterr().err

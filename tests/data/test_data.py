@@ -13,14 +13,14 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.config.data import SourceConfig
+from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_padding
 from fcsd.data.chat import tokenize_example
+from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.packing import pack
 from fcsd.data.rows import PackedRows
 from fcsd.data.sources import load_source
-from fcsd.errors import UserError
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
 PLAIN_TEMPLATE = (

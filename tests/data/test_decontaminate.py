@@ -9,14 +9,14 @@ from typing import Any
 import datasets
 import pytest
 
+from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.config.data import SourceConfig
-from fcsd.config.suite import load_suite
+from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, words
-from fcsd.evaluate.items import dataset_items, suite_items
-from fcsd.files import read_json
-from fcsd.tiny.models import tiny_tokenizer
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.items import dataset_items, suite_items
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import Bench
 
 QUESTION = "A farmer's well is 12 metres deep, and every day the water in it rises by three more; how deep is it then?"
@@ -192,7 +192,7 @@ def items_of(shared_data: Path, name: str) -> Iterator[Item]:
 
 
 def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tasks(tmp_path: Path) -> None:
-    from fcsd.tiny.tasks import write_tiny_data
+    from fcsd.pipeline.tiny.tasks import write_tiny_data
 
     write_tiny_data(
         tmp_path / "d",

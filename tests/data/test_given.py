@@ -8,11 +8,11 @@ import datasets
 import numpy as np
 import pytest
 
-from fcsd.config.data import SourceConfig
+from fcsd.base.errors import UserError
+from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.given import given_rows
-from fcsd.errors import UserError
-from fcsd.tiny.models import tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(300)
 CHATS = [

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from fcsd.config.data import SourceConfig
-from fcsd.config.suite import LikelihoodTaskConfig, SuiteConfig
+from fcsd.data.config import SourceConfig
 from fcsd.data.local import fresh_cache
 from fcsd.data.sources import load_source
-from fcsd.evaluate.code.problems import read_problems
-from fcsd.evaluate.lm_eval.tasks import load_task
+from fcsd.evaluation.code.problems import read_problems
+from fcsd.evaluation.config import LikelihoodTaskConfig, SuiteConfig
+from fcsd.evaluation.lm_eval.tasks import load_task
 
 README = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
 

@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
+from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.config.data import SourceConfig
-from fcsd.config.load import load_recipe
 from fcsd.data import reading, rows, shards, sources
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.data.given import given_rows
 from fcsd.data.workers import in_order
-from fcsd.distributed.launch import join_launch
-from fcsd.errors import UserError
-from fcsd.models.load import load_tokenizer
-from fcsd.stages.context import Run
-from fcsd.stages.rows import training_rows
+from fcsd.model.load import load_tokenizer
+from fcsd.parallel.launch import join_launch
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.rows import training_rows
+from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
 from tests.reference.ranks import run_ranks
 from tests.support import Bench

@@ -8,7 +8,7 @@ import torch
 
 def main(step: int, command: list[str]) -> int:
     from fcsd.cli.main import main as fcsd
-    from fcsd.distill.trainer import DistillTrainer
+    from fcsd.training.trainer import DistillTrainer
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     compute = DistillTrainer.compute_loss

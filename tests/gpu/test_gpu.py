@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fcsd.calibration.model import calibrate_model
-from fcsd.connectivity import Connectivity, convert_model
-from fcsd.families import FAMILIES
-from fcsd.losses.fused import fused_linear_cross_entropy, fused_linear_kl
-from fcsd.models.autocast import autocast_experts
-from fcsd.tiny.models import tiny_model
+from fcsd.model.autocast import autocast_experts
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.families import FAMILIES
+from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.training.calibration.model import calibrate_model
+from fcsd.training.losses.fused import fused_linear_cross_entropy, fused_linear_kl
 from tests.float64 import in_float64
-from tests.models.test_autocast import gradients
+from tests.model.test_autocast import gradients
 from tests.support import ROOT, Bench, free_port, start
 
 pytestmark = [

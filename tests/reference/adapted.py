@@ -1,4 +1,4 @@
-"""FarSkip forward passes of the families in `fcsd.families.adapted`, written from upstream's modeling files.
+"""FarSkip forward passes of the families in `fcsd.model.families.adapted`, written from upstream's modeling files.
 
 As `tests.reference.reference`: it reads no `Family` and no rewired class, runs on the *regular* model, and takes
 from it weights, norms, attention modules and the arguments of its loop. One function a family computes a

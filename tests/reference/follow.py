@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcsd.calibration.roles import Place
+from fcsd.training.calibration.roles import Place
 
 aten = torch.ops.aten
 

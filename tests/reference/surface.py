@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from fcsd.base.unions import choice_of
 from fcsd.cli.main import build_parser
-from fcsd.config.recipe import Recipe
-from fcsd.config.suite import SuiteConfig
-from fcsd.config.unions import choice_of
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.recipe.recipe import Recipe
 from tests.support import ROOT
 
 FILES = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.families import FAMILIES, Family, text_config
+from fcsd.model.families import FAMILIES, Family, text_config
 from tests.reference.parts import layer_arguments
 
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv")

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from fcsd.errors import UserError
-from fcsd.tiny.configs import TINY
-from fcsd.tiny.models import tiny_config, tiny_model, tiny_tokenizer
+from fcsd.base.errors import UserError
+from fcsd.pipeline.tiny.configs import TINY
+from fcsd.pipeline.tiny.models import tiny_config, tiny_model, tiny_tokenizer
 from tests.reference.ranks import run_ranks
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.calibration.roles import Experts, Group, Place, Roles, Side, separate
-from fcsd.families import Family
-from fcsd.hooks import first_tensor, hidden_states
+from fcsd.base.hooks import first_tensor, hidden_states
+from fcsd.model.families import Family
+from fcsd.training.calibration.roles import Experts, Group, Place, Roles, Side, separate
 from tests.reference.follow import COORDINATE, REST, Follow, Mark, is_last, storage
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.reference.upstream
 
-in the repository writes the snapshot that `tests/families/test_upstream.py` compares with, the tables of
+in the repository writes the snapshot that `tests/model/families/test_upstream.py` compares with, the tables of
 docs/families.md and the number of families in the README. Write it again only after the contract tests have passed
 with that transformers.
 
@@ -20,10 +20,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from fcsd.families import FAMILIES, Family
-from fcsd.families.table import families_facts, families_table
-from fcsd.overlap.support import support
-from fcsd.text import markdown
+from fcsd.base.text import markdown
+from fcsd.model.families import FAMILIES, Family
+from fcsd.model.families.table import families_facts, families_table
+from fcsd.parallel.overlap.support import support
 
 SNAPSHOT = Path("tests/files/upstream.json")
 PAGE = Path("docs/families.md")

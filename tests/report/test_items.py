@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.evaluate.scores import compare
+from fcsd.evaluation.scores import compare
 from fcsd.report.items import write_items
 from tests.report.chromium import PROGRAM, Chromium
 from tests.report.test_report import result

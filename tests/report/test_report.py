@@ -10,19 +10,19 @@ import yaml
 from huggingface_hub import metadata_load, parse_eval_result_entries
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from fcsd.artifact import Stage
-from fcsd.config.recipe import Recipe
-from fcsd.errors import UserError
-from fcsd.evaluate.results import SCHEMA_VERSION, write_result
-from fcsd.files import write_json, write_text
-from fcsd.publish.card import model_card, write_card
-from fcsd.publish.facts import Facts
-from fcsd.publish.folder import write_publication
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import write_json, write_text
+from fcsd.base.text import markdown
+from fcsd.evaluation.results import SCHEMA_VERSION, write_result
+from fcsd.recipe.recipe import Recipe
 from fcsd.report import comparison as comparison_module
 from fcsd.report import report as report_module
+from fcsd.report.publish.card import model_card, write_card
+from fcsd.report.publish.facts import Facts
+from fcsd.report.publish.folder import write_publication
 from fcsd.report.report import write_report
 from fcsd.report.table import models_table, percent, result_table, with_error
-from fcsd.text import markdown
 from tests.support import documented_keys
 
 SCORES = {

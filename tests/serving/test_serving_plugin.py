@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fcsd.connectivity import Connectivity
-from fcsd.errors import UserError
-from fcsd.families import FAMILIES, PREFIX
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.families import FAMILIES, PREFIX
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"

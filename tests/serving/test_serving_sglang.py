@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.families import FAMILIES
+from fcsd.model.families import FAMILIES
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"

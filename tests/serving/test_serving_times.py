@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.bench.times import TIMES_VARIABLE, communication_between, settled_times
+from fcsd.planning.servers.times import TIMES_VARIABLE, communication_between, settled_times
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT
 

@@ -1,0 +1,1 @@
+"""What every folder uses: errors, files, artifacts of stages, text, statistics, hooks of modules, strict records."""

@@ -1,0 +1,158 @@
+"""A stage's output folder: what it was made from, whether it is finished, and files that are never half-written.
+
+A stage goes folder to folder. `stage.json` is written when the stage starts (settings and inputs), `manifest.json`
+when it has finished (the same, plus versions, results and the hashes of what it left). A finished stage is not run
+again; one whose settings or inputs have changed is refused with the difference shown.
+
+Not covered: what the stages do; that is `fcsd.pipeline.run`.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_folder_place, read_json, write_json
+
+SCHEMA_VERSION = 4
+# 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
+# a source.
+_SAYS_NOTHING = ".streaming: false -> null"  # ends what a change is that former folders may have
+
+
+_PACKAGES = (
+    "fcsd",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "lm-eval",
+    "tokenizers",
+    "safetensors",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run.
+
+    settings: the part of the recipe that the result depends on.
+    inputs: name -> fingerprint of what the stage reads (weights, data).
+    may_change: dotted keys of the settings that are noted and not compared.
+    """
+
+    folder: Path
+    name: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    may_change: tuple[str, ...] = ()
+
+    def state(self) -> Literal["absent", "unfinished", "finished"]:
+        """Tell where this stage stands.
+
+        Raises:
+            UserError: the folder holds the same stage with other settings or inputs, or something else altogether. A
+                stage that was begun and has left nothing yet (its settings were refused) may be begun with others.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: is a file; stage '{self.name}' needs a folder of its own")
+        check_folder_place(self.folder)
+        if not any(path.is_file() and path.name != "stage.json" for path in self.folder.rglob("*")):
+            return "absent"
+        for file in ("manifest.json", "stage.json"):
+            path = self.folder / file
+            if path.is_file():
+                self._refuse_difference(read_json(path))
+                return "finished" if file == "manifest.json" else "unfinished"
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            raise UserError(
+                f"{self.folder}: is not empty and was not made by stage '{self.name}';"
+                " choose another output folder or remove it"
+            )
+        return "absent"
+
+    def start(self) -> None:
+        """Create the folder and note what the stage is made from."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "stage.json", self._record())
+
+    def finish(self, results: dict[str, Any], outputs: dict[str, str] | None = None) -> None:
+        """Write the manifest; from now on the stage is finished.
+
+        results: small facts that later stages and the report read; outputs: name -> fingerprint of what was left.
+        """
+        record = {
+            **self._record(),
+            "results": results,
+            "outputs": outputs or {},
+            "versions": versions(),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        write_json(self.folder / "manifest.json", record)
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "stage": self.name,
+            "settings": self.settings,
+            "inputs": self.inputs,
+        }
+
+    def _refuse_difference(self, found: dict[str, Any]) -> None:
+        if found.get("stage") != self.name:
+            raise UserError(
+                f"{self.folder}: holds stage '{found.get('stage')}', not '{self.name}'; choose another output folder"
+            )
+        # What JSON does to tuples and integer keys must not count as a change.
+        mine = json.loads(json.dumps(self._record()))
+        changes = [
+            change
+            for change in differences(found["settings"], mine["settings"])
+            if change.split(":")[0] not in self.may_change and not change.endswith(_SAYS_NOTHING)
+        ]
+        if changes and (version := found.get("schema_version")) != SCHEMA_VERSION:
+            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise UserError(
+                f"{self.folder}: was made by another fcsd (schema_version {version}, this one writes {SCHEMA_VERSION})"
+                f" with other settings, or with these written differently ({'; '.join(changes[:3])}{more}); choose"
+                " another output folder, remove this folder to run the stage again, or go on with the fcsd that made it"
+            )
+        changes += differences(found["inputs"], mine["inputs"])
+        if changes:
+            raise UserError(
+                f"{self.folder}: was made with other settings ({'; '.join(changes)});"
+                " choose another output folder, or remove this folder to run the stage again"
+            )
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """List dotted keys that differ between two values, absent or null alike: `train.learning_rate: 2e-05 -> 4e-05`."""
+    both = [*old, *new] if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) else []
+    if both and all(isinstance(each, dict) for each in both):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in sorted(set(old) | set(new)):
+            dotted = f"{prefix}.{key}" if prefix else str(key)
+            found += differences(old.get(key), new.get(key), dotted)
+        return found
+    return [] if old == new else [f"{prefix}: {_short(old)} -> {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def versions() -> dict[str, str]:
+    """Collect the versions of the packages that a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -1,0 +1,262 @@
+"""Read, write and hash files; nothing half-written stays under a final name. Find the data that ships with fcsd."""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.temporary import beside, file_beside, replace_folder
+
+_OURS = "remove the folder to run its stage again"  # of a damaged file that fcsd wrote
+_CANNOT_WRITE = {
+    errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+}  # fmt: skip
+# safetensors and torch.save report a failed write in words only.
+_CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
+
+
+def read_text(path: Path, what: str = "a text file", hint: str = "") -> str:
+    """Read a text file; what, hint: what is needed, and what to do where there is none, for the errors.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or holds no text.
+    """
+    more = hint and f"; {hint}"
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file{more}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: is a folder, {what} is needed{more}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file{more}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_json(path: Path, hint: str = _OURS, keys: Collection[str] | None = None) -> Any:
+    """Parse a JSON file.
+
+    hint: what to do where it is damaged or something else. keys: it must be an object with one of them; none named: an
+    object; None: any value.
+
+    Raises:
+        UserError: as `read_text`; no JSON, or something else.
+    """
+    try:
+        value = json.loads(read_text(path, "a JSON file", "" if hint == _OURS else hint))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
+    if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
+        raise UserError(f"{path}: holds something else (no {' or '.join(keys)}); {hint}")
+    if keys is not None and not isinstance(value, dict):
+        raise UserError(f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, then rename: the file is either the old one or the whole new one."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text under a temporary name, then rename."""
+    with writing(path), file_beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
+    """Refuse a place that cannot become a file, before the work whose result it is to hold.
+
+    read: reads what the file will hold, and refuses everything else: what fcsd writes never replaces a file that it did
+    not write.
+
+    Raises:
+        UserError: a folder is there, or another kind of file; there is no such folder, or nobody may write in it.
+    """
+    parent = path.absolute().parent
+    if path.is_dir() or not parent.is_dir():
+        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise UserError(f"{path}: {what}; name the file that is to be written")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{path}: the folder may not be written; name another place")
+    if path.exists():
+        try:
+            read(path)
+        except UserError:
+            raise UserError(
+                f"{path}: is there and is something else; name another file, or remove it"
+            ) from None
+
+
+def check_folder_place(folder: Path, mark: str | None = None, what: str = "") -> None:
+    """Refuse a place that cannot become a folder, before the work whose result it is to hold.
+
+    mark: a file that every folder of ours has, without which one that holds something is somebody else's, as
+    `check_file_place` has it for a file; None: whatever is there has been checked. what: what such a folder is.
+
+    Raises:
+        UserError: a file is there or on the way to it; a folder on the way may not be written; somebody else's.
+    """
+    if mark is not None and (
+        folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists())
+    ):
+        raise UserError(f"{folder}: exists and is no {what}; choose another folder")
+    above = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
+    if not above.is_dir():
+        raise UserError(f"{folder}: cannot be made, {above} is no folder; choose another output folder")
+    if above != folder and not os.access(above, os.W_OK):
+        raise UserError(f"{folder}: cannot be made, {above} may not be written; choose another output folder")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where there is none.
+
+    Raises:
+        UserError: as `check_folder_place`; the disk is full.
+    """
+    check_folder_place(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(
+    path: Path, mark: str | None = None, what: str = "", *, replaces: bool = True
+) -> Iterator[Path]:
+    """Make a temporary sibling of `path` to write into; it becomes `path` when the block ends well, else it is removed.
+
+    An existing `path` is replaced only at the end. mark, what: as `check_folder_place` has them. replaces: False
+    refuses a `path` that is there, unless it is an empty folder.
+
+    Raises:
+        UserError: the disk is full, or what `check_folder_place` refuses.
+    """
+    with writing(path):
+        if not replaces and (path.is_symlink() or (path.exists() and not path.is_dir())):
+            raise UserError(f"{path}: exists and is not a folder; choose another destination")
+        if not replaces and path.is_dir() and any(path.iterdir()):
+            raise UserError(f"{path}: exists and is not empty; choose another destination or remove it first")
+        check_folder_place(path, mark, what)
+        make_folder(path.parent)
+        with beside(path) as temporary:
+            yield temporary
+            replace_folder(temporary, path)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the libraries raise when a file cannot be written (full disk, no permission) into one line."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, OSError):
+            expected = error.errno in _CANNOT_WRITE
+        else:
+            expected = any(words in str(error) for words in _CANNOT_WRITE_WORDS)
+        if not expected:
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: could not be written ({reason}); nothing was left under this name, free some space and run again"
+        ) from error
+
+
+_HELD: dict[Path, int] = {}  # folders that this process works in -> the descriptor that holds the lock
+
+
+def hold_folder(folder: Path) -> None:
+    """Let no other process work in `folder` until this one has ended, or has called `release_folder`.
+
+    The lock is on the folder itself, so that nothing is left behind; the system gives it back when the process ends,
+    however it does. File systems that know no locks (some network ones) are not watched.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder = folder.resolve()
+    if folder in _HELD:
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"{folder}: another process is working in this folder; wait for it or end it, or choose another"
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return
+    _HELD[folder] = descriptor
+
+
+def release_folder(folder: Path) -> None:
+    """Let others work in a folder that `hold_folder` holds; any other folder: nothing."""
+    if (descriptor := _HELD.pop(folder.resolve(), None)) is not None:
+        os.close(descriptor)
+
+
+def release_folders() -> None:
+    """Let others work in all folders that this process holds: its command has ended."""
+    for folder in list(_HELD):
+        release_folder(folder)
+
+
+# A worker that outlives its killed parent must not keep the lock.
+os.register_at_fork(after_in_child=release_folders)
+
+
+def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what a safetensors file says of its tensors, and where their bytes begin."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Hash names and bytes of the safetensors files of a checkpoint folder: the identity of its weights.
+
+    A file is read once a process, unless its size, time or inode has changed: every stage asks for the original's.
+    """
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: holds no .safetensors file")
+    for file in files:
+        status = file.stat()
+        known = _sha256_of_state(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
+        digest.update(file.name.encode() + b"\0" + known.encode())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(4096)
+def _sha256_of_state(file: Path, *state: int) -> str:
+    return file_sha256(file)
+
+
+def file_sha256(path: Path) -> str:
+    """Hash one file with SHA-256."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def data_dir(name: str) -> Path:
+    """Find the shipped folder `name` (eval, recipes, configs), inside an installed wheel or beside it in a checkout."""
+    installed = _PACKAGE / "_data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name

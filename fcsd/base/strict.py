@@ -1,0 +1,220 @@
+"""Strict YAML documents: unknown keys are errors with a suggestion, messages name the file and the key.
+
+Recipes and suites are both read through here, so that they fail in the same words.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_text
+
+
+class Strict(BaseModel):
+    """A frozen record that accepts no key it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    elsewhere: ClassVar[
+        dict[str, str]
+    ] = {}  # keys that a user may look for in this record -> what to say of them
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            cls.check_keys(value)
+        return value
+
+    @classmethod
+    def requires(cls, key: str) -> bool:
+        """Tell whether a key must be given."""
+        return key in cls.model_fields and cls.model_fields[key].is_required()
+
+    @classmethod
+    def check_keys(
+        cls,
+        value: Mapping[str, Any],
+        foreign: Mapping[str, str] = MappingProxyType({}),
+        needs: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Refuse keys that the record does not know, and those that it misses; `true` where a number is needed.
+
+        foreign: key that others of a union know -> what is said of it. needs: required key -> for what.
+        """
+        wrong = {}
+        for key, given in value.items():
+            if key not in cls.model_fields:
+                unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
+                wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
+            elif isinstance(given, bool):  # pydantic would take true for 1
+                kinds = _kinds(cls.model_fields[key].annotation)
+                if bool not in kinds and kinds & {int, float}:
+                    wrong[key] = f"a number is needed, got {given!r}"
+        missing = {}
+        for key, field in cls.model_fields.items():
+            if cls.requires(key) and key not in value:
+                what = f": {field.description}" if field.description else ""
+                missing[key] = f"is required{needs.get(key, '')}{what}"
+        if wrong or missing:
+            refuse_keys(wrong, missing)
+
+    @classmethod
+    def from_plain(cls, value: Any, where: str) -> Self:
+        """Build a record from plain data, as `validate` does."""
+        return validate(cls, value, where)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
+        """Build a record from the options of a command that are called like its fields; None: not given.
+
+        own: fields that the options do not give as they are.
+
+        Raises:
+            UserError: one line that names the option: `--text-examples: …`.
+        """
+        given = {name: options[name] for name in cls.model_fields if options.get(name) is not None}
+        return _build(cls, given | own, "", options=True)
+
+
+def option(default: Any, help: str, *, metavar: str | None = None, **bounds: Any) -> Any:
+    """Declare a field that is an option of a command, too; metavar: what its value is called in the help.
+
+    default: `...` where it must be given.
+    """
+    return Field(
+        default, description=help, json_schema_extra={"metavar": metavar} if metavar else None, **bounds
+    )
+
+
+def like(record: type[BaseModel], name: str) -> Any:
+    """Declare a field with the default, the bounds and the description of another record's."""
+    return copy(record.model_fields[name])
+
+
+def refuse_keys(wrong: Mapping[str, str], missing: Mapping[str, str] = MappingProxyType({})) -> NoReturn:
+    """Raise pydantic's error for keys of a mapping -> what is wrong with each."""
+    raise ValidationError.from_exception_data(
+        "record",
+        [
+            InitErrorDetails(
+                type=PydanticCustomError(kind, "{text}", {"text": text}), loc=(str(key),), input=None
+            )
+            for kind, texts in (("key", wrong), ("missing", missing))
+            for key, text in texts.items()
+        ],
+    )
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the members of a union, or the one type itself."""
+    if get_origin(annotation) in (Union, UnionType):
+        return set(get_args(annotation))
+    return {annotation}
+
+
+Document = TypeVar("Document", bound=Strict)
+_TYPES = {"int", "str", "float", "bool", "constrained-int", "constrained-str", "constrained-float"}
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads `2e-5` as a number (YAML 1.1 wants `2.0e-5`) and refuses a key given twice."""
+
+
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
+    text = str(loader.construct_scalar(node))
+    number = float(text)
+    return number if math.isfinite(number) else text
+
+
+_Loader.add_implicit_resolver(
+    "tag:fcsd,2026:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+_Loader.add_constructor("tag:fcsd,2026:float", _float)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, Any] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key!r} is given twice", key_node.start_mark
+            )
+        seen[key] = None
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}, line {mark.line + 1}" if mark else where
+        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Parse the YAML file at `path`."""
+    return parse_yaml(read_text(path, "a YAML file"), str(path))
+
+
+def validate(kind: type[Document], value: Any, where: str) -> Document:
+    """Build a `kind` (a class, or a union of classes) from plain data.
+
+    Raises:
+        UserError: one line that says what is wrong first: `recipes/x.yaml: train.foo: unknown key …`.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a mapping of keys to values is needed, got {type(value).__name__}")
+    return _build(kind, value, f"{where}: ")
+
+
+def _build(kind: type[Document], value: dict[str, Any], before: str, *, options: bool = False) -> Document:
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        # What is missing comes last: often it is there under a wrong name.
+        problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
+        lines = [_line(problem, options) for problem in problems]
+        more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
+        raise UserError(f"{before}{lines[0]}{more}") from None
+
+
+def _line(problem: Any, options: bool) -> str:
+    # Of a union that is tried one after the other, pydantic adds the types that it tried.
+    keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
+    dotted = ".".join(map(str, keys))
+    if options and (names := [key for key in keys if isinstance(key, str)]):
+        dotted = f"--{names[-1].replace('_', '-')}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = "a mapping of keys to values is needed"
+    given = problem.get("input")
+    is_shown = problem["type"] not in ("key", "missing") and "got" not in message
+    shown = f", got {given!r}" if is_shown and isinstance(given, str | int | float | bool | None) else ""
+    return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"  # a rule for the whole has none
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """Return `; did you mean 'temperature'?`, or what is allowed when nothing is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; allowed: {', '.join(sorted(known))}" if known else ""

@@ -1,0 +1,107 @@
+"""Schema of training data, held-out text and the test items that are kept out of them."""
+
+import re
+from collections.abc import Collection
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.base.strict import Strict, option, parse_yaml, validate
+
+Column = Literal["messages", "prompt", "input", "response", "text", "tools"]
+_MESSAGES: dict[Column, str] = {"messages": "messages"}
+_KINDS = ({"messages"}, {"text"}, {"prompt", "response"}, {"prompt", "input", "response"})
+
+
+def check_meanings(columns: Collection[str]) -> None:
+    """Raise ValueError where columns of these meanings make no example."""
+    if set(columns) - {"tools"} not in _KINDS or {"text", "tools"} <= set(columns):
+        raise ValueError(
+            "columns must name 'messages', or 'text', or 'prompt' and 'response' (and optionally 'input'), with 'tools'"
+            f" beside messages and prompts where there are any, got {', '.join(sorted(columns)) or 'nothing'}"
+        )
+
+
+class SourceConfig(Strict):
+    """One data set: a hub id, a local folder in hub layout, or a .jsonl, .json or .parquet file."""
+
+    path: str
+    name: str | None = None  # configuration of the data set
+    split: str = "train"
+    revision: str | None = None
+    columns: dict[Column, str] | None = Field(_MESSAGES)  # null: seen from their names
+    weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
+    max_examples: int | None = Field(None, gt=0)
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "streaming": "every source is tokenized once, as much of it as the longest training needs; leave the key out",
+    }
+
+    @model_validator(mode="after")
+    def _columns_make_an_example(self) -> "SourceConfig":
+        if self.columns is not None:
+            check_meanings(self.columns)
+        return self
+
+
+def making_of(*places: str | None) -> str:
+    """Say which command makes the data of recipes/tiny, the first of `places` being one of them; "" of other data.
+
+    places: a path or the id of a data set, and where it may lie.
+    """
+    folder = next((part for place in places if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))), None)
+    if folder is None and not (places[0] or "").startswith("fcsd/pipeline/tiny-"):
+        return ""
+    return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
+
+
+def source_option(text: str | None, option: str) -> dict[str, Any] | None:
+    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's `data.heldout` holds.
+
+    Where `columns` are not said they are seen from their names.
+    """
+    if text is None:
+        return None
+    source = parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
+    return validate(SourceConfig, {"columns": None} | source, option).model_dump()
+
+
+class TestSetConfig(Strict):
+    """A test split that training data is decontaminated against."""
+
+    path: str  # hub id or folder below evaluation.data_root, or a local folder or file
+    name: str | None = None  # configuration of the data set
+    split: str = "test"
+    revision: str | None = None
+    columns: list[str] = Field(default_factory=list)  # whose text counts; none: all of them
+
+
+class DecontaminateConfig(Strict):
+    """Training examples that share `ngram` words in a row with a test item are left out and listed."""
+
+    suite: str | None = None  # name in eval/suites, or a path: the items of its tasks
+    against: list[TestSetConfig] = Field(default_factory=list)  # and of these data sets
+    ngram: int = Field(13, ge=5)
+
+    @model_validator(mode="after")
+    def _has_test_items(self) -> "DecontaminateConfig":
+        if self.suite is None and not self.against:
+            raise ValueError("needs test items: name a suite, or data sets under `against`")
+        return self
+
+
+class DataConfig(Strict):
+    """Training text, and held-out text on which KL to the original is reported."""
+
+    train: list[SourceConfig] = Field(min_length=1)
+    decontaminate: DecontaminateConfig | None = None
+    heldout: SourceConfig | None = None
+    heldout_examples: int = option(256, "examples of the text", gt=0)
+    max_length: int = option(4096, "tokens in one row of the text", gt=1)
+    packing: bool = True
+    on_bad_row: Literal["error", "skip"] = (
+        "error"  # skip: leave out, up to 1 % of the examples, and ten in any case
+    )
+    loss_on: Literal["response", "all"] = option(
+        "response", "tokens the loss is computed on: response or all"
+    )

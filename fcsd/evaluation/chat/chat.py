@@ -1,0 +1,332 @@
+"""`fcsd chat`: talk to a model, or to a converted one and its original side by side (paper App. B).
+
+    chat([load_speaker("OUT"), load_speaker("path/original")], system="Be brief.")
+
+Replies stream, with the model's own generation settings. Side by side each model has a conversation of its own, with
+its own replies. Without a terminal every line of stdin is a turn, and is shown before its reply.
+
+Not covered: images, tools; beam search, which cannot stream.
+"""
+
+import contextlib
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
+from fcsd.model.connectivity.checkpoint import find_folder
+from fcsd.model.connectivity.load import load_model
+from fcsd.model.load import load_tokenizer, to_device
+from fcsd.model.positions import num_positions
+from fcsd.parallel.launch import join_launch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HELP = """\
+/reset   forget the conversation
+/again   answer the last message once more
+/exit    leave (Ctrl-D does too)
+/help    this text
+Ctrl-C ends a reply. A message that begins with / is sent when a space stands before it. Pasted lines
+are one message."""
+_NARROWEST = 24
+"""Cells of a column; on a terminal without room for two the replies stand one below the other."""
+_MAX_NEW_TOKENS = 2048
+"""Where neither the user nor the model's generation settings limit a reply."""
+
+
+@dataclass
+class Speaker:
+    """A model, its tokenizer, and the conversation with it.
+
+    thinking: False asks the template of a hybrid for answers without thoughts; others pass over it.
+    """
+
+    name: str
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    messages: list[dict[str, str]] = field(default_factory=list)
+    thinking: bool = True
+
+    def prompt(self) -> Any:
+        """Return the token ids and mask of the conversation and the beginning of a reply.
+
+        Raises:
+            UserError: the template does not take the messages, or they are longer than the model's positions.
+        """
+        from jinja2 import TemplateError
+
+        options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        if not self.thinking:
+            options["enable_thinking"] = False
+        try:
+            inputs: Any = self.tokenizer.apply_chat_template(self.messages, **options)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise UserError(f"{self.name}: its chat template refuses the conversation: {error}") from None
+        length, positions = inputs["input_ids"].shape[1], self.positions
+        if positions is not None and length >= positions:
+            raise UserError(
+                f"{self.name}: the conversation has {length} tokens, the model {positions} positions;"
+                " /reset begins anew"
+            )
+        return inputs.to(self.model.device)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model's config says it takes."""
+        return num_positions(self.model.config)
+
+    def settings(self, greedy: bool) -> str:
+        """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p 0.95; bfloat16 on cuda:0`."""
+        own: Any = self.model.generation_config
+        how = "greedy"
+        if own.do_sample and not greedy:
+            names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            values = {name: getattr(own, name, None) for name in names}
+            neutral = {"temperature": None, "repetition_penalty": 1.0}
+            said = [f"{k} {v:g}" for k, v in values.items() if v is not None and v != neutral.get(k)]
+            how = ", ".join(said) or "sampling"
+        return f"{how}; {str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+
+
+def load_speaker(
+    path: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | None = None,
+    thinking: bool = True,
+) -> Speaker:
+    """Load a checkpoint to talk to, on the accelerator if there is one, or as transformers' `device_map` says.
+
+    Raises:
+        UserError: as `load_model`; no tokenizer; a tokenizer without chat template.
+    """
+    folder = find_folder(path, revision)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{path}: its tokenizer has no chat template, so the model was not trained to converse; give a chat model,"
+            " or put its chat_template.jinja beside the tokenizer"
+        )
+    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    try:
+        model: Any = load_model(folder, dtype="auto", trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        if device_map is None:
+            raise
+        raise UserError(f"--device-map {device_map}: {one_line(error)}") from None
+    if device_map is None:
+        model = to_device(model, path, join_launch().device)
+    return Speaker(path, model, tokenizer, thinking=thinking)
+
+
+def chat(
+    speakers: Sequence[Speaker],
+    *,
+    system: str | None = None,
+    max_new_tokens: int | None = None,
+    greedy: bool = False,
+    source: TextIO | None = None,
+    sink: TextIO | None = None,
+) -> None:
+    """Read turns until the end of the input or /exit; one or two speakers.
+
+    greedy: always the likeliest token, whatever the models' own settings are.
+    source, sink: stdin and stdout; without a terminal every turn is repeated before its reply.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C without a terminal; on one it ends a reply.
+    """
+    source, sink = source or sys.stdin, sink or sys.stdout
+    terminal = source.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  editing of the line; input() uses it
+        for speaker in speakers:
+            print(f"{speaker.name}: {speaker.settings(greedy)}", file=sink)
+        print("Type a message; /help explains, /exit leaves.", file=sink)
+    opening = [{"role": "system", "content": system}] if system else []
+    for speaker in speakers:
+        speaker.messages = [*opening]
+    last = between = ""
+    for line in _lines(source, terminal):
+        text = line.strip()
+        if not terminal and text:
+            print(f"{between}> {printable(text)}", file=sink)
+            between = "\n"
+        if line.startswith("/"):
+            if text in ("/exit", "/quit"):
+                return
+            if text == "/reset":
+                for speaker in speakers:
+                    speaker.messages = [*opening]
+                print("The conversation begins anew.", file=sink)
+            elif text == "/again":
+                if not last:
+                    print("There is no message yet.", file=sink)
+                    continue
+                for speaker in speakers:
+                    if speaker.messages[-2:-1] == [{"role": "user", "content": last}]:
+                        del speaker.messages[-2:]
+                _turn(speakers, last, max_new_tokens, greedy, sink, terminal)
+            elif text == "/help":
+                print(_HELP, file=sink)
+            else:
+                print(f"{text.split()[0]}: no such command.\n{_HELP}", file=sink)
+        elif text:
+            last = text
+            _turn(speakers, text, max_new_tokens, greedy, sink, terminal)
+        sink.flush()
+
+
+def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
+    """Yield the turns of the user; on a terminal Ctrl-C empties the line, Ctrl-D ends."""
+    if not terminal:
+        yield from (line.rstrip("\n") for line in source)
+        return
+    while True:
+        try:
+            yield input("\n> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(/exit leaves)")
+
+
+def _turn(
+    speakers: Sequence[Speaker],
+    text: str,
+    max_new_tokens: int | None,
+    greedy: bool,
+    sink: TextIO,
+    terminal: bool,
+) -> None:
+    """Put one message to all models, their replies to `sink`; take back a message that cannot be answered."""
+    for speaker in speakers:
+        speaker.messages.append({"role": "user", "content": text})
+    try:
+        replies = [Reply(speaker, max_new_tokens, greedy) for speaker in speakers]
+    except (UserError, KeyboardInterrupt) as error:
+        for speaker in speakers:
+            speaker.messages.pop()
+        if isinstance(error, KeyboardInterrupt) and not terminal:
+            raise
+        print(f"error: {error}" if isinstance(error, UserError) else "\n(interrupted)", file=sink)
+        return
+    for reply in replies:
+        reply.start()
+    try:
+        _show([speaker.name for speaker in speakers], replies, sink)
+    except KeyboardInterrupt:
+        if not terminal:
+            raise
+        print("\n(interrupted)", file=sink)
+    finally:
+        for reply in replies:
+            reply.stop()
+    for speaker, reply in zip(speakers, replies, strict=True):
+        whose = f"{speaker.name}: " if len(speakers) > 1 else ""
+        if reply.error is not None:
+            speaker.messages.pop()
+            print(f"error: {whose}{reply.error}", file=sink)
+            continue
+        speaker.messages.append({"role": "assistant", "content": reply.text})
+        if reply.cut:
+            print(f"({whose}{reply.cut})", file=sink)
+
+
+def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> None:
+    """Print one reply as it comes; two in columns, or one below the other where there is no room."""
+    width = (shutil.get_terminal_size((120, 40)).columns - len(GAP)) // 2
+    if len(replies) == 1 or width < _NARROWEST:
+        for name, reply in zip(names, replies, strict=True):
+            if len(replies) > 1:
+                print(f"── {name}", file=sink)
+            for piece in reply:
+                sink.write(piece)
+                sink.flush()
+            sink.write("\n")
+        return
+    heads = [[f"{ending(name, width)}\n", "─" * width + "\n"] for name in names]
+    for row in side_by_side([iter(head) for head in heads], width):
+        print(row, file=sink)
+    for row in side_by_side(replies, width):
+        print(row, file=sink, flush=True)
+
+
+class Reply:
+    """A reply that is generated in a thread; iterate to get its text in pieces.
+
+    cut: what ended it before the model did, and what one can do; "" otherwise. error: why there is none.
+    """
+
+    def __init__(self, speaker: Speaker, max_new_tokens: int | None, greedy: bool = False) -> None:
+        from transformers import StoppingCriteriaList, TextIteratorStreamer
+
+        self.text = ""
+        self.cut = ""
+        self.error: str | None = None
+        self._stopped = threading.Event()
+        tokenizer: Any = speaker.tokenizer
+        self._streamer: Any = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._model: Any = speaker.model
+        inputs = speaker.prompt()
+        own: Any = speaker.model.generation_config
+        limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
+        self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
+        if speaker.positions is not None and speaker.positions - inputs["input_ids"].shape[1] < limit:
+            limit = speaker.positions - inputs["input_ids"].shape[1]
+            self._at_limit = f"cut: the model's {speaker.positions} positions are full; /reset begins anew"
+        self._options: dict[str, Any] = {
+            **inputs,
+            "max_new_tokens": limit,
+            "streamer": self._streamer,
+            "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]
+        }
+        if greedy:
+            self._options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if own.pad_token_id is None:
+            self._options["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
+        self._thread = threading.Thread(target=self._generate, daemon=True)
+
+    def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+        import torch
+
+        return torch.full((input_ids.shape[0],), self._stopped.is_set(), device=input_ids.device)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _generate(self) -> None:
+        try:
+            ids = self._model.generate(**self._options)[0, self._options["input_ids"].shape[1] :]
+            ends = self._model.generation_config.eos_token_id
+            ends = ends if isinstance(ends, list) else [ends]
+            if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
+                self.cut = self._at_limit
+        except Exception as error:  # said in one line; the chat continues
+            self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
+        finally:
+            self._streamer.end()
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._streamer:
+            self.text += piece
+            if shown := printable(piece):
+                yield shown
+
+    def stop(self) -> None:
+        """End the generation after its present token, and wait for that, whatever keys are pressed meanwhile."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except KeyboardInterrupt:
+                continue

@@ -1,0 +1,234 @@
+"""The problems of a code task, and the tests that decide each: rows of MBPP+, HumanEval+ or LiveCodeBench.
+
+    columns     MBPP+: task_id, prompt, code, test_imports, test_list, test
+                HumanEval+: task_id, prompt, canonical_solution, entry_point, test
+                LiveCodeBench: `fcsd.evaluation.code.contest`
+
+A `test` in EvalPlus's form is graded as EvalPlus does (`fcsd.evaluation.code.evalplus`); any other `test` is a
+program that decides by itself.
+
+Not covered: EvalPlus's own files; problems in other languages.
+"""
+
+import ast
+import re
+import symtable
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fcsd.base.errors import UserError
+from fcsd.data.local import fresh_cache
+from fcsd.evaluation.code import contest
+from fcsd.evaluation.code.evalplus import grading, num_base_inputs
+from fcsd.evaluation.config import CodeTaskConfig
+from fcsd.evaluation.suites import damaged_file, dataset_location, first_line, hub_advice
+from fcsd.model.preserve import quiet
+
+_MBPP = ("task_id", "prompt", "code", "test_imports", "test_list", "test")
+_HUMANEVAL = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
+Tests = Literal["all", "visible"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem and what decides it.
+
+    Attributes:
+        task_id: the row's id, as text.
+        prompt: the instruction, or the head of the function.
+        canonical: a correct program, standing alone; "" where the data set has none.
+        tests: programs that raise unless the solution is right, run in this order in one namespace.
+        visible_tests: assertions that a prompt may show (`test_list`).
+        prefix: what stands before every completion (the prompt, where it is the head of the function).
+        base_tests: as `tests`, for the original benchmark's inputs; run before, and `tests` only if they pass. Empty:
+            there is no such part.
+        names: the functions of the program that the tests may call; None: all but those named like Python's own.
+        contest: each test but the first is run in a process of its own, after the first; a completion's program is its
+            last fenced block. As LiveCodeBench does.
+    """
+
+    task_id: str
+    prompt: str
+    canonical: str
+    tests: tuple[str, ...]
+    visible_tests: tuple[str, ...] = ()
+    prefix: str = field(default="", repr=False)
+    base_tests: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None
+    contest: bool = False
+
+    def program(self, code: str) -> str:
+        """Assemble the program to run for the extracted `code`."""
+        return contest.whole_program(code) if self.contest else self.prefix + code
+
+    def text(self, template: str) -> str:
+        """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}` are replaced."""
+        parts = {
+            "{prompt}": self.prompt,
+            "{test}": self.visible_tests[0] if self.visible_tests else "",
+            "{tests}": "\n".join(self.visible_tests),
+        }
+        return re.sub(r"\{(?:prompt|tests?)\}", lambda match: parts[match[0]], template)
+
+
+def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[Problem]:
+    """Load the problems of a code task, in the order of the data set.
+
+    Raises:
+        UserError: nothing there, unknown split, a missing or wrongly typed column, no rows, or an id given twice.
+    """
+    location = dataset_location(task, data_root)
+    try:
+        return read_problems(location, task.split, task.dataset_name, task.revision, tests=task.tests)
+    except UserError as error:
+        advice = "" if Path(location).exists() else hub_advice(data_root)
+        raise UserError(f"task {task.task}: {error}{advice}") from error
+
+
+def read_problems(
+    path: str | Path,
+    split: str = "test",
+    name: str | None = None,
+    revision: str | None = None,
+    *,
+    tests: Tests = "all",
+) -> list[Problem]:
+    """Read problems from a folder in hub layout (parquet or jsonl), a .jsonl or .parquet file, or a hub id.
+
+    tests: "visible" decides by the first three assertions of `test_list` alone, which the prompt shows too, as
+        lm-eval's mbpp tasks do.
+    """
+    rows = _load_rows(str(path), split, name, revision)
+    where = f"{path} ({split})"
+    if not len(rows):
+        raise UserError(f"{where}: the data set is empty")
+    columns: tuple[str, ...]
+    kind, columns, make = "MBPP+", _MBPP, _mbpp
+    if "entry_point" in rows.column_names:
+        kind, columns, make = "HumanEval+", _HUMANEVAL, _humaneval
+    elif "question_content" in rows.column_names:
+        kind, columns, make = "LiveCodeBench", contest.COLUMNS, _contest
+    missing = [column for column in columns if column not in rows.column_names]
+    if missing:
+        raise UserError(
+            f"{where}: no column {', '.join(missing)}; code tasks need the {kind} schema:"
+            f" {', '.join(columns)} (found {', '.join(rows.column_names) or 'none'})"
+        )
+    problems = [make(row, f"{where}, row {index}", tests) for index, row in enumerate(rows)]
+    task_id, count = Counter(problem.task_id for problem in problems).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{where}: task_id {task_id} is given twice")
+    return problems
+
+
+def _load_rows(path: str, split: str, name: str | None, revision: str | None) -> Any:
+    import datasets
+
+    local = Path(path)
+    options: dict[str, Any] = {"path": path, "name": name, "revision": revision}
+    if local.suffix in (".jsonl", ".json", ".parquet"):
+        if not local.is_file():
+            raise UserError(f"{path}: no such file")
+        if not local.stat().st_size:
+            raise UserError(f"{path}: the file is empty")
+        builder = "parquet" if local.suffix == ".parquet" else "json"
+        options = {"path": builder, "data_files": {split: path}}
+    elif local.is_absolute() and not local.is_dir():
+        raise UserError(f"{path}: no such folder")
+    try:
+        with quiet(), fresh_cache(local):
+            return datasets.load_dataset(**options, split=split)
+    except Exception as error:
+        what = (
+            damaged_file(path) or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
+        )
+        raise UserError(what) from error
+
+
+def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
+    _require_text(row, ("prompt", "code", "test"), where)
+    for column in ("test_imports", "test_list"):
+        if not isinstance(row[column], list) or not all(isinstance(item, str) for item in row[column]):
+            raise UserError(f"{where}: {column} must be a list of texts")
+    shown: Sequence[str] = row["test_list"][:3] if tests == "visible" else row["test_list"]
+    if tests == "visible" and not shown:
+        raise UserError(f"{where}: test_list is empty, so that every program would pass")
+    graded = grading(row["test"], num_base_inputs(row["task_id"], len(row["test_list"])))
+    decides: tuple[str, ...] = (row["test"],)
+    base: tuple[str, ...] = ()
+    names = _defined(row["code"])
+    if tests == "visible":
+        # An assertion may use a module that the solution imports (Mbpp/596: sys).
+        decides = (_imports(row["code"]), "\n".join(shown) + "\n")
+    elif graded is not None:
+        decides, base, names = graded.plus, graded.base, (graded.entry_point,)
+    imports = tuple(text for text in ("\n".join(row["test_imports"]),) if text)
+    return Problem(
+        task_id=str(row["task_id"]),
+        prompt=row["prompt"],
+        canonical=row["code"],
+        tests=imports + decides,
+        visible_tests=tuple(shown),
+        base_tests=imports + base if base else (),
+        names=names,
+    )
+
+
+def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
+    _require_text(row, ("prompt", "canonical_solution", "entry_point", "test"), where)
+    if tests == "visible":
+        raise UserError(f"{where}: a HumanEval+ row has no visible tests; leave tests: visible out")
+    head = row["prompt"].strip() + "\n"
+    entry_point = row["entry_point"]
+    graded = grading(row["test"], num_base_inputs(row["task_id"], 0), entry_point)
+    return Problem(
+        task_id=str(row["task_id"]),
+        prompt=row["prompt"],
+        canonical=head + row["canonical_solution"],
+        tests=graded.plus if graded else (row["test"], f"check({entry_point})"),
+        prefix=head,
+        base_tests=graded.base if graded else (),
+        names=(entry_point,),
+    )
+
+
+def _contest(row: dict[str, Any], where: str, tests: Tests) -> Problem:
+    prompt, decides = contest.prompt_and_tests(row, where, private=tests == "all")
+    return Problem(str(row["question_id"]), prompt, "", decides, names=contest.CALLED, contest=True)
+
+
+PROBE = Problem("probe", "", contest.PROBE_CODE, contest.PROBE_TESTS, names=contest.CALLED, contest=True)
+
+
+def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> None:
+    for column in columns:
+        if not isinstance(row[column], str):
+            raise UserError(f"{where}: {column} must be text, got {type(row[column]).__name__}")
+    if not isinstance(row["task_id"], int | str):
+        raise UserError(f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}")
+    if not row["test"].strip():
+        raise UserError(f"{where}: test is empty, so that every program would pass")
+
+
+def _imports(code: str) -> str:
+    """Collect the import statements of a correct program."""
+    try:
+        statements = ast.parse(code).body
+    except SyntaxError:
+        return ""
+    return "".join(
+        ast.unparse(each) + "\n" for each in statements if isinstance(each, ast.Import | ast.ImportFrom)
+    )
+
+
+def _defined(code: str) -> tuple[str, ...] | None:
+    """Collect the names that a correct program defines: a test can need no others."""
+    try:
+        table = symtable.symtable(code, "<canonical>", "exec")
+    except SyntaxError:
+        return None  # the canonical solution is run before any score is given, and will fail
+    symbols = [symbol for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()]
+    return None if "import *" in code else tuple(sorted(symbol.get_name() for symbol in symbols))

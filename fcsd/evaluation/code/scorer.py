@@ -1,0 +1,320 @@
+"""Runs generated programs in the sandbox and says what became of each: the scorer side of
+`fcsd.evaluation.code.sandbox`.
+
+    with CodeScorer(timeout_s=10.0) as scorer:
+        scorer.self_check(problems)                      # canonical solutions must pass, or ScorerError
+        outcomes = scorer.score(problems, completions)   # one Outcome a problem, in the order of the problems
+
+A failure of the scorer raises `ScorerError`; it is never a score of 0.
+
+Not covered: outcomes of programs that depend on the order of sets are as random as that order.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.text import progress_bar
+from fcsd.evaluation.code.generate import extract_code
+from fcsd.evaluation.code.problems import PROBE, Problem
+from fcsd.evaluation.code.sandbox.client import SandboxServer
+
+OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
+OUTCOME_CLASSES: tuple[OutcomeClass, ...] = ("passed", "wrong", "error", "timeout", "memory")
+LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
+MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
+# The limit of a canonical solution, which sets the limit of its problem, over that of an ordinary program.
+_CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0  # Mbpp/255 took 137 s on a machine with five jobs a core
+# A program may take this many times as long as the canonical solution of its problem, where that was
+# measured.
+_SLOWER = 4.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one program.
+
+    passed   ran all tests to their end
+    wrong    a test's assertion failed
+    error    another exception, in the program or in a test, or the program ended itself
+    timeout  not finished in time
+    memory   more memory than allowed
+
+    base: the same for the original benchmark's tests alone; None where a problem has no such part.
+    """
+
+    task_id: str
+    outcome: OutcomeClass
+    seconds: float
+    message: str = ""
+    base: OutcomeClass | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True when the program counts."""
+        return self.outcome == "passed"
+
+
+_CANONICAL_PASSED: dict[str, Outcome] = {}  # in this process, by sandbox and problem
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Compute the chance that one of k programs drawn without replacement from the samples passes:
+
+    The unbiased estimator of Chen et al. 2021 (Codex), equation 1; the mean over problems is pass@k.
+    """
+    if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_passed} passed of {num_samples} samples")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
+    """Choose one worker a core that this process may use, and no more than fit the available memory."""
+    cores = len(os.sched_getaffinity(0))
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(1, min(cores, int(free // memory_bytes)))
+
+
+class CodeScorer:
+    """A pool of sandbox servers, each a fresh process of its own; use as a context manager.
+
+    Args:
+        num_workers: programs that run at the same time; None: `default_num_workers`.
+        allow_weak_sandbox: run even where programs cannot be kept off the network and from writing files.
+        timeout_s: processor time of one program and its tests; three times as much may go by on the clock. More for
+            problems whose canonical solution took more than a quarter of it in `self_check`.
+        memory_bytes: address space of one program.
+        disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser machines.
+
+    Raises:
+        UserError: the sandbox would be weaker than {network off, writes restricted} and that was not accepted.
+        ScorerError: a server does not start, or ends, or fails; the next call starts it again.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        allow_weak_sandbox: bool = False,
+        timeout_s: float = 10.0,
+        memory_bytes: int = MEMORY_BYTES,
+        disable: Collection[str] = (),
+    ):
+        unknown = sorted(set(disable) - set(LAYERS))
+        if unknown:
+            raise ValueError(f"disable: unknown layers {unknown}; allowed: {', '.join(LAYERS)}")
+        self.num_workers = default_num_workers(memory_bytes) if num_workers is None else num_workers
+        if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
+            raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
+        self.allow_weak_sandbox, self.disable = allow_weak_sandbox, sorted(disable)
+        self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
+        self.layers: dict[str, Any] = {}
+        self._canonical_s: dict[tuple[str, str], float] = {}
+        self._servers: list[SandboxServer] = []
+
+    def __enter__(self) -> "CodeScorer":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all servers and what runs in them."""
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+
+    def _start(self) -> None:
+        """Bring the pool to its size; servers that have ended are replaced."""
+        for server in self._servers:
+            if server.broken:
+                server.stop()
+        self._servers = [server for server in self._servers if not server.broken]
+        while len(self._servers) < self.num_workers:
+            self._servers.append(SandboxServer(self.memory_bytes, self.disable))
+        for server in self._servers:
+            self.layers = server.ready()
+            self._refuse_weak()
+
+    def _refuse_weak(self) -> None:
+        missing = [
+            text
+            for key, text in (
+                ("network_off", "keep generated programs off the network (seccomp on x86_64 or aarch64)"),
+                ("writes_restricted", "keep them from writing files (Landlock)"),
+            )
+            if not self.layers[key]
+        ]
+        if missing and not self.allow_weak_sandbox:
+            raise UserError(
+                f"code tasks: this machine's sandbox cannot {' and cannot '.join(missing)};"
+                " run on a newer kernel or in a container that allows it,"
+                " or accept the risk with --allow-weak-sandbox (allow_weak_sandbox: true)"
+            )
+
+    def self_check(
+        self, problems: Sequence[Problem], *, timeout_s: float | None = None, progress: bool = False
+    ) -> list[Outcome]:
+        """Score the canonical solutions, which must all pass; what they take sets the time limits of their
+        problems. Where no problem has one, a program of ours must pass a test of ours.
+
+        One that has passed in this process, in the same sandbox, is not run again; but for the first of all, which
+        tells whether the sandbox still works.
+
+        Raises:
+            ScorerError: one does not pass, so that no score of this scorer on this machine means anything.
+        """
+        limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
+        problems = [problem for problem in problems if problem.canonical] or [PROBE]
+        jobs = [
+            (problem, problem.program(problem.canonical) if problem.contest else problem.canonical, limit)
+            for problem in problems
+        ]
+        sandbox = json.dumps([self.layers, self.memory_bytes, self.disable, limit], sort_keys=True)
+        keys = [_fingerprint(sandbox, problem) for problem in problems]
+        unknown = [number for number, key in enumerate(keys) if not number or key not in _CANONICAL_PASSED]
+        new = self._run([jobs[number] for number in unknown], progress, "canonical solutions")
+        ran = dict(zip(unknown, new, strict=True))
+        outcomes = [ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)]
+        if failed := [outcome for outcome in outcomes if not outcome.passed]:
+            shown = "; ".join(f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3])
+            raise ScorerError(
+                f"{len(failed)} of {len(outcomes)} canonical solutions do not pass their own tests ({shown}):"
+                " the scorer or the data set is broken, so no score is given"
+            )
+        for problem, key, outcome in zip(problems, keys, outcomes, strict=True):
+            _CANONICAL_PASSED.setdefault(key, outcome)
+            self._canonical_s[problem.task_id, problem.canonical] = outcome.seconds
+        return outcomes
+
+    def score(self, problems: Sequence[Problem], completions: Mapping[str, str]) -> list[Outcome]:
+        """Run the program in each completion (`extract_code`) against the tests of its problem.
+
+        Raises:
+            UserError: a problem without completion, or a completion for an unknown problem.
+            ScorerError: the sandbox failed.
+        """
+        several = {task_id: [text] for task_id, text in completions.items()}
+        return [outcomes[0] for outcomes in self.score_samples(problems, several)]
+
+    def score_samples(
+        self,
+        problems: Sequence[Problem],
+        completions: Mapping[str, Sequence[str]],
+        *,
+        timeout_s: float | None = None,
+        whole_programs: bool = False,
+        progress: bool = False,
+    ) -> list[list[Outcome]]:
+        """Score as `score` does, for one or more completions of every problem: one list a problem, in their order.
+
+        Args:
+            timeout_s: of one program, instead of the scorer's own.
+            whole_programs: the texts are programs, to be run as they are.
+        """
+        known = {problem.task_id for problem in problems}
+        given = {task_id for task_id, texts in completions.items() if texts}
+        missing, extra = sorted(known - given), sorted(given - known)
+        if missing or extra:
+            what = f"no completion for problem {missing[0]}" if missing else f"{extra[0]} is not a problem"
+            raise UserError(
+                f"completions do not match the problems: {what}"
+                f" ({len(missing)} missing, {len(extra)} unknown)"
+            )
+        jobs = [
+            (
+                problem,
+                _program(problem, text, whole_programs),
+                self._limit(problem, timeout_s or self.timeout_s),
+            )
+            for problem in problems
+            for text in completions[problem.task_id]
+        ]
+        outcomes = iter(self._run(jobs, progress, "programs"))
+        return [[next(outcomes) for _ in completions[problem.task_id]] for problem in problems]
+
+    def _limit(self, problem: Problem, timeout_s: float) -> float:
+        return max(timeout_s, _SLOWER * self._canonical_s.get((problem.task_id, problem.canonical), 0.0))
+
+    def _run(self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str) -> list[Outcome]:
+        self._start()
+        idle: SimpleQueue[SandboxServer] = SimpleQueue()
+        for server in self._servers:
+            idle.put(server)
+        bar = progress_bar(total=len(jobs), desc=what, shown=progress)
+
+        def grade(job: tuple[Problem, str, float]) -> Outcome:
+            server = idle.get()
+            try:
+                return _grade(server, *job)
+            finally:
+                idle.put(server)
+                bar.update()
+
+        try:
+            with bar, ThreadPoolExecutor(len(self._servers)) as pool:
+                return list(pool.map(grade, jobs))  # an error cancels the jobs that have not begun
+        except BaseException:
+            self.close()
+            raise
+
+
+def _fingerprint(sandbox: str, problem: Problem) -> str:
+    """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
+    return hashlib.sha256(f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _program(problem: Problem, text: str, whole: bool) -> str:
+    """Build what is run for a completion, or for a text that is a whole program."""
+    if whole:
+        return problem.program(text) if problem.contest else text
+    return problem.program(extract_code(text, last=problem.contest))
+
+
+def _grade(server: SandboxServer, problem: Problem, program: str, limit: float) -> Outcome:
+    """Run a program against the base tests, if there are any, and if it passes against the others."""
+
+    def run(tests: Sequence[str]) -> Outcome:
+        reply = server.run(program, tests, limit, problem.names)
+        outcome = reply.get("outcome")
+        if outcome not in OUTCOME_CLASSES:
+            message = reply.get("message", reply)
+            raise ScorerError(f"problem {problem.task_id}: the sandbox failed: {message}")
+        return Outcome(problem.task_id, outcome, float(reply["seconds"]), str(reply["message"]))
+
+    if problem.contest:
+        return _grade_each(problem.tests, run)
+    if not problem.base_tests:
+        return run(problem.tests)
+    base = run(problem.base_tests)
+    if not base.passed:
+        return replace(base, base=base.outcome)
+    plus = run(problem.tests)
+    return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
+
+
+def _grade_each(tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]) -> Outcome:
+    """Run each test in a process of its own, after the first of them, up to the first that does not pass."""
+    setup, *cases = tests
+    seconds = 0.0
+    for number, case in enumerate(cases, start=1):
+        outcome = run((setup, case))
+        seconds += outcome.seconds
+        if not outcome.passed:
+            message = f"test {number} of {len(cases)}: {outcome.message}"
+            return replace(outcome, seconds=seconds, message=message)
+    return replace(outcome, seconds=seconds)

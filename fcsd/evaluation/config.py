@@ -1,0 +1,287 @@
+"""Schemas of a suite (`eval/suites/*.yaml`): its tasks with shots, metrics, data sets; and of a recipe's `evaluation`.
+
+    name: tiny
+    tasks:
+      - task: tiny_choice              # lm-eval's task name, or any name for `kind: code`
+        kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
+        metric: acc,none               # lm-eval's key: metric,filter
+        num_fewshot: 0
+        dataset: fcsd/pipeline/tiny-choice      # hub id, or the folder of that name below --data-root
+        split: test
+        lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
+        chat_template: true
+
+Not covered: downloading the data sets (`fcsd.evaluation.fetch` fills a data root).
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir
+from fcsd.base.strict import Strict, did_you_mean, like, option, read_yaml, validate
+from fcsd.base.unions import one_of
+from fcsd.data.study import ModelStudy
+from fcsd.steering.config import RouterBiasConfig
+
+# Where a base model's program ends; the strings of EvalPlus 0.3.1 (evalplus/provider/utility.py) without
+# special tokens.
+CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
+
+
+class TaskBase(Strict, strict=True):
+    """What tasks of every kind have. A key that has no meaning for a task's kind is an error, not ignored; so is a
+    value of another type (`num_fewshot: "5"`), which would not be converted back when a result is compared."""
+
+    task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    kind: str
+    metric: str
+    headline: bool = True  # counts in the suite's plain mean
+    dataset: str  # hub id; with a data root the folder of that name below it
+    dataset_name: str | None = None  # configuration; null: what the lm-eval task names
+    revision: str | None = None  # of the data set on the Hub; a folder below data_root has none
+    chat_template: bool = False
+    system_prompt: str | None = None  # with chat_template: the first turn
+    thinking: bool | None = None  # with chat_template: what a hybrid's template is asked; null: no thoughts
+
+    @model_validator(mode="after")
+    def _turns_need_a_template(self) -> "TaskBase":
+        for key in ("system_prompt", "thinking"):
+            if getattr(self, key) and not self.chat_template:
+                raise ValueError(f"{key} needs chat_template: true")
+        if self.thinking and self.kind == "likelihood":
+            raise ValueError("thinking has no meaning for kind 'likelihood', whose answers are given")
+        return self
+
+
+class LMEvalTaskConfig(TaskBase):
+    """A task of lm-eval, under its name there."""
+
+    num_fewshot: int = Field(0, ge=0)
+    split: str | None = None  # graded split; null: what the lm-eval task names
+    # Folder with the lm-eval task's YAML; looked for beside the suite file, in eval/tasks, and in lm-eval's
+    # own tasks folder (`arc`, `mmlu/default`). null: lm-eval's folder named like the task.
+    lm_eval_include: str | None = None
+
+    @field_validator("metric")
+    @classmethod
+    def _metric_names_its_filter(cls, value: str) -> str:
+        if "," not in value:
+            raise ValueError(
+                f"metric is lm-eval's key 'metric,filter' (for example 'acc,none'), got {value!r}"
+            )
+        return value
+
+
+class LikelihoodTaskConfig(LMEvalTaskConfig):
+    """Choose among given answers by their likelihood."""
+
+    kind: Literal["likelihood"]
+
+
+class GenerationTaskConfig(LMEvalTaskConfig):
+    """Write an answer, which lm-eval grades; null: what the lm-eval task says."""
+
+    kind: Literal["generation"]
+    max_new_tokens: int | None = Field(None, gt=0)
+    stop: list[str] | None = None
+
+
+class CodeTaskConfig(TaskBase):
+    """Write programs in MBPP's, HumanEval's or LiveCodeBench's schema, which fcsd's own scorer runs in a sandbox."""
+
+    kind: Literal["code"]
+    metric: str = "pass@1"  # "pass@10", …
+    split: str = "test"
+    max_new_tokens: int = Field(768, gt=0)
+    stop: list[str] = CODE_STOP  # besides the end of the sequence
+    # Processor time of a program (of each test of a contest's); three times it on the clock.
+    timeout_s: float = Field(10.0, gt=0)
+    # What the model is shown: {prompt} is the data set's prompt, {test} its first visible test, {tests} all
+    # of them.
+    prompt_template: str = "{prompt}"
+    # What decides: the data set's `test`, or only the first three visible tests, as lm-eval's mbpp tasks do; of
+    # contests the public and private tests, or the public ones.
+    tests: Literal["all", "visible"] = "all"
+    num_samples: int = Field(1, gt=0)  # completions of one problem; pass@k needs k of them or more
+    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    top_p: float = Field(1.0, gt=0, le=1)
+
+    num_fewshot: int = 0
+
+    @field_validator("num_fewshot")
+    @classmethod
+    def _shots_are_in_the_prompt(cls, value: int) -> int:
+        if value:
+            raise ValueError("has no meaning for kind 'code', whose shots are part of prompt_template")
+        return value
+
+    @model_validator(mode="after")
+    def _samples_are_enough(self) -> "CodeTaskConfig":
+        if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
+            raise ValueError(f"metric of a code task is 'pass@k', for example 'pass@1', got {self.metric!r}")
+        if pass_k(self) > self.num_samples:
+            raise ValueError(f"{self.metric} needs num_samples of {pass_k(self)} or more")
+        if self.num_samples > 1 and not self.temperature:
+            raise ValueError("several samples of greedy decoding are the same; set a temperature above 0")
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError("prompt_template must contain {prompt}")
+        return self
+
+
+# One row of a suite.
+TaskConfig = Annotated[
+    LikelihoodTaskConfig | GenerationTaskConfig | CodeTaskConfig,
+    one_of("kind", LikelihoodTaskConfig, GenerationTaskConfig, CodeTaskConfig),
+]
+
+
+def pass_k(row: CodeTaskConfig) -> int:
+    """Return the k of a code row's pass@k."""
+    return int(row.metric.removeprefix("pass@"))
+
+
+class SuiteConfig(Strict, strict=True):
+    """A named list of tasks with different names."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    tasks: list[TaskConfig] = Field(min_length=1)
+    folder: str = ""  # where the suite file lies; set by `load_suite`
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "SuiteConfig":
+        names = [row.task for row in self.tasks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
+        if not any(row.headline for row in self.tasks):
+            raise ValueError("tasks: at least one must have headline: true")
+        return self
+
+
+def suite_names() -> list[str]:
+    """Return the suites that ship with fcsd."""
+    return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
+
+
+def is_suite_file(text: str) -> bool:
+    """Tell the path of a suite file from the name of a shipped suite."""
+    return "/" in text or text.endswith((".yaml", ".yml"))
+
+
+def load_suite(name_or_path: str | Path) -> SuiteConfig:
+    """Read a shipped suite by name, or a suite file by its path (a text with `/` or ending in .yaml).
+
+    Raises:
+        UserError: no such suite (the message lists what exists), invalid YAML, unknown key, or a key that does not
+            belong to the task's kind.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or is_suite_file(text):
+        path = Path(text)
+    else:
+        names = suite_names()
+        if text not in names:
+            raise UserError(
+                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the path of a .yaml file)"
+            )
+        path = data_dir("eval") / "suites" / f"{text}.yaml"
+    suite = validate(SuiteConfig, read_yaml(path), str(path))
+    if "folder" in suite.model_fields_set:
+        raise UserError(f"{path}: folder: unknown key")
+    return suite.model_copy(update={"folder": str(path.parent)})
+
+
+def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
+    """Return a suite with these of its tasks, in the order given.
+
+    Raises:
+        UserError: as `load_suite`, or a task that the suite does not have.
+    """
+    suite = load_suite(suite_name)
+    rows = {row.task: row for row in suite.tasks}
+    for task in tasks:
+        if task not in rows:
+            raise UserError(f"task {task!r}: not in suite {suite.name}{did_you_mean(task, list(rows))}")
+    # A single task that is no headline of its suite is one here.
+    chosen = [rows[task].model_copy(update={"headline": True}) for task in tasks]
+    return suite.model_copy(update={"tasks": chosen})
+
+
+def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
+    """Return the suite with settings that all its tasks take (None: as they have it); thinking is for those that
+    write their answers."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    if not given:
+        return suite
+    rows = []
+    for row in suite.tasks:
+        own = {key: value for key, value in given.items() if key != "thinking" or row.kind != "likelihood"}
+        rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
+    changed = suite.model_dump(mode="json", exclude={"folder"}) | {"tasks": rows}
+    return validate(SuiteConfig, changed, f"suite {suite.name}").model_copy(update={"folder": suite.folder})
+
+
+class ServerConfig(Strict):
+    """A server that answers for the model that is evaluated, by HTTP."""
+
+    url: str  # as http://localhost:8000
+    concurrency: PositiveInt = option(64, "with --server: requests at a time", metavar="N")
+
+    @field_validator("url")
+    @classmethod
+    def _address_alone(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if "@" in parts.netloc:  # not a ValueError, whose message would show it
+            raise UserError(
+                "evaluation.server.url (--server): holds a name or password; leave it out, and give a key in the"
+                " environment variable FCSD_SERVER_API_KEY"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("an address such as http://localhost:8000 is needed")
+        return value.rstrip("/").removesuffix("/v1")
+
+
+class EvaluationConfig(Strict):
+    """How every model of the run is evaluated."""
+
+    suite: str = like(ModelStudy, "suite")
+    data_root: str | None = like(ModelStudy, "data_root")
+    batch_size: PositiveInt | Literal["auto"] = option(
+        16, "sequences in one forward, or auto: as many as fit the memory"
+    )
+    limit: int | None = like(ModelStudy, "limit")
+    # null: one in each evaluation
+    cache: str | None = option(
+        None,
+        "folder of finished tasks that several evaluations share; they are found by hashes of weights, tokenizer, data"
+        " and settings, never by a path",
+    )
+    server: ServerConfig | None = None  # null: the model is in memory
+    layer_study: bool = False  # untrained quality against the number of rewired layers (paper Fig. 3)
+    router_bias: RouterBiasConfig | None = (
+        None  # the original again, its routers steered away from slow links
+    )
+    allow_weak_sandbox: bool = option(False, "run generated code even where this machine cannot shut it in")
+
+    @model_validator(mode="after")
+    def _a_bias_knows_its_batches(self) -> "EvaluationConfig":
+        if self.router_bias is None:
+            return self
+        if self.server is not None:
+            raise ValueError(
+                "server: a router bias is one for each endpoint that tokens come from, and the ranks of a server that"
+                " end a layer in an all-reduce all hold the same tokens: leave the section out, or router_bias"
+            )
+        if self.batch_size == "auto":
+            raise ValueError(
+                "batch_size: 'auto' has no meaning with router_bias: which endpoint an item belongs to depends on the"
+                " batch size; give a number"
+            )
+        return self

@@ -1,0 +1,125 @@
+"""The texts of test items: all of a suite's tasks or of data sets by name, for training data to be compared with; and
+the prompts of a suite as tokens, text that a model really is asked.
+
+Not covered: what an item is for a score; that is lm-eval's and the scorer's business.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.data.config import SourceConfig
+from fcsd.data.decontaminate import Item, all_texts
+from fcsd.data.sources import load_source
+from fcsd.evaluation.code.generate import prompts
+from fcsd.evaluation.code.problems import load_problems
+from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
+from fcsd.evaluation.lm_eval.tasks import item_requests, load_task, num_items
+from fcsd.evaluation.suites import chat_text, dataset_location
+
+_GENERATED = ("test", "public_test_cases", "private_test_cases")
+
+
+def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> Iterator[Item]:
+    """Collect the items of all tasks of a suite, with every text that their rows hold; code without generated tests.
+
+    Raises:
+        UserError: a task or its data set cannot be read.
+    """
+    for row in suite.tasks:
+        yield from (
+            _code_items(row, data_root)
+            if row.kind == "code"
+            else _lm_eval_items(row, suite, data_root, tokenizer)
+        )
+
+
+def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
+    location = dataset_location(row, data_root)
+    revision = row.revision if location == row.dataset else None
+    for index, problem in enumerate(_load(location, row.dataset_name, row.split, revision)):
+        # Generated inputs and outputs, megabytes of numbers; what a reader sees is in the other columns.
+        shown = {name: value for name, value in problem.items() if name not in _GENERATED}
+        item = problem.get("task_id", problem.get("question_id", index))
+        yield Item(row.task, str(item), tuple(all_texts(shown)))
+
+
+def _lm_eval_items(
+    row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> Iterator[Item]:
+    for name, task in load_task(row, suite, data_root, tokenizer).items():
+        for index, document in enumerate(task.eval_docs):
+            item = str(index) if name == row.task else f"{name}/{index}"
+            yield Item(row.task, item, tuple(all_texts(document)))
+
+
+def dataset_items(
+    path: str,
+    name: str | None,
+    split: str,
+    revision: str | None,
+    columns: Sequence[str],
+    data_root: Path | None,
+) -> Iterator[Item]:
+    """Read the rows of one split as items; `columns` are those whose text counts, all of them when there are none.
+
+    Raises:
+        UserError: no such data set, split or column.
+    """
+    location = test_set_location(path, data_root)
+    revision = revision if location == path else None
+    for index, row in enumerate(_load(location, name, split, revision, columns)):
+        counted = {column: row[column] for column in columns} if columns else row
+        yield Item(path, str(index), tuple(all_texts(counted)))
+
+
+def _load(path: str, name: str | None, split: str, revision: str | None, columns: Sequence[str] = ()) -> Any:
+    # Not validated: the columns of a test set are any, those of a training source make an example.
+    wanted: Any = {column: column for column in columns}
+    return load_source(
+        SourceConfig.model_construct(path=path, name=name, split=split, revision=revision, columns=wanted)
+    )
+
+
+def test_set_location(path: str, data_root: Path | None) -> str:
+    """Find where a data set lies: the path itself where it exists, its folder below `data_root`, or its hub id.
+
+    Raises:
+        UserError: the data root has no such folder.
+    """
+    if data_root is None or Path(path).exists():
+        return path
+    folder = data_root / path
+    if not folder.exists():
+        raise UserError(
+            f"{folder}: no such folder; evaluation.data_root must hold the data set {path} in the layout of its hub"
+            " repository"
+        )
+    return str(folder.resolve())
+
+
+def suite_prompts(
+    suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
+) -> list[list[int]]:
+    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first `limit` items of each.
+
+    Raises:
+        UserError: a task, data set or chat template that does not exist.
+    """
+    found: list[list[int]] = []
+    for row in suite.tasks:
+        if row.kind == "code":
+            texts = prompts(tokenizer, load_problems(row, data_root)[:limit], row)
+        else:
+            chat = functools.partial(chat_text, tokenizer, bool(row.thinking))
+            texts = [
+                str(requests[0].args[0])
+                for task in load_task(row, suite, data_root, tokenizer).values()
+                for requests in item_requests(task, row, range(num_items({"": task}, limit)), chat)
+            ]
+        # As lm-eval does, without a first token of ours; a chat template writes its own.
+        special = row.kind == "code" and not row.chat_template
+        found += [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
+    return found

@@ -1,0 +1,194 @@
+"""Grade answers that are ready, by lm-eval's own filters and metrics: a model that says what is in a file.
+
+Importing this imports lm-eval.
+
+Not covered: tasks that are scored by likelihood, which no text tells.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.models.utils import postprocess_generated_text
+
+from fcsd.base.errors import UserError
+from fcsd.evaluation.config import LMEvalTaskConfig
+from fcsd.evaluation.lines import texts_of
+from fcsd.evaluation.lm_eval.tasks import run_task
+
+Lines = Sequence[tuple[str, Mapping[str, Any]]]  # where a line of the file is, and what it holds
+_Item = tuple[str, int]  # task, and number of the document
+
+
+class Ready(LM):
+    """What lm-eval takes for a model; its answers end at the task's stop strings, as those of a model do."""
+
+    def __init__(
+        self,
+        answers: Mapping[_Item, Sequence[str]],
+        documents: Mapping[str, Sequence[int]] | None = None,
+        *,
+        thinking: bool = False,
+    ):
+        super().__init__()
+        self.answers, self.documents, self.thinking = answers, documents or {}, thinking
+        self.cut = frozenset[str]()
+
+    def think(self, thinking: bool) -> None:
+        """Do nothing: what was asked for is in the file."""
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Answer from the file; the n-th request about a document gets its n-th answer."""
+        asked: Counter[_Item] = Counter()
+        found = []
+        for request in requests:
+            task, place = str(request.task_name), int(request.doc_id)  # among the documents that are asked
+            item = (task, self.documents[task][place] if task in self.documents else place)
+            text = self.answers[item][asked[item]] if item in self.answers else ""
+            asked[item] += 1
+            end = "</think>" if self.thinking else None
+            found.append(postprocess_generated_text(text, (request.args[1] or {}).get("until"), end))
+        return found
+
+    def loglikelihood(self, requests: Any) -> Any:
+        """Refuse."""
+        raise UserError("is scored by likelihood, which a file of answers does not tell")
+
+    loglikelihood_rolling = loglikelihood
+
+
+def grade_answers(
+    file: Path, row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines, *, partial: bool, thinking: bool
+) -> list[dict[str, Any]]:
+    """Grade the lines that are of this row's tasks: the samples, as of a model that is evaluated.
+
+    A line names its document by `doc_id` (`member/number` in a group, or the member as `task`), or by lm-eval's
+    `doc_hash` or `prompt_hash`. Several answers to a document, the same number for all, are graded one by one, and the
+    mean counts; where the task itself asks several times (`repeats`), it gets them all at once.
+
+    Args:
+        file: which the lines are of, for messages.
+        tasks: those of the row, loaded without a chat template.
+        partial: documents without an answer are left out.
+        thinking: answers begin with thoughts, which end at `</think>` and are cut off.
+
+    Raises:
+        UserError: names file and line, or the document that has no answer.
+    """
+    answers, told = _by_document(row, tasks, lines)
+    documents = {
+        name: [number for number in range(len(task.eval_docs)) if not partial or (name, number) in answers]
+        for name, task in tasks.items()
+    }
+    missing = [
+        f"{name}/{n}" for name, numbers in documents.items() for n in numbers if (name, n) not in answers
+    ]
+    if missing:
+        total = sum(map(len, documents.values()))
+        raise UserError(
+            f"{file}: task {row.task}: {len(missing)} of {total} documents have no answer (the first is {missing[0]});"
+            " add them, or grade the others alone with --partial"
+        )
+    tasks = {name: task for name, task in tasks.items() if documents[name]}
+    counts = {len(texts) for texts in answers.values()}
+    repeats = {int(task.config.repeats or 1) for task in tasks.values()}
+    if len(counts) > 1 or (repeats != {1} and counts != repeats):
+        needed = (
+            f"{max(repeats)} of every document" if repeats != {1} else "the same number of every document"
+        )
+        raise UserError(
+            f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it needs {needed}"
+        )
+    passes = [answers]
+    if repeats == {1}:
+        passes = [{item: texts[n : n + 1] for item, texts in answers.items()} for n in range(counts.pop())]
+    some = documents if partial else None
+    graded = [run_task(Ready(each, some, thinking=thinking), row, tasks, None, some) for each in passes]
+    items = [_item(row, sample["doc_id"]) for sample in graded[0]]
+    return [
+        _whole(row, samples, *told[item], answers[item])
+        for item, *samples in zip(items, *graded, strict=True)
+    ]
+
+
+def _item(row: LMEvalTaskConfig, doc_id: Any) -> _Item:
+    member, slash, number = str(doc_id).rpartition("/")
+    return (member if slash else row.task, int(number))
+
+
+def _whole(
+    row: LMEvalTaskConfig,
+    samples: Sequence[dict[str, Any]],
+    where: str,
+    line: Mapping[str, Any],
+    texts: Sequence[str],
+) -> dict[str, Any]:
+    """Join what was graded of one document, to which the line belongs.
+
+    The prompt is the one that the line says was asked, if it does.
+    """
+    first = samples[0]
+    if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
+        raise UserError(
+            f"{where}: doc_hash is of another document than {row.task}'s {first['doc_id']}: the data set differs"
+        )
+    first = first | ({"prompt_hash": line["prompt_hash"]} if "prompt_hash" in line else {})
+    if len(texts) == 1:
+        return first
+    scores = [sample["score"] for sample in samples]
+    del first["completion"]
+    return first | {
+        "score": sum(scores) / len(scores),
+        "completions": [sample["completion"] for sample in samples] if len(scores) > 1 else list(texts),
+        "scores": scores,
+    }
+
+
+def _by_document(
+    row: LMEvalTaskConfig, tasks: dict[str, Any], lines: Lines
+) -> tuple[dict[_Item, list[str]], dict[_Item, tuple[str, Mapping[str, Any]]]]:
+    """Sort the lines by document: its answers, and the line that names it first."""
+    answers: dict[_Item, list[str]] = {}
+    told: dict[_Item, tuple[str, Mapping[str, Any]]] = {}
+    hashes: dict[str, _Item] | None = None
+    for where, line in lines:
+        task = line.get("task", row.task)
+        if task != row.task and task not in tasks:
+            continue
+        if "doc_id" in line:
+            item = _numbered(line["doc_id"], task, where)
+        else:
+            if hashes is None:
+                hashes = _hashes(row, tasks)
+            named = next((key for key in ("doc_hash", "prompt_hash") if key in line), None)
+            if named is None:
+                raise UserError(f"{where}: no doc_id, doc_hash or prompt_hash, so the document is not known")
+            item = hashes.get(str(line[named]), ("", -1))
+        if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):
+            name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
+            raise UserError(f"{where}: {name!r} is no document of {row.task}")
+        missing = "no 'completion' (an answer) and no 'completions' (several)"
+        _, texts = texts_of(line, where, {"completions": True, "completion": False}, missing)
+        answers.setdefault(item, []).extend(texts)
+        told.setdefault(item, (where, line))
+    if not answers:
+        raise UserError(f"task {row.task}: the file holds no answer to it")
+    return answers, told
+
+
+def _numbered(doc_id: Any, task: str, where: str) -> _Item:
+    member, slash, number = str(doc_id).rpartition("/")
+    if isinstance(doc_id, bool) or not number.isascii() or not number.isdigit():
+        raise UserError(f"{where}: doc_id: a number (or member/number in a group) is needed, got {doc_id!r}")
+    return (member if slash else task, int(number))
+
+
+def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
+    """Hash every document and its prompt as lm-eval does, by asking for answers that are not there."""
+    return {
+        sample[key]: _item(row, sample["doc_id"])
+        for sample in run_task(Ready({}), row, tasks, None)
+        for key in ("doc_hash", "prompt_hash")
+    }

@@ -1,0 +1,136 @@
+"""lm-eval's interface to a model that a server answers for: the same requests, as token ids.
+
+Tokenizer, chat template, cut prompts, stop strings and end tokens are those of a model in memory; the server computes
+the next token and no more. A likelihood is the sum of `prompt_logprobs`; an answer is greedy where all its tokens have
+rank 1.
+
+Importing this imports lm-eval.
+
+Not covered: settings of generation that a server does not know (beams).
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from fcsd.base.errors import UserError
+from fcsd.evaluation.code.generate import SAMPLING_SEED
+from fcsd.evaluation.config import LMEvalTaskConfig
+from fcsd.evaluation.lm_eval.model import LanguageModel
+from fcsd.evaluation.lm_eval.tasks import longest_requests
+
+# What a task may ask for beyond length and stop strings. All of it is sent, as a model in memory would have it: what a
+# server takes by itself is its administrator's choice.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+Body = dict[str, Any]
+
+
+class ServedModel(LanguageModel):
+    """Sends requests to the server of a `fcsd.evaluation.served.ServedBackend`; the first item that is sampled has
+    `SAMPLING_SEED`, the next one the next number."""
+
+    def __init__(self, backend: Any):
+        stand_in = SimpleNamespace(config=backend.config, device=torch.device("cpu"))
+        super().__init__(stand_in, backend.tokenizer, silent=False)
+        self.backend = backend
+        self.context: int = backend.server.context or self.max_length
+        self._looking = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt with its answer: all of it is prompt to a server, which must write one token more."""
+        return min(super().longest, self.context - 1)
+
+    def look(self, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> None:
+        """Check that the server takes the longest items of a task, without asking it.
+
+        Raises:
+            UserError: it does not, and the model would.
+        """
+        self.think(bool(row.thinking))
+        self._looking = True
+        try:
+            for requests in longest_requests(self, row, tasks, limit):
+                getattr(self, requests[0].request_type)(requests, disable_tqdm=True)
+        finally:
+            self._looking = False
+            self.cut.clear()
+
+    def _require_room(self, tokens: int) -> None:
+        """Refuse to cut what the model would read in full, were the server not started for shorter prompts."""
+        if tokens > self.context and self.context < self.max_length:
+            raise UserError(
+                f"the server takes {self.context} tokens, and a prompt with its answer needs {tokens}; start it with"
+                f" --max-model-len {min(tokens, self.max_length)} or more"
+            )
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> Any:
+        self.check_answers(requests)
+        bodies = []
+        for _, prompt, answer in requests:
+            self._require_room(min(len(prompt) + len(answer), self.max_length) + 1)
+            bodies.append(
+                {
+                    "prompt": (prompt + answer)[-self.longest :],
+                    "answer_tokens": len(answer),
+                }
+            )
+        if self._looking:
+            return [(0.0, False)] * len(bodies)
+        return [
+            (sum(logprobs), all(rank == 1 for rank in ranks))
+            for logprobs, ranks in self.backend.ask("likelihood", bodies)
+        ]
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Answer as lm-eval does."""
+        self.check_prompts(requests)
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        bodies, stops = [], []
+        for number, request in enumerate(requests):
+            context, given = request.args
+            settings: Any = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+            stop, new = handle_stop_sequences(settings.pop("until"), eos=eos), settings.pop("max_gen_toks")
+            # The beginning is cut to what fits beside the answer, as in memory.
+            ids, _ = self.tok_batch_encode([context])
+            self._require_room(min(ids.shape[1], self.max_length - new) + new)
+            room = min(self.max_length, self.context) - new
+            stops.append(stop)
+            bodies.append(
+                {
+                    "prompt": ids[0, -room:].tolist(),
+                    "max_tokens": new,
+                    "stop": [word for word in stop if word],
+                    "stop_token_ids": self.backend.ends,
+                    # Stop strings may be special tokens, which a model in memory is stopped by as well.
+                    "skip_special_tokens": False,
+                    **self._sampling(settings, SAMPLING_SEED + number),
+                }
+            )
+        if self._looking:
+            return [""] * len(bodies)
+        answers = self.backend.ask("generation", bodies)
+        think = self.think_end_token if isinstance(self.think_end_token, str) else None
+        texts = [answer if isinstance(answer, str) else self.tok_decode(answer) for answer in answers]
+        return [
+            postprocess_generated_text(text, stop, think) for text, stop in zip(texts, stops, strict=True)
+        ]
+
+    def _sampling(self, settings: Body, seed: int) -> Body:
+        sampled = settings.pop("do_sample", False)
+        if unknown := settings.keys() - set(_SAMPLING):
+            raise UserError(
+                f"the task sets {', '.join(sorted(unknown))} for generation, which a server is not asked for; evaluate"
+                " it in memory"
+            )
+        own = {name: getattr(self.backend.generation, name, None) for name in _SAMPLING}
+        penalty = settings.get("repetition_penalty", own["repetition_penalty"]) or 1.0
+        if not sampled:
+            return {"temperature": 0.0, "repetition_penalty": penalty}
+        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "seed": seed}  # transformers'
+        chosen = {name: settings.get(name, usual[name] if own[name] is None else own[name]) for name in usual}
+        return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}

@@ -1,0 +1,330 @@
+"""Likelihood and generation tasks: lm-eval on a model in memory, task by task, without the network.
+
+Our numbers are those of plain lm-eval: the same task, the same requests, the mean of the same item scores.
+Only means over items are reported, because everything downstream compares item by item. Prompts that are longer than
+the model's positions are cut on the left, as lm-eval does; such samples are marked.
+
+Not covered: tasks that lm-eval scores in another way than by likelihood of choices or from generated text.
+"""
+
+import contextlib
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir
+from fcsd.base.strict import did_you_mean
+from fcsd.base.temporary import scratch_folder
+from fcsd.data.local import fresh_cache
+from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
+from fcsd.evaluation.lm_eval.columns import COLUMNS, check_files, check_rows
+from fcsd.evaluation.progress import Work
+from fcsd.evaluation.question import lm_eval_sample
+from fcsd.evaluation.suites import (
+    damaged_file,
+    dataset_location,
+    first_line,
+    hub_advice,
+    require_chat_template,
+)
+from fcsd.model.preserve import quiet
+
+FEWSHOT_SEED = 1234  # lm-eval's default
+_GROUP = "fcsd_row"  # the generated group around one row
+_LONGEST = 8  # documents of a task whose length is looked at before it is run
+
+
+def load_task(
+    row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> dict[str, Any]:
+    """Load lm-eval's tasks of one row (more than one for a group such as `mmlu`), with the row's settings.
+
+    Raises:
+        UserError: no such task, no data, or a chat template that the tokenizer does not have.
+    """
+    require_chat_template(tokenizer, row)
+    folder = _task_folder(row, suite)
+    location = dataset_location(row, data_root)
+    overrides: dict[str, Any] = {"num_fewshot": row.num_fewshot, "dataset_path": location}
+    if row.dataset_name is not None:
+        overrides["dataset_name"] = row.dataset_name
+    if row.split is not None:
+        overrides["test_split"] = row.split
+    if row.revision is not None and data_root is None:
+        overrides["dataset_kwargs"] = {"revision": row.revision}
+    with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
+        from lm_eval.tasks import TaskManager
+
+        known = TaskManager(include_path=[str(folder)], include_defaults=False)
+        if row.task not in known.all_tasks:
+            raise UserError(
+                f"task {row.task}: not defined in {folder}{did_you_mean(row.task, known.all_tasks)}"
+            )
+        if row.task in known.all_tags:
+            raise UserError(
+                f"task {row.task}: is a tag of lm-eval, neither task nor group; give its tasks rows of their own:"
+                f" {', '.join(sorted(known.task_index[row.task].tags))}"
+            )
+        if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
+            # Loading it would fetch and run a metric's code, or take `code_eval` from the working directory.
+            raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
+        kind = "group" if row.task in known.all_groups else "task"
+        # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file (research: inline
+        # dicts fail).
+        text = yaml.safe_dump({"group": _GROUP, "task": [{kind: row.task, **overrides}]})
+        (overlay / "row.yaml").write_text(text, encoding="utf-8")
+        try:
+            manager = TaskManager(include_path=[str(folder), str(overlay)], include_defaults=False)
+            with _seeded():
+                tasks: dict[str, Any] = dict(manager.load([_GROUP])["tasks"])
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"task {row.task}: needs packages that are not installed ({first_line(error)}); pip install"
+                " 'fcsd[instruct]' has those of IFEval and MATH"
+            ) from error
+        except Exception as error:
+            if damaged := damaged_file(location):
+                raise UserError(f"task {row.task}: {damaged}") from error
+            _name_the_row(row, known, location)
+            reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
+            what = f"cannot be loaded with the data set {location}: {reason}"
+            raise UserError(f"task {row.task}: {what}{_advice(row, data_root)}") from error
+    for name, task in tasks.items():
+        _apply(task, row)
+        _check_data(name, task, row, location)
+    return tasks
+
+
+def _name_the_row(row: LMEvalTaskConfig, known: Any, location: str) -> None:
+    """Name the row and the column at fault, if there is one, where lm-eval could not read the data."""
+    if row.task not in COLUMNS:
+        return
+    entry = known.task_index[row.task].cfg
+    members = [known.task_index[name].cfg for name in known.all_subtasks]
+    for settings in [entry] if row.task in known.all_subtasks else members:
+        graded = row.split or settings.get("test_split") or settings.get("validation_split")
+        shots = settings.get("fewshot_split") or settings.get("training_split")
+        for split in dict.fromkeys([graded, *([shots] if row.num_fewshot else [])]):
+            check_files(row.task, location, row.dataset_name or settings.get("dataset_name"), split)
+
+
+def _advice(row: LMEvalTaskConfig, data_root: Path | None) -> str:
+    """Say what to do when lm-eval cannot load a task."""
+    columns = ", ".join(COLUMNS.get(row.task, {}))
+    return hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
+
+
+def _check_data(name: str, task: Any, row: LMEvalTaskConfig, location: str) -> None:
+    """Check the rows of the graded split and of the one that the shots come from, and whether those are enough."""
+    graded = task.config.test_split or task.config.validation_split
+    shots = task.config.fewshot_split or task.config.training_split
+    splits = [graded, *([shots] if row.num_fewshot and shots else [])]
+    for split in dict.fromkeys(splits):
+        rows = task.dataset[split]
+        if len(rows) == 0:
+            raise UserError(f"task {name}: {location} ({split}): the data set is empty")
+        check_rows(row.task, rows, f"{location} ({split})")
+    if row.num_fewshot and shots and len(task.dataset[shots]) < row.num_fewshot + (shots == graded):
+        raise UserError(
+            f"task {name}: {row.num_fewshot} shots, but {location} ({shots}) has {len(task.dataset[shots])} rows"
+        )
+
+
+def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
+    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+    import lm_eval
+
+    name = row.lm_eval_include or row.task
+    places = [data_dir("eval") / "tasks", Path(str(lm_eval.__file__)).parent / "tasks"]
+    if suite.folder:
+        places.insert(0, Path(suite.folder))
+    for place in places:
+        if (place / name).is_dir():
+            return (place / name).resolve()
+    raise UserError(
+        f"task {row.task}: no folder {name!r} with its definition beside the suite, in {places[-2]}"
+        " or in lm-eval's tasks; set lm_eval_include to the folder that holds its YAML"
+    )
+
+
+def _apply(task: Any, row: LMEvalTaskConfig) -> None:
+    """Apply the settings that lm-eval does not take as overrides."""
+    likelihood = task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
+    if likelihood != (row.kind == "likelihood"):
+        raise UserError(
+            f"task {row.task}: kind is {row.kind!r}, but lm-eval's output_type is {task.OUTPUT_TYPE}"
+        )
+    metric, name = row.metric.split(",", 1)
+    metrics, filters = list(task._metric_fn_list), [f.name for f in task._filters]
+    if metric not in metrics or name not in filters:
+        allowed = ", ".join(f"{m},{f}" for m in metrics for f in filters)
+        raise UserError(f"task {row.task}: metric {row.metric!r} does not exist; allowed: {allowed}")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(f"task {row.task}: runs generated code inside lm-eval; use kind: code")
+    settings: dict[str, Any] = {}
+    if isinstance(row, GenerationTaskConfig):
+        given = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
+        settings = {key: value for key, value in given.items() if value is not None}
+    if settings:
+        task.set_config(key="generation_kwargs", value=settings, update=True)
+
+
+def num_items(tasks: dict[str, Any], limit: int | None) -> int:
+    """Count the items that a row's tasks are evaluated on."""
+    counts = [len(task.eval_docs) for task in tasks.values()]
+    return sum(counts if limit is None else [min(count, limit) for count in counts])
+
+
+def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
+    """Estimate what a row asks of a model, from a few prompts of every task."""
+    items = num_items(tasks, limit)
+    if row.kind == "generation":
+        tokens = [(task.config.generation_kwargs or {}).get("max_gen_toks", 256) for task in tasks.values()]
+        return Work(items, "tokens", items * max(tokens))
+    characters = 0.0
+    for task in tasks.values():
+        documents = task.eval_docs
+        count = len(documents) if limit is None else min(limit, len(documents))
+        chosen = {count * part // 4 for part in range(4)}
+        read = sum(_characters_read(task, documents[index]) for index in chosen)
+        characters += count * read / len(chosen)
+    return Work(items, "characters", characters)
+
+
+def _characters_read(task: Any, document: Any) -> int:
+    """Count the prompt characters read for one item; single-token choices share one forward pass."""
+    context = task.fewshot_context(document, task.config.num_fewshot or 0)
+    requests = task.construct_requests(doc=document, ctx=context, metadata=(task.task_name, 0, 1))
+    asked = [request.args for request in (requests if isinstance(requests, list) else [requests])]
+    letters = len({context for context, _ in asked}) == 1 and all(
+        len(choice.strip()) == 1 for _, choice in asked
+    )
+    return sum(len(context) + len(choice) for context, choice in (asked[:1] if letters else asked))
+
+
+def longest_requests(
+    language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
+) -> Iterator[list[Any]]:
+    """Build the requests about the few documents of each task that have the longest text."""
+    for task in tasks.values():
+        documents = [str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))]
+        order = sorted(range(len(documents)), key=lambda index: -len(documents[index]))
+        longest = sorted(order[:_LONGEST])
+        chat = language_model.apply_chat_template
+        yield [request for requests in item_requests(task, row, longest, chat) for request in requests]
+
+
+def item_requests(
+    task: Any, row: LMEvalTaskConfig, documents: Sequence[int], chat_template: Callable[..., str]
+) -> list[list[Any]]:
+    """Build the requests about each of these documents; chat_template writes turns as text, if the row wants that."""
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    with quiet(), _no_bars_while_building():
+        task.build_all_requests(
+            samples=list(documents),
+            system_instruction=row.system_prompt,
+            apply_chat_template=row.chat_template,
+            fewshot_as_multiturn=row.chat_template,
+            chat_template=chat_template if row.chat_template else None,
+        )
+    by_item: dict[int, list[Any]] = {}
+    for request in task.instances:
+        by_item.setdefault(request.doc_id, []).append(request)
+    return list(by_item.values())
+
+
+def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
+    """Ask lm-eval about the row's metric; of one it knows nothing about, yes."""
+    metric = row.metric.split(",", 1)[0]
+    return all(task.higher_is_better().get(metric) is not False for task in tasks.values())
+
+
+def run_task(
+    language_model: Any,
+    row: LMEvalTaskConfig,
+    tasks: dict[str, Any],
+    limit: int | None,
+    documents: dict[str, list[int]] | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate one row; its samples in the order of the data set (group members one after another).
+
+    documents: task -> the numbers of those that are asked; None: all of them, or the first `limit`.
+
+    Each sample: doc_id, doc_hash, prompt_hash, score, target, the end of the prompt, and `completion`
+    (generation) or `choices` and their `loglikelihoods`; `cut` if the model has been shown the end of the prompt only.
+
+    Raises:
+        UserError: a metric that is not a mean; what the model's positions cannot hold; out of memory.
+    """
+    for task in tasks.values():  # a task that is run for another model draws the same examples
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    language_model.think(bool(row.thinking))
+    with quiet(), _no_bars_while_building():
+        from lm_eval.evaluator import evaluate
+
+        try:
+            output: Any = evaluate(
+                lm=language_model,
+                task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
+                limit=limit,
+                samples=documents,
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=row.chat_template,
+                fewshot_as_multiturn=row.chat_template,
+                system_instruction=row.system_prompt,
+            )
+        except UserError as error:
+            raise UserError(f"task {row.task}: {error}") from error
+    metric, name = row.metric.split(",", 1)
+    samples = []
+    for task, items in output["samples"].items():
+        chosen = sorted(
+            (item for item in items if item["filter"] == name), key=lambda item: int(item["doc_id"])
+        )
+        scores = [float(item[metric]) for item in chosen]
+        _require_mean(row, float(output["results"][task][row.metric]), scores)
+        for item, score in zip(chosen, scores, strict=True):
+            cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
+            sample = lm_eval_sample(item, score, None if task == row.task else task, item["arguments"])
+            samples.append(sample | ({"cut": True} if cut else {}))
+    return samples
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed Python's generator as lm-eval's command does, and put it back: GPQA's definition shuffles the choices by it
+    when it is loaded, and two models must be asked the same."""
+    before = random.getstate()
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+@contextlib.contextmanager
+def _no_bars_while_building() -> Iterator[None]:
+    """Suppress the bars that lm-eval 0.4.13 draws without a name for every task, so 57 for MMLU."""
+    from lm_eval.api import task
+
+    bar = task.tqdm
+    task.tqdm = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        task.tqdm = bar
+
+
+def _require_mean(row: LMEvalTaskConfig, value: float, scores: list[float]) -> None:
+    if not math.isclose(value, math.fsum(scores) / len(scores), rel_tol=1e-6, abs_tol=1e-9):
+        raise UserError(
+            f"task {row.task}: metric {row.metric!r} is not a mean over items (lm-eval gives {value:.6g});"
+            " choose one that is, because models are compared item by item"
+        )

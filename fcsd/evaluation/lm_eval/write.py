@@ -1,0 +1,176 @@
+"""Results in lm-eval's own files, for its tools and for those that read its results.
+
+    results_<time>.json            results[task]["metric,filter"], configs, versions, n-shot, n-samples, …
+    samples_<task>_<time>.jsonl    an item a line, as `lm_eval --log_samples` leaves them (lm-eval 0.4.13)
+
+    write_lm_eval(result, samples, folder)
+
+Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no documents; of the metrics of a
+task only the one that the suite names is there; reading (`fcsd.evaluation.lm_eval.read`).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.files import write_json, write_text
+from fcsd.base.stats import pooled_standard_error, standard_error
+from fcsd.evaluation.results import text_hash
+from fcsd.evaluation.scores import by_member
+
+
+def write_lm_eval(
+    result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
+) -> Path:
+    """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that folder."""
+    from lm_eval.utils import sanitize_model_name
+
+    name = _plain(str(result["model"]))
+    place = folder / sanitize_model_name(name)
+    place.mkdir(parents=True, exist_ok=True)
+    time = datetime.now().isoformat().replace(":", "-")
+    settings = result["settings"]
+    used = settings.get("versions", {})
+    chat = [bool(row.get("chat_template")) for row in result["tasks"].values()]
+    whole: dict[str, Any] = {
+        "results": {}, "groups": {}, "group_subtasks": {}, "configs": {}, "versions": {}, "n-shot": {},
+        "higher_is_better": {}, "n-samples": {},
+        "config": {
+            "model": "fcsd", "model_args": {"pretrained": name}, "limit": settings["limit"],
+            "model_dtype": f"torch.{settings['dtype']}" if settings.get("dtype") else None,
+            "batch_size": settings.get("batch_size"), "batch_sizes": [], "device": settings.get("device"),
+            "bootstrap_iters": 0, "gen_kwargs": {}, "fewshot_seed": settings.get("fewshot_seed"),
+        },
+        "git_hash": None, "date": datetime.now().timestamp(), "transformers_version": used.get("transformers"),
+        "lm_eval_version": used.get("lm-eval"), "task_hashes": {}, "model_source": "fcsd", "model_name": name,
+        "model_name_sanitized": place.name, "system_instruction": None, "system_instruction_sha": None,
+        # lm-eval's are of a whole run, ours of a task, whose `metadata` has it
+        "fewshot_as_multiturn": all(chat), "chat_template": None,
+        "chat_template_sha": settings.get("chat_template_sha256") if all(chat) else None,
+        "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
+    }  # fmt: skip
+    for task, row in result["tasks"].items():
+        members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(samples[task], row["kind"])
+        if members:
+            _add_group(whole, task, row, members)
+        for part, items in (members or {task: samples[task]}).items():
+            _add_task(whole, part, row, items, None if members else row.get("num_items_total"))
+            rows = [_lm_eval_sample(item, row) for item in items]
+            whole["task_hashes"][part] = text_hash(
+                "".join(each["doc_hash"] + each["prompt_hash"] + each["target_hash"] for each in rows)
+            )
+            lines = [json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n" for each in rows]
+            write_text(place / f"samples_{part}_{time}.jsonl", _plain("".join(lines)))
+    if not whole["groups"]:  # as lm-eval has it
+        del whole["groups"]
+    write_json(place / f"results_{time}.json", whole)
+    return place
+
+
+def _plain(text: str) -> str:
+    """Replace halves of characters, which models do produce and UTF-8 cannot hold, by question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _add_scores(
+    whole: dict[str, Any], name: str, row: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Add what tasks and groups have in common; returns the scores, of which a group has more."""
+    metric, rule = lm_eval_key(row["metric"])
+    scores = [item["score"] for item in items]
+    whole["results"][name] = found = {
+        "name": name,
+        "alias": name,
+        "sample_len": len(scores),
+        f"{metric},{rule}": math.fsum(scores) / len(scores),
+        f"{metric}_stderr,{rule}": "N/A" if (error := standard_error(scores)) is None else error,
+    }
+    whole["n-shot"][name] = row["num_fewshot"]
+    whole["versions"][name] = "fcsd"
+    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
+    return found
+
+
+def _add_group(
+    whole: dict[str, Any],
+    name: str,
+    row: Mapping[str, Any],
+    members: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """Add a group: it has a score and no configuration, so that whoever reads `configs` finds samples for each."""
+    items = [item for part in members.values() for item in part]
+    metric, rule = lm_eval_key(row["metric"])
+    whole["groups"][name] = found = _add_scores(whole, name, row, items)
+    found["sample_count"] = {f"{metric},{rule}": len(items)}
+    error = pooled_standard_error([[item["score"] for item in part] for part in members.values()])
+    found[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
+    whole["group_subtasks"][name] = list(members)
+
+
+def _add_task(
+    whole: dict[str, Any],
+    name: str,
+    row: Mapping[str, Any],
+    items: Sequence[Mapping[str, Any]],
+    total: int | None,
+) -> None:
+    metric, rule = lm_eval_key(row["metric"])
+    _add_scores(whole, name, row, items)
+    generates, more = row["kind"] != "likelihood", row.get("higher_is_better", True)
+    whole["configs"][name] = {
+        "task": name,
+        "dataset_path": row["dataset"],
+        "num_fewshot": row["num_fewshot"],
+        "output_type": "generate_until" if generates else "multiple_choice",
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": more}],
+        **({} if rule == "none" else {"filter_list": [{"name": rule}]}),
+        "repeats": 1,
+        "metadata": {
+            "kind": row["kind"],
+            "revision": row.get("revision"),
+            "chat_template": bool(row.get("chat_template")),
+        },
+    }
+    whole["n-samples"][name] = {"original": total or len(items), "effective": len(items)}
+
+
+def lm_eval_key(metric: str) -> tuple[str, str]:
+    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no filter."""
+    name, _, rule = metric.partition(",")
+    return name, rule or "none"
+
+
+def _lm_eval_sample(sample: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    metric, rule = lm_eval_key(row["metric"])
+    prompt = sample.get("prompt", "")
+    if "loglikelihoods" in sample:
+        choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])
+        arguments = [[prompt, choice] for choice in choices]
+        responses: list[Any] = [[[str(value), ""]] for value in sample["loglikelihoods"]]
+        filtered = [first[0] for first in responses]
+    else:
+        arguments = [[prompt, ""]]
+        texts = sample.get("completions") or [sample.get("completion", "")]
+        responses, filtered = [list(texts)], list(texts)
+    doc_id = str(sample["doc_id"])
+    number = doc_id.rpartition("/")[2]
+    return {
+        "doc_id": int(number) if number.isdigit() else doc_id,
+        "doc": {},
+        "target": str(sample.get("target", "")),
+        "arguments": {
+            f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(each)}
+            for i, each in enumerate(arguments)
+        },
+        "resps": responses,
+        "filtered_resps": filtered,
+        "filter": rule,
+        "metrics": [metric],
+        "doc_hash": sample["doc_hash"],
+        "prompt_hash": sample["prompt_hash"],
+        "target_hash": text_hash(str(sample.get("target", ""))),
+        metric: sample["score"],
+    }

@@ -1,0 +1,98 @@
+"""Tell how far an evaluation, or a run of several stages, is, and what is left: a line before every part.
+
+Not covered: the bars within a part, which are those of lm-eval, tqdm and the training.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from fcsd.base.text import duration
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work that one part asks of a model: an item of MMLU with five shots takes as long as ten of PIQA.
+
+    Attributes:
+        items: of a task.
+        unit: of `amount`, such as characters that the model reads, or tokens that it may write; each has its own pace.
+    """
+
+    items: int
+    unit: str
+    amount: float
+
+
+class Progress:
+    """Counts tasks, or stages; the time left is that of the work still to come, at the pace of its kind so far.
+
+    Args:
+        tasks: name -> its work, of those still to do, in order.
+        kept: how many were finished before.
+        label: of a name, its place and the number of all, and its work, what the line begins with.
+        ended: of a name and its duration, the line that says how long it took; None: none is printed.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Work],
+        kept: int = 0,
+        *,
+        label: Callable[[str, str, Work], str] = "[{1}] {0}: {2.items} items".format,
+        ended: Callable[[str, str], str] | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.tasks, self.kept, self._stream, self._clock = dict(tasks), kept, stream, clock
+        self._label, self._ended = label, ended
+        self._began = clock()
+        self._spent: dict[str, tuple[float, float]] = {}
+        self._current: tuple[str, float] | None = None
+
+    def start(self, task: str) -> None:
+        """Say that `task` begins; the one before has ended."""
+        self.end()
+        self._current = task, self._clock()
+        names = list(self.tasks)
+        place = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
+        line = self._label(task, place, self.tasks[task])
+        if left := self.left():
+            line += f"; {duration(self._clock() - self._began)} so far, {left} left"
+        self._print(line)
+
+    def end(self) -> None:
+        """Count the time of the current task, which has ended, and say it where `ended` has words for it."""
+        if self._current is not None and self._ended is not None:
+            task, began = self._current
+            self._print(self._ended(task, duration(self._clock() - began)))
+        self._spent, self._current = self._with_current(1.0), None
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream or sys.stderr, flush=True)
+
+    def left(self, done: float = 0.0) -> str:
+        """Estimate the time that all is still to take, when the share `done` of the current task is; "" while nothing
+        says so."""
+        assert self._current is not None
+        names, spent = list(self.tasks), self._with_current(done)
+        pace = {unit: seconds / amount for unit, (seconds, amount) in spent.items() if amount}
+        coming = [self.tasks[name] for name in names[names.index(self._current[0]) :]]
+        parts = [(work.unit, work.amount * (1 if index else 1 - done)) for index, work in enumerate(coming)]
+        known = [pace[unit] * amount for unit, amount in parts if unit in pace]
+        if sum(known) < 1:
+            return ""
+        # A kind of work that is still to come may have no pace yet.
+        word = "about" if all(unit in pace or not amount for unit, amount in parts) else "at least"
+        return f"{word} {duration(sum(known))}"
+
+    def _with_current(self, done: float) -> dict[str, tuple[float, float]]:
+        """Return unit -> seconds and amount so far, with the share `done` of the current task."""
+        if self._current is None or not done:
+            return self._spent
+        (task, began), spent = self._current, dict(self._spent)
+        work = self.tasks[task]
+        seconds, amount = spent.get(work.unit, (0.0, 0.0))
+        return spent | {work.unit: (seconds + self._clock() - began, amount + done * work.amount)}

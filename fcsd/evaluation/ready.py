@@ -1,0 +1,198 @@
+"""`fcsd score`: grade samples that are ready in a file, of code tasks and of those whose answers lm-eval grades.
+
+A line is a JSON object; `task` names its task where --dataset does not. For lm-eval's tasks {"doc_id": …, "completion":
+…} (`fcsd.evaluation.lm_eval.ready`), for code `fcsd.evaluation.code.ready`. What `fcsd evaluate` wrote is read for
+both.
+
+Not covered: tasks that are scored by likelihood.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_folder_place, file_sha256
+from fcsd.evaluation.code.problems import load_problems
+from fcsd.evaluation.code.ready import evalplus_outcomes, programs_of
+from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig, TaskConfig, load_suite
+from fcsd.evaluation.lines import json_lines
+from fcsd.evaluation.lm_eval.chosen import chosen_suite
+from fcsd.evaluation.results import code_sample, evaluation_versions, task_result, whole_result, write_result
+
+_SUITE = "score "  # begins the name of the suite in a result
+Lines = Sequence[tuple[str, Mapping[str, Any]]]
+Graded = tuple[list[dict[str, Any]], int, dict[str, Any] | None]
+"""Samples, how many items their task has, and the layers of the sandbox."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A file of ready samples, and how it is graded; the options of `fcsd score`.
+
+    Attributes:
+        dataset: a task of the suite or of lm-eval, or the path of a code data set; None: every line names its task.
+        output: where the result is written, too.
+        suite: whose rows say how a task is graded; None: paper11.
+        include_path: a folder of task definitions in lm-eval's format.
+        scorer: "fcsd", or "evalplus": the package, in a process of its own, without our sandbox.
+        evalplus_data: EvalPlus's own .jsonl or .jsonl.gz file; None: what the package finds or downloads.
+        partial: grade the problems that have samples, and leave the others out.
+        thinking: cut off what comes before `</think>`; as where the task's row says so.
+    """
+
+    samples: Path
+    dataset: str | None = None
+    data_root: Path | None = None
+    output: Path | None = None
+    suite: SuiteConfig | None = None
+    include_path: Path | None = None
+    scorer: str = "fcsd"
+    evalplus_data: Path | None = None
+    partial: bool = False
+    thinking: bool = False
+    timeout_s: float | None = None
+    allow_weak_sandbox: bool = False
+
+
+def score_file(scoring: Scoring) -> dict[str, Any]:
+    """Grade a file of samples: the result, in the form of `fcsd evaluate`.
+
+    Raises:
+        UserError: an empty file, a line or column that is missing or of the wrong type, an unknown problem, problems
+            without a sample, or a scorer that cannot run.
+    """
+    if scoring.timeout_s is not None and scoring.timeout_s <= 0:
+        raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
+    if not scoring.samples.is_file():  # before a data set is fetched
+        raise UserError(f"{scoring.samples}: no such file")
+    if scoring.output is not None:
+        _refuse_foreign(scoring.output)
+    rows, suite = _rows(scoring)
+    scoring = replace(scoring, suite=suite)
+    for row, _ in rows:
+        if scoring.scorer == "evalplus" and row.kind != "code":
+            raise UserError(f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}")
+    graded: dict[str, Graded] = {}
+    tasks: dict[str, dict[str, Any]] = {}
+    for row, lines in rows:
+        graded[row.task] = _code(scoring, row, lines) if row.kind == "code" else _answers(scoring, row, lines)
+        tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
+    kept = {task: found[0] for task, found in graded.items()}
+    count, total = sum(map(len, kept.values())), sum(found[1] for found in graded.values())
+    settings = {
+        "limit": count if count < total else None,
+        "scorer": scoring.scorer,
+        "samples_sha256": file_sha256(scoring.samples),
+        "rows": [row.model_dump(mode="json") for row, _ in rows],
+        "versions": evaluation_versions(),
+    }
+    layers = next((found[2] for found in reversed(graded.values()) if found[2]), None)
+    result = whole_result(f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers)
+    if scoring.output is not None:
+        write_result(result, kept, scoring.output)
+    return result
+
+
+def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
+    """Return the rows to grade, each with its lines, and the suite of which they are."""
+    samples, dataset, suite = scoring.samples, scoring.dataset, scoring.suite or load_suite("paper11")
+    limit = {} if scoring.timeout_s is None else {"timeout_s": scoring.timeout_s}
+    if dataset is not None and dataset not in {row.task for row in suite.tasks} and Path(dataset).exists():
+        dataset = str(Path(dataset).resolve())
+    if dataset is not None and "/" in dataset:  # a path, or a hub id
+        own = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
+        return [(own.model_copy(update=limit), _lines(samples))], suite
+    by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for where, line in _lines(samples):
+        name = line.get("task") if dataset is None else dataset
+        if not isinstance(name, str):
+            raise UserError(f"{where}: names no task; add a key 'task', or give --dataset for the whole file")
+        by_task.setdefault(name, []).append((where, line))
+    chosen = chosen_suite(list(by_task), suite, scoring.include_path)
+    for row in chosen.tasks:
+        if row.kind == "likelihood":
+            raise UserError(
+                f"task {row.task}: is scored by likelihood, which a file of answers does not tell"
+            )
+    rows: list[tuple[TaskConfig, Lines]] = []
+    for row in chosen.tasks:
+        lines = by_task[row.task]
+        if row.kind == "code":  # of others, a line may name a member of a group
+            lines = [(where, line) for where, line in lines if line.get("task", row.task) == row.task]
+            row = row.model_copy(update=limit)
+        rows.append((row, lines))
+    return rows, chosen
+
+
+def _lines(path: Path) -> Lines:
+    lines = json_lines(path)
+    for where, line in lines:
+        if not isinstance(line, dict):
+            raise UserError(f"{where}: a JSON object is needed, got {type(line).__name__}")
+    if not lines:
+        raise UserError(f"{path}: holds no samples; a line is {{'task_id': …, 'solution': …}}")
+    return lines
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Refuse a folder that is no earlier result of this command: a result may replace such a one, and nothing else."""
+    if not output.exists():
+        return check_folder_place(output)
+    try:
+        earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["suite"]
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = ""
+    if not output.is_dir() or (any(output.iterdir()) and not str(earlier).startswith(_SUITE)):
+        raise UserError(
+            f"{output}: holds something else than a result of `fcsd score`; choose another --output"
+        )
+
+
+def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
+    """Grade programs."""
+    problems = load_problems(row, scoring.data_root)
+    programs = programs_of(lines, problems, thinking=scoring.thinking or bool(row.thinking))
+    if not programs:
+        raise UserError(f"{scoring.samples}: holds no sample of task {row.task}")
+    missing = [problem.task_id for problem in problems if problem.task_id not in programs]
+    if missing and not scoring.partial:
+        raise UserError(
+            f"{scoring.samples}: {len(missing)} of {len(problems)} problems have no sample (the first is {missing[0]});"
+            f" add them, or grade the others of task {row.task} alone with --partial"
+        )
+    graded = [problem for problem in problems if problem.task_id in programs]
+    layers: dict[str, Any] | None = None
+    if scoring.scorer == "evalplus":
+        if missing:
+            raise UserError(f"task {row.task}: EvalPlus grades whole benchmarks only; leave --partial out")
+        outcomes = evalplus_outcomes(row, graded, programs, scoring.evalplus_data, scoring.allow_weak_sandbox)
+    else:
+        with CodeScorer(allow_weak_sandbox=scoring.allow_weak_sandbox) as pool:
+            pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
+            outcomes = pool.score_samples(
+                graded, programs, timeout_s=row.timeout_s, whole_programs=True, progress=True
+            )
+            layers = pool.layers
+    kept = [
+        code_sample(row, problem, problem.prompt, programs[problem.task_id], found)
+        for problem, found in zip(graded, outcomes, strict=True)
+    ]
+    return kept, len(problems), layers
+
+
+def _answers(scoring: Scoring, row: LMEvalTaskConfig, lines: Lines) -> Graded:
+    """Grade answers by lm-eval."""
+    from fcsd.evaluation.lm_eval.ready import grade_answers
+    from fcsd.evaluation.lm_eval.tasks import load_task, num_items
+
+    assert scoring.suite is not None
+    # How the model was asked is not known here, and no tokenizer is: prompts are hashed as plain text.
+    plain = row.model_copy(update={"chat_template": False, "system_prompt": None, "thinking": None})
+    tasks = load_task(plain, scoring.suite, scoring.data_root, None)
+    thinking = scoring.thinking or bool(row.thinking)
+    graded = grade_answers(scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking)
+    return graded, num_items(tasks, None), None

@@ -1,0 +1,225 @@
+"""Build, write and read the results of an evaluation: `results.json` and one file of samples for each task.
+
+`docs/results.md` has every key.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fcsd
+from fcsd.base.errors import UserError
+from fcsd.base.files import make_folder, write_text
+from fcsd.base.stats import plain_mean, standard_error
+from fcsd.evaluation.code.problems import Problem
+from fcsd.evaluation.code.scorer import Outcome, pass_at_k
+from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
+from fcsd.evaluation.fetch import fetched_revision
+from fcsd.evaluation.lines import json_lines
+from fcsd.evaluation.question import end_of
+from fcsd.evaluation.suites import dataset_location
+
+SCHEMA_VERSION = 1
+Samples = dict[str, list[dict[str, Any]]]
+_SAMPLE_KEYS = ("doc_id", "doc_hash", "prompt_hash", "score")
+_ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
+
+
+def code_sample(
+    row: CodeTaskConfig,
+    problem: Problem,
+    prompt: str,
+    completions: Sequence[str],
+    outcomes: Sequence[Outcome],
+) -> dict[str, Any]:
+    """Keep what is needed of one problem: its score is the estimate of pass@k, so 0 or 1 for one completion."""
+    sample: dict[str, Any] = {
+        "doc_id": problem.task_id,
+        "doc_hash": text_hash(json.dumps([problem.prompt, *problem.base_tests, *problem.tests])),
+        "prompt_hash": text_hash(prompt),
+        "score": _pass_at_k(outcomes, pass_k(row)),
+        "target": problem.canonical,
+        "prompt": end_of(prompt),
+    }
+    if problem.base_tests:
+        sample["base_score"] = _pass_at_k(outcomes, pass_k(row), base=True)
+    if len(outcomes) > 1:
+        return sample | {
+            "completions": list(completions),
+            "outcomes": [outcome.outcome for outcome in outcomes],
+            "base_outcomes": [outcome.base for outcome in outcomes],
+        }
+    (outcome,) = outcomes
+    if problem.base_tests:
+        sample["base_outcome"] = outcome.base
+    return sample | {
+        "completion": completions[0],
+        "outcome": outcome.outcome,
+        "message": outcome.message,
+    }
+
+
+def _pass_at_k(outcomes: Sequence[Outcome], k: int, *, base: bool = False) -> float:
+    passed = sum((outcome.base if base else outcome.outcome) == "passed" for outcome in outcomes)
+    return pass_at_k(len(outcomes), passed, k)
+
+
+def task_result(
+    row: TaskConfig, samples: Sequence[Mapping[str, Any]], num_items_total: int, data_root: Path | None
+) -> dict[str, Any]:
+    """Sum up one task as the result has it."""
+    result: dict[str, Any] = {
+        "metric": row.metric,
+        **mean_of([sample["score"] for sample in samples]),
+        "num_items": len(samples),
+        "num_items_total": num_items_total,
+        "num_fewshot": row.num_fewshot,
+        "kind": row.kind,
+        "headline": row.headline,
+        "chat_template": row.chat_template,
+        "dataset": dataset_location(row, data_root),
+        "revision": row.revision if data_root is None else fetched_revision(row, data_root),
+    }
+    if row.kind == "code":
+        result |= code_numbers(samples)
+    else:
+        result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
+    return result
+
+
+def mean_of(scores: Sequence[float]) -> dict[str, Any]:
+    """Return `value` and `stderr` of items with these scores."""
+    return {"value": math.fsum(scores) / len(scores), "stderr": standard_error(scores)}
+
+
+def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count outcome classes over all programs; compute the base score, and pass@k for the usual k up to the samples."""
+    outcomes = [name for sample in samples for name in sample.get("outcomes") or [sample["outcome"]]]
+    numbers: dict[str, Any] = {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
+    if all("base_score" in sample for sample in samples):
+        numbers["base"] = mean_of([sample["base_score"] for sample in samples])
+    count = min(len(sample.get("outcomes") or [0]) for sample in samples)
+    if count > 1:
+        passed = [[name == "passed" for name in sample["outcomes"]] for sample in samples]
+        numbers["pass_at_k"] = {
+            str(k): math.fsum(pass_at_k(len(each), sum(each), k) for each in passed) / len(passed)
+            for k in (1, 5, 10, 100)
+            if k <= count
+        }
+    return numbers
+
+
+def whole_result(
+    suite: str,
+    model: str,
+    tasks: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    sandbox: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Build what `results.json` holds, with the plain mean over the headline tasks.
+
+    sandbox: the layers that generated code ran in; None for none.
+    """
+    mean, error = plain_mean([(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "suite": suite,
+        "model": model,
+        "complete": not settings["limit"],  # false: a quick look at the first items, not a result
+        "tasks": tasks,
+        "mean": mean,
+        "mean_stderr": error,
+        "sandbox": sandbox,
+        "settings": settings,
+    }
+
+
+def text_hash(text: str) -> str:
+    """Hash a text with SHA-256."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def evaluation_versions() -> dict[str, str]:
+    """Collect the versions of the packages that scores depend on."""
+    others = ("lm-eval", "transformers", "torch", "datasets")
+    return {"fcsd": fcsd.__version__} | {name: importlib.metadata.version(name) for name in others}
+
+
+def write_result(
+    result: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path
+) -> None:
+    """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not at all."""
+    make_folder(folder)
+    for task, items in samples.items():
+        lines = [json.dumps(item, allow_nan=False) + "\n" for item in items]
+        write_text(folder / f"samples_{task}.jsonl", "".join(lines))
+    # Not `write_json`: a path may hold halves of characters, which JSON can escape and UTF-8 cannot hold.
+    write_text(folder / "results.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
+    """Read what `write_result` wrote: (result, samples).
+
+    Raises:
+        UserError: no result there, a damaged file, or a version of the format that this fcsd does not know.
+    """
+    path = folder / "results.json"
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file; give the folder that it lies in")
+    if not path.is_file():
+        why = "this is not a folder that `fcsd evaluate` wrote"
+        if (folder / "stage.json").is_file():
+            why = "the evaluation is not finished; run it again, and it continues"
+        raise UserError(f"{folder}: no results.json; {why}")
+    result = read_whole(path)
+    if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
+        raise UserError(f"{path}: not a result of `fcsd evaluate`")
+    if result.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads {SCHEMA_VERSION};"
+            " evaluate again"
+        )
+    if "limit" not in (result.get("settings") or {}):
+        raise UserError(f"{path}: lacks settings.limit; evaluate again")
+    return result, {task: read_samples(folder, task, row) for task, row in result["tasks"].items()}
+
+
+def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the samples of one task; `row` is what results.json has of it.
+
+    Raises:
+        UserError: as `read_result`.
+    """
+    if missing := [key for key in _ROW_KEYS if key not in row]:
+        raise UserError(f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)}; evaluate again")
+    file = folder / f"samples_{task}.jsonl"
+    if not file.is_file():
+        raise UserError(f"{file}: no such file, though results.json has the task {task}; evaluate again")
+    samples = []
+    for where, sample in json_lines(file, advice="; evaluate again"):
+        if not isinstance(sample, dict) or not sample.keys() >= set(_SAMPLE_KEYS):
+            raise UserError(f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again")
+        samples.append(sample)
+    if len(samples) != row["num_items"]:
+        raise UserError(
+            f"{file}: {len(samples)} samples, but results.json says {row['num_items']}; evaluate again"
+        )
+    mean = math.fsum(sample["score"] for sample in samples) / max(1, len(samples))
+    if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
+        raise UserError(
+            f"{file}: its samples average {mean:.6g}, but results.json says {row['value']:.6g}: they are not of one"
+            " evaluation; evaluate again"
+        )
+    return samples
+
+
+def read_whole(path: Path) -> Any:
+    """Read a result's file of one JSON value; a damaged one is a `UserError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); evaluate again") from None

@@ -1,0 +1,257 @@
+"""Runs a suite on models, in memory or behind a server.
+
+    with prepare_evaluation(tokenizer, load_suite("tiny"), EvaluationConfig(data_root="data")) as evaluate:
+        result, samples = evaluate(model, "model")
+
+With a `TaskStore`, finished tasks are kept and not run again. On several ranks (`ranks=launch.ranks`) all of them
+make these calls and return the same; the first one alone prints, keeps and writes.
+
+Not covered: a model that some of the ranks do not hold.
+"""
+
+import contextlib
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fcsd.base.errors import ScorerError, UserError
+from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
+from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.code.generate import prompts
+from fcsd.evaluation.code.problems import Problem, load_problems
+from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.config import CODE_STOP, CodeTaskConfig, EvaluationConfig, SuiteConfig, TaskConfig
+from fcsd.evaluation.lm_eval import tasks as likelihood
+from fcsd.evaluation.progress import Progress, Work
+from fcsd.evaluation.results import (
+    Samples,
+    code_sample,
+    evaluation_versions,
+    task_result,
+    text_hash,
+    whole_result,
+)
+from fcsd.evaluation.store import Journal, TaskStore
+from fcsd.parallel.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@contextlib.contextmanager
+def prepare_evaluation(
+    tokenizer: "PreTrainedTokenizerBase",
+    suite: SuiteConfig,
+    plan: EvaluationConfig,
+    *,
+    store: TaskStore | None = None,
+    ranks: Ranks = ALONE,
+    progress: bool = True,
+    any_direction: bool = False,
+) -> Iterator["PreparedEvaluation"]:
+    """Prepare data and sandbox once, to evaluate one model after another; gives a function of model and name.
+
+    All data, templates and the sandbox are checked before a model is asked anything.
+
+    Args:
+        plan: of it batch size, limit, data root, and whether a weak sandbox will do.
+        store: where finished tasks are kept and found; the first rank's.
+        ranks: those that share the work (`fcsd.parallel.ranks`); by default this process does all of it.
+        any_direction: take metrics of which less is better, too; for scores that are not compared between models.
+
+    Raises:
+        UserError: a task, data set, metric or chat template that does not exist; a sandbox that is too weak.
+        ScorerError: the scorer of the code tasks failed; never a score of 0.
+    """
+    check_batch_size(plan.batch_size, ranks)
+    if plan.limit is not None and plan.limit < 1:
+        raise UserError(f"limit: must be at least 1, got {plan.limit}")
+    data_root = Path(plan.data_root) if plan.data_root is not None else None
+    if data_root is not None and not data_root.is_dir():
+        raise UserError(f"{data_root}: no such folder (data root)")
+    kept = ranks.from_first(
+        lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
+    )
+    missing = [row for row in suite.tasks if row.task not in kept]
+    prepared: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
+    for row in missing:
+        items, found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
+        prepared[row.task], facts[row.task] = items, found
+        if not (found["higher_is_better"] or any_direction):
+            raise _lower_is_better(row)
+    code = [row for row in missing if row.kind == "code"]
+    finished = {task: samples for task, (samples, _) in kept.items()}
+    settings = {"limit": plan.limit, "batch_size": plan.batch_size, "data_root": data_root}
+    scorer: CodeScorer | None = None
+    with contextlib.ExitStack() as stack:
+
+        def start() -> dict[str, Any]:
+            """Start the sandbox, of which one is enough for all ranks, and return its layers."""
+            nonlocal scorer
+            scorer = stack.enter_context(_checked_scorer(code, prepared, plan, progress))
+            return scorer.layers
+
+        if code:
+            layers = ranks.from_first(start)
+            for row in code:
+                facts[row.task]["sandbox"] = layers
+        yield PreparedEvaluation(
+            tokenizer, suite, settings, finished, missing, prepared, facts, scorer, store, ranks, progress
+        )
+
+
+@contextlib.contextmanager
+def _checked_scorer(
+    code: Sequence[CodeTaskConfig], prepared: Mapping[str, Any], plan: EvaluationConfig, progress: bool
+) -> Iterator[CodeScorer]:
+    """Give a scorer that the canonical solutions of these tasks have passed."""
+    with CodeScorer(allow_weak_sandbox=plan.allow_weak_sandbox) as scorer:
+        for row in code:
+            try:
+                scorer.self_check(prepared[row.task], timeout_s=row.timeout_s, progress=progress)
+            except ScorerError as error:
+                raise ScorerError(f"task {row.task}: {error}") from error
+        yield scorer
+
+
+def _lower_is_better(row: TaskConfig) -> UserError:
+    return UserError(
+        f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is better, so"
+        " choose one of those, or leave the task out"
+    )
+
+
+def _prepare_task(
+    row: TaskConfig,
+    suite: SuiteConfig,
+    data_root: Path | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    limit: int | None,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the items of a task, and the facts of its result that are known before a model is asked."""
+    if row.kind == "code":
+        problems = load_problems(row, data_root)
+        prompts(tokenizer, problems[:1], row)
+        if problems[0].contest and (cut := [stop for stop in row.stop if stop in CODE_STOP]):
+            raise UserError(
+                f"task {row.task}: stop {cut[0]!r} would cut programs that print; set stop: [] for this task"
+            )
+        return problems[:limit], {"num_items_total": len(problems), "higher_is_better": True}
+    task = likelihood.load_task(row, suite, data_root, tokenizer)
+    return task, {
+        "num_items_total": likelihood.num_items(task, None),
+        "higher_is_better": likelihood.higher_is_better(task, row),
+    }
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """A suite whose data and sandbox are ready: call it with a model and its name.
+
+    settings: limit, batch size, data root. finished: samples of tasks that were found. missing: the rows to run.
+    prepared: their items. facts: of each task, for its result.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    suite: SuiteConfig
+    settings: dict[str, Any]
+    finished: Samples
+    missing: Sequence[TaskConfig]
+    prepared: Mapping[str, Any]
+    facts: Mapping[str, Mapping[str, Any]]
+    scorer: CodeScorer | None
+    store: TaskStore | None
+    ranks: Ranks
+    progress: bool
+
+    def __call__(
+        self, model: "PreTrainedModel", name: str, batches: Batches | None = None
+    ) -> tuple[dict[str, Any], Samples]:
+        """Return result and samples of a model in memory, both JSON-able."""
+        size = self.settings["batch_size"]
+        backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
+        return self.ask(backend, name)
+
+    def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
+        """Return result and samples of a model wherever it is computed, both JSON-able."""
+        start = time.monotonic()
+        samples = dict(self.finished)
+        steps = Progress({row.task: self._work(row) for row in self.missing}, len(self.finished))
+        with backend.asking():
+            for row in self.missing:
+                if self.progress and self.ranks.first:
+                    steps.start(row.task)
+                backend.begin(self.store.journal(row) if self.store is not None else Journal())
+                try:
+                    if row.kind == "code":
+                        samples[row.task] = self._run_code(backend, row)
+                    else:
+                        samples[row.task] = likelihood.run_task(
+                            backend.language_model, row, self.prepared[row.task], self.settings["limit"]
+                        )
+                except (UserError, ScorerError) as error:
+                    if self.store is None or not samples:
+                        raise
+                    kept = "finished task is" if len(samples) == 1 else f"{len(samples)} finished tasks are"
+                    kind = UserError if isinstance(error, UserError) else ScorerError
+                    raise kind(f"{error} (the {kept} kept; run again to go on)") from error
+                if self.store is not None and self.ranks.first:
+                    self.store.put(row, samples[row.task], self.facts[row.task])
+        ordered = {row.task: samples[row.task] for row in self.suite.tasks}
+        result = self._result(backend.settings(), ordered, name)
+        seconds = self.ranks.from_first(lambda: time.monotonic() - start)
+        return result | {"wall_s": seconds}, ordered
+
+    def _work(self, row: TaskConfig) -> Work:
+        items = self.prepared[row.task]
+        if row.kind == "code":
+            return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
+        return likelihood.work(row, items, self.settings["limit"])
+
+    def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
+        """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
+        problems: Sequence[Problem] = self.prepared[row.task]
+        completions = backend.complete(problems, row)
+
+        def scored() -> list[dict[str, Any]]:
+            assert self.scorer is not None
+            options: dict[str, Any] = {"timeout_s": row.timeout_s, "progress": self.progress}
+            try:
+                outcomes = self.scorer.score_samples(problems, completions, **options)
+            except ScorerError:  # once more, with new servers: what was generated is worth hours
+                outcomes = self.scorer.score_samples(problems, completions, **options)
+            texts = prompts(self.tokenizer, problems, row)
+            return [
+                code_sample(row, problem, prompt, completions[problem.task_id], found)
+                for problem, prompt, found in zip(problems, texts, outcomes, strict=True)
+            ]
+
+        return self.ranks.from_first(scored)
+
+    def _result(self, answered_by: dict[str, Any], samples: Samples, name: str) -> dict[str, Any]:
+        data_root, tasks = self.settings["data_root"], {}
+        for row in self.suite.tasks:
+            facts = self.facts[row.task]
+            summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
+            tasks[row.task] = summed | {"higher_is_better": facts["higher_is_better"]}
+        # A task that was finished before may have run in another sandbox: the first one counts.
+        sandbox = next((found["sandbox"] for found in self.facts.values() if "sandbox" in found), None)
+        chat_template = None
+        if any(row.chat_template for row in self.suite.tasks):
+            chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
+        settings = {
+            **self.settings,
+            "data_root": None if data_root is None else str(data_root),
+            **answered_by,
+            "chat_template_sha256": chat_template,
+            "fewshot_seed": likelihood.FEWSHOT_SEED,
+            "decoding": "greedy, but where a row has a temperature",
+            "suite": self.suite.model_dump(mode="json", exclude={"folder"}),
+            "versions": {"python": platform.python_version(), **evaluation_versions()},
+        }
+        return whole_result(self.suite.name, name, tasks, settings, sandbox)

@@ -1,0 +1,247 @@
+"""Score arithmetic: means, standard errors, and the paired comparison of two models on the same items. Pure
+functions.
+
+A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score` (`fcsd.evaluation.results`).
+
+Not covered: several samples an item; tasks that share items (they count as independent in the plain mean).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.stats import ALPHA, clipped, holm, interval, mean_interval, plain_mean, standard_error
+
+Sample = Mapping[str, Any]
+# What two rows must agree on: of the result, and of the suite where both results say it.
+_SAME_ROW = ("metric", "num_fewshot", "chat_template")
+_SAME_SUITE_ROW = (
+    "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
+)  # fmt: skip
+
+
+def paired(original: Sequence[Sample], converted: Sequence[Sample], task: str = "task") -> dict[str, Any]:
+    """Compare two models on the same items of one task.
+
+    delta       mean of the differences d = converted - original
+    delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
+    interval    95 % interval of the difference (`stats.interval`); None for one item with a fractional score
+    gained, lost  items with d > 0 and with d < 0
+    p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
+    retained_percent  100 * converted / original; None when the original scores 0
+
+    Standard errors are None for one item.
+
+    Raises:
+        UserError: the two were not asked the same items with the same prompts.
+    """
+    return _paired(_join(original, converted, task))
+
+
+def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    from scipy.stats import binomtest
+
+    before, after = [a for a, _ in pairs], [b for _, b in pairs]
+    differences = [b - a for a, b in pairs]
+    gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    changed = gained + lost
+    first, second = math.fsum(before) / len(pairs), math.fsum(after) / len(pairs)
+    return {
+        "num_items": len(pairs),
+        "original": first,
+        "original_stderr": standard_error(before),
+        "converted": second,
+        "converted_stderr": standard_error(after),
+        "delta": math.fsum(differences) / len(pairs),
+        "delta_stderr": standard_error(differences),
+        "interval": clipped(interval(differences), shares=_shares(pairs)),
+        "gained": gained,
+        "lost": lost,
+        "p_value": float(binomtest(gained, changed).pvalue) if changed else 1.0,
+        "retained_percent": 100 * (second / first) if first else None,
+    }
+
+
+def _shares(pairs: Sequence[tuple[float, float]]) -> bool:
+    return all(score in (0, 1) for pair in pairs for score in pair)
+
+
+def _join(original: Sequence[Sample], converted: Sequence[Sample], task: str) -> list[tuple[float, float]]:
+    """Join the scores of both models item by item."""
+    if not original or not converted:
+        raise UserError(f"{task}: no samples to compare; evaluate both models on the same suite")
+    if len(original) != len(converted):
+        raise UserError(
+            f"{task}: {len(original)} items against {len(converted)}; evaluate both models with"
+            " the same limit and the same data"
+        )
+    left, right = _by_item(original, task), _by_item(converted, task)
+    if left.keys() != right.keys():
+        other = sorted(str(key[0]) for key in left.keys() ^ right.keys())
+        raise UserError(
+            f"{task}: the items differ (item {other[0]}); evaluate both models on the same revision"
+            " of the data"
+        )
+    changed = [str(key[0]) for key in left if left[key]["prompt_hash"] != right[key]["prompt_hash"]]
+    if changed:
+        raise UserError(
+            f"{task}: the prompts differ in {len(changed)} of {len(left)} items (item {changed[0]});"
+            " evaluate both models with the same shots, chat template and prompt"
+        )
+    return [(float(left[key]["score"]), float(right[key]["score"])) for key in left]
+
+
+def _by_item(samples: Sequence[Sample], task: str) -> dict[tuple[Any, str], Sample]:
+    items = {(sample["doc_id"], sample["doc_hash"]): sample for sample in samples}
+    if len(items) != len(samples):
+        raise UserError(f"{task}: an item is listed twice; the sample file is damaged")
+    return items
+
+
+def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
+    """Split the samples of a group (`mmlu`) by its member tasks; {} for a task that is no group.
+
+    Items of a group are named `member/number`; so are problems of code tasks (`Mbpp/2`), which have no members.
+    """
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        member, slash, _ = str(sample["doc_id"]).rpartition("/")
+        if not slash or kind == "code":
+            return {}
+        found.setdefault(member, []).append(sample)
+    return found
+
+
+def compare(
+    original: Mapping[str, Any], converted: Mapping[str, Any], only: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Compare all tasks of two evaluations (result, samples), and the plain mean over the headline tasks.
+
+    Args:
+        original, converted: {"result": …, "samples": …} as `fcsd.evaluation.results.read_result` gives them.
+        only: tasks to compare where the results have others, too.
+
+    Returns:
+        tasks: task -> `paired`, with its metric, num_fewshot, kind, headline; `p_holm`, adjusted for the number of
+            tasks; `verdict`: "lost" or "gained" where that is below 0.05, otherwise "within noise"; of a group also
+            `members`: name -> `paired`
+        mean: over the headline tasks: num_tasks; original, converted and delta with propagated standard errors (that of
+            the delta is of the paired ones); interval; retained_percent; verdict: whether the interval holds 0, of
+            one task that of the task. None where no compared task is a headline task
+        limit: the smaller of the two; None for whole tasks. complete: whether there is none
+
+    Raises:
+        UserError: other tasks, metrics, shots or decoding, or samples that do not match; a metric of which less is
+            better.
+    """
+    before, after = original["result"], converted["result"]
+    tasks: dict[str, Any] = {}
+    scores: dict[str, list[tuple[float, float]]] = {}
+    for task in _common(before["tasks"], after["tasks"], only):
+        row = before["tasks"][task]
+        _require_same(task, before, after)
+        one, other = original["samples"][task], converted["samples"][task]
+        try:
+            pairs = scores[task] = _join(one, other, task)
+        except UserError as error:
+            raise UserError(f"{error}{_recorded(task, before, after)}") from None
+        tasks[task] = {key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")} | _paired(
+            pairs
+        )
+        if members := by_member(one, row["kind"]):
+            others = by_member(other, row["kind"])
+            tasks[task]["members"] = {
+                name: paired(items, others[name], f"{task} {name}") for name, items in members.items()
+            }
+    adjusted = holm([row["p_value"] for row in tasks.values()])
+    for row, p_value in zip(tasks.values(), adjusted, strict=True):
+        row["p_holm"] = p_value
+        row["verdict"] = (
+            "within noise" if p_value >= ALPHA else "gained" if row["gained"] > row["lost"] else "lost"
+        )
+    limits = [each["settings"]["limit"] for each in (before, after) if each["settings"]["limit"] is not None]
+    return {
+        "complete": not limits,
+        "limit": min(limits, default=None),
+        "tasks": tasks,
+        "mean": _mean({task: row for task, row in tasks.items() if row["headline"]}, scores),
+    }
+
+
+def _common(before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None) -> list[str]:
+    """List the tasks to compare, in the order of the original's."""
+    both = [task for task in before if task in after]
+    if only is not None:
+        if missing := [task for task in only if task not in both]:
+            raise UserError(
+                f"task {missing[0]}: not in both results; both have {', '.join(both) or 'none in common'}"
+            )
+        return [task for task in both if task in only]
+    if before.keys() != after.keys():
+        missing_text = ", ".join(sorted(before.keys() ^ after.keys()))
+        advice = "evaluate both on the same suite"
+        if both:
+            advice += f", or compare what both have with --tasks {','.join(both)}"
+        raise UserError(f"the two results have different tasks ({missing_text} in one only); {advice}")
+    return both
+
+
+def _require_same(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    if any(each["tasks"][task].get("higher_is_better") is False for each in (before, after)):
+        raise UserError(
+            f"{task}: lower is better in {before['tasks'][task]['metric']}; only metrics of which more is better are"
+            " compared; leave the task out with --tasks"
+        )
+    for row, other, keys in (
+        (before["tasks"][task], after["tasks"][task], _SAME_ROW),
+        (_suite_row(before, task), _suite_row(after, task), _SAME_SUITE_ROW),
+    ):
+        for key in keys:
+            one, two = row.get(key), other.get(key)
+            if one != two and one is not None and two is not None:
+                raise UserError(f"{task}: {key} is {one} against {two}; evaluate both the same way")
+
+
+def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
+    rows = result["settings"].get("suite", {}).get("tasks", [])
+    return next((row for row in rows if row["task"] == task), {})
+
+
+def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Name the settings that would explain samples that do not match."""
+
+    def recorded(result: Mapping[str, Any]) -> dict[str, Any]:
+        settings, row = result["settings"], _suite_row(result, task)
+        return {
+            "limit": settings["limit"],
+            "revision": result["tasks"][task].get("revision"),
+            **{key: settings.get(key) for key in ("chat_template_sha256", "fewshot_seed")},
+            **{key: row.get(key) for key in ("split", "dataset_name", "prompt_template", "tests")},
+        }
+
+    one, two = recorded(before), recorded(after)
+    found = [f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]]
+    return f" (recorded: {'; '.join(found)})" if found else ""
+
+
+def _mean(
+    tasks: Mapping[str, Any], scores: Mapping[str, Sequence[tuple[float, float]]]
+) -> dict[str, Any] | None:
+    if not tasks:
+        return None
+    mean: dict[str, Any] = {"num_tasks": len(tasks)}
+    for key in ("original", "converted", "delta"):
+        mean[key], mean[f"{key}_stderr"] = plain_mean(
+            [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
+        )
+    limits = [found for task in tasks if (found := interval([b - a for a, b in scores[task]])) is not None]
+    deltas = [row["delta"] for row in tasks.values()]
+    found = mean_interval(deltas, limits) if len(limits) == len(deltas) else None
+    mean["interval"] = clipped(found, shares=all(_shares(scores[task]) for task in tasks))
+    low, high = mean["interval"] or (0.0, 0.0)
+    mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
+    if len(tasks) == 1:  # its exact test decides, here as there
+        mean["verdict"] = next(iter(tasks.values()))["verdict"]
+    mean["retained_percent"] = 100 * (mean["converted"] / mean["original"]) if mean["original"] else None
+    return mean

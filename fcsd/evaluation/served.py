@@ -1,0 +1,235 @@
+"""A model behind a server: the questions of an evaluation as token ids, and whether it is the model at all.
+
+    server = Server(url); server.look(model.config.path)
+    backend = ServedBackend(server, model, tokenizer)
+    backend.check(prepared)
+    backend.identify(lambda: load_for_evaluation(model, launch))
+    result, samples = prepared.ask(backend, name)
+
+Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or client was killed goes on with
+the next one. Temperature 0 is greedy; a sample is drawn with a seed of its own, so neither the order of requests nor
+their concurrency changes it, but it is not the sample that transformers draws.
+
+Not covered: KL, which needs all logits; several ranks.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import progress_bar
+from fcsd.evaluation.code.generate import SAMPLING_SEED, completion_of, end_tokens, prompt_tokens
+from fcsd.evaluation.code.problems import Problem
+from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
+from fcsd.evaluation.identity import check_identity
+from fcsd.evaluation.runner import PreparedEvaluation
+from fcsd.evaluation.server import Body, Server
+from fcsd.evaluation.store import Journal
+from fcsd.model.load import ModelFolder
+from fcsd.model.preserve import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class ServedBackend:
+    """A checkpoint that a server answers for."""
+
+    def __init__(
+        self,
+        server: Server,
+        model: ModelFolder,
+        tokenizer: "PreTrainedTokenizerBase",
+    ):
+        self.server, self.model, self.tokenizer = server, model, tokenizer
+        self.config, self.generation = _configuration(model)
+        self.ends = end_tokens(self.generation, tokenizer)
+        self.checked: dict[str, Any] | None = None
+        self._journal = Journal()
+
+    def check(self, evaluation: PreparedEvaluation) -> None:
+        """Check that the server can answer every task that is to be run, without asking it.
+
+        Raises:
+            UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
+        """
+        for row in evaluation.missing:
+            self._check(row, evaluation.prepared[row.task], evaluation.settings["limit"])
+
+    def identify(self, load: Callable[[], "PreTrainedModel"]) -> None:
+        """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
+
+        Raises:
+            UserError: as `fcsd.evaluation.identity.check_identity`.
+        """
+
+        def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+            bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
+            return [told for told, _ in self._send("likelihood", bodies, Journal(), quietly=True)]
+
+        self.checked = check_identity(self.server, ask, self.model, self.tokenizer, load)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Do nothing: the tokenizer that lm-eval changes is a copy."""
+        yield
+
+    def _check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
+        context = self.server.context
+        if row.kind != "code":
+            if row.kind == "likelihood" and not self.server.prompt_logprobs:
+                raise self.server.error(
+                    f"returns no prompt_logprobs, and task {row.task} is scored by likelihood; vLLM has them"
+                )
+            try:
+                self.language_model.look(row, items, limit)
+            except UserError as error:
+                raise UserError(f"task {row.task}: {error}") from error
+            return
+        tokens = prompt_tokens(self.config, self.tokenizer, items, row)
+        needed = max(map(len, tokens), default=0) + row.max_new_tokens
+        if context is not None and needed > context:
+            raise self.server.error(
+                f"takes {context} tokens, and task {row.task} needs {needed} for a prompt and its completion; start it"
+                f" with --max-model-len {needed} or more"
+            )
+
+    def begin(self, journal: Journal) -> None:
+        """Start a task."""
+        self._journal = journal
+
+    @functools.cached_property
+    def language_model(self) -> Any:
+        """lm-eval's model."""
+        with quiet():
+            from fcsd.evaluation.lm_eval.served import ServedModel
+
+            return ServedModel(self)
+
+    def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
+        """Generate; the n-th sample of all has the n-th seed."""
+        tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
+        sampling: Body = {"temperature": 0.0}
+        if row.temperature:
+            sampling = {"temperature": row.temperature, "top_p": row.top_p, "top_k": -1, "min_p": 0.0}
+        bodies: list[Body] = []
+        for prompt in tokens:
+            for _ in range(row.num_samples):
+                seed = {"seed": SAMPLING_SEED + len(bodies)} if row.temperature else {}
+                bodies.append(
+                    {
+                        "prompt": prompt,
+                        "max_tokens": row.max_new_tokens,
+                        "stop": [] if row.thinking else list(row.stop),  # thoughts hold anything
+                        "stop_token_ids": self.ends,
+                        "repetition_penalty": 1.0,
+                        **sampling,
+                        **seed,
+                    }
+                )
+        texts = iter(self.ask("generation", bodies))
+
+        def text() -> str:
+            found = next(texts)
+            if not isinstance(found, str):
+                found = self.tokenizer.decode(
+                    found, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+            return completion_of(found, row)
+
+        return {problem.task_id: [text() for _ in range(row.num_samples)] for problem in problems}
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a result says: the engine, and how the model was checked."""
+        server = self.server
+        return {
+            "batch_size": None,
+            "dtype": server.facts["dtype"],
+            "device": None,
+            "server": {
+                **server.facts,
+                "model": server.model,
+                "context": server.context,
+                "concurrency": server.concurrency,
+                "check": self.checked,
+            },
+        }
+
+    def ask(self, what: str, bodies: Sequence[Body]) -> list[Any]:
+        """Return the answers of the current task to requests: of a "likelihood" [log-probabilities, ranks] of the last
+        `answer_tokens` of the prompt, of a "generation" token ids, or a text where the server gives no ids."""
+        return self._send(what, bodies, self._journal)
+
+    def _send(
+        self, what: str, bodies: Sequence[Body], journal: Journal, *, quietly: bool = False
+    ) -> list[Any]:
+        """Return the answers to all requests, of which those are asked that `journal` has no answer to."""
+        found = [journal.get(body) for body in bodies]
+        missing = [number for number, answer in enumerate(found) if answer is None]
+        read = self._read_likelihood if what == "likelihood" else self._read_generation
+        requests = [self._request(what, bodies[number]) for number in missing]
+        with progress_bar(
+            total=len(bodies),
+            initial=len(bodies) - len(missing),
+            desc=f"{what} by {self.server.facts['engine']}",
+            shown=not quietly,
+        ) as bar:
+
+            def note(place: int, answer: Any) -> None:
+                journal.put(bodies[missing[place]], answer)
+                bar.update()
+
+            new = self.server.answers(
+                requests, lambda place, answer: read(bodies[missing[place]], answer), note
+            )
+        for number, answer in zip(missing, new, strict=True):
+            found[number] = answer
+        return found
+
+    def _request(self, what: str, body: Body) -> Body:
+        """Return what is sent. What ends an answer is ours alone where the server gives tokens, by which it is cut."""
+        if what == "likelihood":
+            return {"prompt": body["prompt"], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        if self.server.token_ids:
+            return {**body, "ignore_eos": True, "return_token_ids": True}
+        return {**body, "skip_special_tokens": True}
+
+    def _read_likelihood(self, body: Body, answer: Body) -> tuple[list[float], list[int]]:
+        entries = answer["choices"][0]["prompt_logprobs"]
+        count = body["answer_tokens"]
+        if len(entries) != len(body["prompt"]):
+            raise ValueError(f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens")
+        asked = [
+            entry[str(token)] for entry, token in zip(entries[-count:], body["prompt"][-count:], strict=True)
+        ]
+        return [float(each["logprob"]) for each in asked], [int(each["rank"]) for each in asked]
+
+    def _read_generation(self, body: Body, answer: Body) -> list[int] | str:
+        (choice,) = answer["choices"]
+        tokens, most = choice.get("token_ids"), body["max_tokens"]
+        made = (answer.get("usage") or {}).get("completion_tokens", most) if tokens is None else len(tokens)
+        if choice.get("finish_reason") == "length" and made < most:
+            raise self.server.error(
+                f"ends answers after {made} tokens, and {most} may be written; lift that limit"
+            )
+        if tokens is None:
+            return str(choice["text"])
+        end = next((place for place, token in enumerate(tokens) if token in self.ends), len(tokens))
+        return [int(token) for token in tokens[: end + 1]]
+
+
+def _configuration(model: ModelFolder) -> tuple[Any, Any]:
+    """Return the checkpoint's configuration and its settings of generation, without its weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from fcsd.model.connectivity.checkpoint import read_checkpoint
+
+    if read_checkpoint(model.folder, any_family=model.config.trust_remote_code).family is not None:
+        config = model.load_config()
+    else:
+        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True)
+    if (model.folder / "generation_config.json").is_file():
+        return config, GenerationConfig.from_pretrained(model.folder)
+    return config, GenerationConfig.from_model_config(config)

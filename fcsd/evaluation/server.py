@@ -1,0 +1,280 @@
+"""Ask an OpenAI-compatible server by HTTP: vLLM, and what answers as it does.
+
+    server = Server("http://localhost:8000", concurrency=64)
+    server.look("path/of/MODEL")                        # what it serves, and what it says of itself
+    server.answers([body, …], read)                     # POST /v1/completions, many at a time, retried
+
+Prompts are lists of token ids, never text. The key of a server that asks for one is read from FCSD_SERVER_API_KEY and
+goes into the header of a request, nowhere else.
+
+Not covered: starting a server; chat completions, whose template is the server's.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from fcsd.base.errors import UserError, one_line
+
+API_KEY = "FCSD_SERVER_API_KEY"
+PATIENCE_S = 300.0  # without any answer, until an evaluation gives up: a server restarts in minutes
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
+_LONGEST_WAIT_S, _TOLD_AFTER_S = 15.0, 10.0
+_TIMEOUT = httpx2.Timeout(10.0, read=3600.0, write=60.0, pool=None)  # a long answer comes in one piece
+Body = dict[str, Any]
+
+
+class _Retry(Exception):
+    """An answer that is worth asking for again. after_s: what the server asks to wait."""
+
+    def __init__(self, reason: str, after_s: float = 0.0):
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class _Outage:
+    """The time in which no request has come back."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.told = False
+
+    def lasted(self, url: str, reason: str, now_s: float) -> float:
+        """Return its seconds so far; a longer one is told once."""
+        self.since = now_s if self.since is None else self.since
+        if now_s - self.since > _TOLD_AFTER_S and not self.told:
+            self.told = True
+            minutes = f"{PATIENCE_S / 60:g} minutes"
+            print(
+                f"server {url} does not answer ({reason}); trying for {minutes}", file=sys.stderr, flush=True
+            )
+        return now_s - self.since
+
+
+class Server:
+    """One address; `look` must be the first call.
+
+    Attributes:
+        model: what the server calls the model; context: tokens of prompt and answer that it takes, None if it does not
+        say; facts: engine, version, dtype and parallelism, as far as it tells, for records and keys.
+        root: what it was told to serve, a folder or a hub id; prompt_logprobs, token_ids: whether it returns
+        them, of the prompt and of an answer.
+
+    Raises (all methods):
+        UserError: one line that names the address: nothing answers, no such server, a key is asked for, a refusal.
+    """
+
+    def __init__(self, url: str, *, concurrency: int = 64):
+        self.url, self.concurrency = url, concurrency
+        self.model, self.root = "", ""
+        self.prompt_logprobs, self.token_ids = False, False
+        self.context: int | None = None
+        self.facts: dict[str, Any] = {}
+        self._parallelism: str | None = None
+        self._engine = ""
+        key = os.environ.get(API_KEY)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def look(self, model: str) -> None:
+        """Find what is served, and which engine does it; of several the one that is called like `model`."""
+        cards = self._get("/v1/models").get("data")
+        if not isinstance(cards, list) or not cards or not all(isinstance(card, dict) for card in cards):
+            raise self.error("lists no model at /v1/models: this is no OpenAI-compatible server")
+        names = {model, str(Path(model).resolve())}
+        own = [card for card in cards if names & {str(card.get("id")), str(card.get("root"))}]
+        whole = [card for card in cards if not card.get("parent")]  # others are adapters of these
+        if len(chosen := own[:1] or whole) != 1:
+            served = ", ".join(str(card.get("id")) for card in cards)
+            raise self.error(f"serves {served}, and none is called {model}; serve {model} alone")
+        card = chosen[0]
+        self.model, self.root = str(card.get("id")), str(card.get("root") or "")
+        self.context = int(card["max_model_len"]) if card.get("max_model_len") else None
+        info = self._optional("/server_info?config_format=json") or self._optional("/get_server_info")
+        vllm = info["vllm_config"] if isinstance(info.get("vllm_config"), dict) else {}
+        dtype = (vllm.get("model_config") or {}).get("dtype") or info.get("dtype")
+        version = self._optional("/version").get("version") or info.get("version")
+        sizes = {"tp": info.get("tp_size"), "dp": info.get("dp_size"), "ep": info.get("ep_size")}
+        self._parallelism = "-".join(f"{name}{n}" for name, n in sizes.items() if n and n != 1) or None
+        self.facts = {
+            "engine": str(card.get("owned_by") or "unknown"),
+            "version": str(version) if version else None,
+            "dtype": str(dtype).removeprefix("torch.") if dtype and dtype != "auto" else None,
+        }
+        self._probe()
+        self.facts["parallelism"] = self._parallelism
+
+    def _probe(self) -> None:
+        """Learn from one answer what it holds, and what vLLM writes into its fingerprint."""
+        body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+        try:
+            answer = self.ask({**body, "prompt_logprobs": 0})
+        except UserError:
+            answer = self.ask(body)
+        (choice,) = answer.get("choices") or [{}]
+        self.prompt_logprobs = len(choice.get("prompt_logprobs") or ()) == 2
+        self.token_ids = choice.get("token_ids") is not None
+        self._engine = _engine_of(answer)
+        if words := self._engine.split("-")[2:]:
+            self._parallelism = "-".join(words)
+
+    def ask(self, body: Body) -> Body:
+        """Ask once, and return the whole answer; tried again only where the server asks for it."""
+        (answer,) = self.answers([body], lambda number, answer: answer)
+        return answer
+
+    def answers(
+        self,
+        bodies: Sequence[Body],
+        read: Callable[[int, Body], Any],
+        note: Callable[[int, Any], None] = lambda number, found: None,
+    ) -> list[Any]:
+        """Ask for completions and return read(number, answer) of each, in order.
+
+        Overload (429), failures (5xx) and dropped connections are tried again, with growing pauses, until all of them
+        have failed for `PATIENCE_S`, or one alone for four times as long.
+
+        Args:
+            note: is told number and result as soon as there is one.
+        """
+        return asyncio.run(self._answers(bodies, read, note)) if bodies else []
+
+    async def _answers(
+        self, bodies: Sequence[Body], read: Callable[[int, Body], Any], note: Callable[[int, Any], None]
+    ) -> list[Any]:
+        found: list[Any] = [None] * len(bodies)
+        waiting = iter(range(len(bodies)))
+        outage = _Outage()
+        pool = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
+
+        async def worker(client: httpx2.AsyncClient) -> None:
+            for number in waiting:
+                answer = await self._patiently(client, bodies[number], outage)
+                try:
+                    found[number] = read(number, answer)
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                    raise self.error(
+                        f"answers /v1/completions without what was asked for ({one_line(error)})"
+                    ) from None
+                note(number, found[number])
+
+        async with httpx2.AsyncClient(headers=self._headers, timeout=_TIMEOUT, limits=pool) as client:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(self.concurrency, len(bodies))):
+                        group.create_task(worker(client))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return found
+
+    async def _patiently(self, client: httpx2.AsyncClient, body: Body, outage: "_Outage") -> Body:
+        """outage: what all that wait share."""
+        pause = 0.25
+        own: float | None = None
+        dropped = False
+        while True:
+            try:
+                if dropped:  # it may have been started again, with something else
+                    self._require_same(self._checked(await client.get(f"{self.url}/v1/models"), "/v1/models"))
+                    dropped = False
+                response = await client.post(f"{self.url}/v1/completions", json={"model": self.model, **body})
+                answer = self._checked(response, "/v1/completions")
+                ended = {choice.get("finish_reason") for choice in answer.get("choices") or ()}
+                if not ended <= {"stop", "length"}:  # a server that is told to end cuts its answers off
+                    raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
+                if self._engine and (now := _engine_of(answer)) != self._engine:
+                    raise self.error(
+                        f"answers from another engine than before ({now}, not {self._engine}); serve with the former"
+                        " settings, or evaluate into another folder"
+                    )
+                outage.since, outage.told = None, False
+                return answer
+            except (httpx2.TransportError, _Retry) as error:
+                now_s, text = time.monotonic(), one_line(error)
+                own = own or now_s
+                if max(outage.lasted(self.url, text, now_s), (now_s - own) / 4) > PATIENCE_S:
+                    raise self.error(
+                        f"has not answered for {PATIENCE_S:g} s ({text}); start it again as it was, and"
+                        " run the same command: answers that came are kept"
+                    ) from None
+                dropped = isinstance(error, httpx2.TransportError)
+                after = error.after_s if isinstance(error, _Retry) else 0.0
+            await asyncio.sleep(max(min(after, 60.0), pause * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, _LONGEST_WAIT_S)
+
+    def _require_same(self, models: Body) -> None:
+        served = {str(card.get("id")): str(card.get("root") or "") for card in models.get("data") or ()}
+        if served.get(self.model) != self.root:
+            now = ", ".join(root or name for name, root in served.items())
+            raise self.error(
+                f"serves {now} now, and not {self.root or self.model} as before; start it again as it was, and run the"
+                " same command: answers that came are kept"
+            )
+
+    def _get(self, path: str) -> Body:
+        try:
+            response = httpx2.get(self.url + path, headers=self._headers, timeout=_TIMEOUT)
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            raise self.error(
+                f"cannot be reached ({one_line(error)}); is the server up, and is this its address?"
+            ) from None
+        try:
+            return self._checked(response, path)
+        except _Retry as error:
+            raise self.error(f"is not ready ({error}); wait until it serves, and run again") from None
+
+    def _optional(self, path: str) -> Body:
+        with contextlib.suppress(UserError):
+            return self._get(path)
+        return {}
+
+    def _checked(self, response: httpx2.Response, path: str) -> Body:
+        """Return the JSON object of a good answer."""
+        status = response.status_code
+        if status in (401, 403):
+            given = f"refuses the key in {API_KEY}" if self._headers else f"asks for a key; set {API_KEY}"
+            raise self.error(f"{given} (HTTP {status})")
+        if status in _RETRIED:
+            after = response.headers.get("retry-after", "")
+            raise _Retry(f"HTTP {status}", float(after) if after.isdigit() else 0.0)
+        try:
+            found = response.json()
+        except ValueError:
+            kind = response.headers.get("content-type", "no type").partition(";")[0]
+            raise self.error(
+                f"answers {path} with HTTP {status} and {kind}, not JSON: another program is there, or a proxy stands"
+                " between"
+            ) from None
+        if status != 200:
+            raise self.error(f"refuses {path} (HTTP {status}): {_said(found)}")
+        if not isinstance(found, dict):
+            raise self.error(f"answers {path} with JSON of another kind; this is no OpenAI-compatible server")
+        return found
+
+    def error(self, text: str) -> UserError:
+        """Return an error that begins with the address."""
+        return UserError(f"server {self.url} {text}")
+
+
+def _engine_of(answer: Body) -> str:
+    """Return what vLLM says of itself in an answer, as vllm-0.32.0-tp2-ep, without the hash of its settings."""
+    words = str(answer.get("system_fingerprint") or "").split("-")
+    return "-".join(words[:-1]) if words[0] == "vllm" else ""
+
+
+def _said(found: Any) -> str:
+    """Return what the server says of an error, in one line; vLLM, OpenAI and FastAPI put it in different places."""
+    said = found
+    for key in ("error", "message", "detail"):
+        if isinstance(said, dict) and key in said:
+            said = said[key]
+    text = said if isinstance(said, str) else json.dumps(said)
+    return " ".join(text.split())[:300]

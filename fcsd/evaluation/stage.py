@@ -1,0 +1,349 @@
+"""Evaluate one model on a suite, in a folder with a manifest: in memory or behind a server, steered or not, of a
+recipe or of none.
+
+    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"), plan), folder, launch)
+
+Not covered: which models a recipe has; that is `fcsd.pipeline.run`.
+"""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fcsd.base.artifact import Stage, versions
+from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder, read_json
+from fcsd.data.config import DataConfig, SourceConfig
+from fcsd.data.dataset import heldout_rows
+from fcsd.data.local import data_fingerprint
+from fcsd.data.rows import PackedRows
+from fcsd.evaluation.backend import Batches
+from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, TaskConfig
+from fcsd.evaluation.endpoints import bias_facts, biased_routers, check_bias, check_bias_model
+from fcsd.evaluation.lm_eval.write import write_lm_eval
+from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
+from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
+from fcsd.evaluation.served import ServedBackend
+from fcsd.evaluation.server import Server
+from fcsd.evaluation.steered import Sweep
+from fcsd.evaluation.store import TaskStore, configuration_fingerprint
+from fcsd.evaluation.suites import dataset_location
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.overlap import refusal
+from fcsd.parallel.place import check_device_map, load_for_evaluation
+from fcsd.steering.routing.bias import BiasTables
+from fcsd.training.losses.kl import Original, mean_kl, read_original
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FINISHED_TASKS = "finished-tasks"
+Measure = Callable[["PreTrainedModel", Batches | None], dict[str, Any]]
+"""What is measured of a model beside its scores, for its result, while its routers are still biased."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the models of a recipe are measured against beside their scores: the original, on held-out text.
+
+    What the original makes of the text is read once for all evaluations that are given the same reference, and stays in
+    main memory between them: each of them needs all of it until its end.
+
+    inputs: name -> fingerprint of what results depend on beside model, original and data. sweep: of a steered original,
+    gives the one model that is asked under every bias.
+    """
+
+    original: ModelFolder
+    data: DataConfig
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    sweep: Callable[[], Sweep] | None = None
+    _known: list[tuple[Any, Original]] = field(default_factory=list, repr=False, compare=False)
+
+    def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:
+        """Return what measures a model; None without held-out text. Before the model is loaded, and on all ranks."""
+        if self.sweep is not None:
+            return self.sweep().measure
+        rows = heldout_of(self.data, tokenizer)
+        if rows is None:
+            return None
+        if not any(_same_rows(rows, others) for others, _ in self._known):
+            # First, and then it goes: a device may not hold two models.
+            known = read_original(load_for_evaluation(self.original, launch), rows, ranks=launch.ranks)
+            free_memory()
+            self._known[:] = [(rows, known)]
+        known = self._known[0][1]
+
+        def kl(loaded: "PreTrainedModel", batches: Batches | None) -> dict[str, Any]:
+            found = mean_kl(known, loaded, rows, ranks=launch.ranks)
+            known.head.cpu()  # off the device, where the next model needs the room
+            return {"kl_to_original": found}
+
+        return kl
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One model on one suite.
+
+    name: of the model in the result. model: found, or as a checkpoint is named. plan: batch size, limit, data root,
+    cache, server and sandbox. reference: of a model of a recipe.
+    bias: tables that steer the model's routers; batch j of a task belongs to endpoint j mod N.
+    device_map: see `fcsd.parallel.place.load_for_evaluation`. server_check: first find out whether the server has it.
+    """
+
+    name: str
+    model: ModelFolder | ModelConfig
+    suite: SuiteConfig
+    plan: EvaluationConfig
+    reference: Reference | None = None
+    bias: BiasTables | None = None
+    device_map: str | None = None
+    server_check: bool = True
+
+    @cached_property
+    def checkpoint(self) -> ModelFolder:
+        """The model's folder; of a hub id what is missing is fetched."""
+        return self.model if isinstance(self.model, ModelFolder) else find_model(self.model)
+
+    @property
+    def data_root(self) -> Path | None:
+        """The folder in hub layout that test sets are read from; None: the Hub."""
+        return Path(self.plan.data_root) if self.plan.data_root is not None else None
+
+    @property
+    def answered_by(self) -> dict[str, Any]:
+        """What scores depend on where a server answers (that there is one, not where), or routers are biased."""
+        served = {} if self.plan.server is None else {"server": True}
+        return served | bias_facts(self.bias, self.plan.batch_size)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a result depends on, for the manifest."""
+        suite = {"suite": self.suite.model_dump(mode="json", exclude={"folder"})}
+        if self.reference is None:
+            return {**suite, "limit": self.plan.limit, **self.answered_by}
+        # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
+        left_out = {"layer_study", "cache", "batch_size", "server", "router_bias"}
+        text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
+        return {
+            "evaluation": self.plan.model_dump(mode="json", exclude=left_out),
+            **suite,
+            "data": self.reference.data.model_dump(mode="json", include=text),
+            "model": {"dtype": self.checkpoint.config.dtype},
+            **self.answered_by,
+        }
+
+    def inputs(self) -> dict[str, str]:
+        """Return the fingerprints of what is read: of the model never its path."""
+        model, reference, heldout = self.checkpoint, self.reference, None
+        found = {
+            "model": model.weights,
+            "connectivity": str(read_json(model.folder / "config.json").get("farskip", "regular")),
+            "configuration": configuration_fingerprint(model.folder),
+        }
+        if reference is not None:
+            found |= {**reference.inputs, "original": reference.original.weights}
+            heldout = reference.data.heldout
+        return found | test_set_fingerprints(self.suite.tasks, self.data_root, heldout)
+
+
+def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
+    """Evaluate a model on its suite, and what its reference measures beside; the result is in `folder`.
+
+    A finished evaluation is found, one that was cut off goes on with the next task. All ranks call this.
+
+    Raises:
+        UserError: what rules itself out (a server and several ranks, a bias and an automatic batch size); a
+            model, task or data set that is not there; a folder with another evaluation.
+    """
+    plan = evaluation.plan
+    check_server(plan.server, launch)
+    check_bias(evaluation.bias, plan.batch_size, plan.server)
+    launch = launch.for_evaluation()
+    check_device_map(evaluation.device_map, launch)
+    check_batch_size(plan.batch_size, launch.ranks)
+    model = evaluation.checkpoint
+    if evaluation.reference is None:
+        _check_overlap(model, launch)
+    if evaluation.bias is not None:
+        check_bias_model(evaluation.bias, read_json(model.folder / "config.json")["model_type"])
+    stage = Stage(folder, "evaluate", evaluation.settings(), launch.ranks.from_first(evaluation.inputs))
+    if _begin(evaluation, stage, launch) == "finished":
+        return stage
+    free_memory()  # of the trainings before
+    tokenizer = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code)
+    backend = _backend(plan.server, model, tokenizer)
+    store = _store(evaluation, stage, backend)
+    # A mistake in tasks or data shows before the weights are read.
+    with prepare_evaluation(tokenizer, evaluation.suite, plan, store=store, ranks=launch.ranks) as prepared:
+        result, samples = _ask(evaluation, prepared, backend, tokenizer, launch)
+    _leave(stage, result, samples, launch)
+    return stage
+
+
+def _ask(
+    evaluation: Evaluation,
+    prepared: PreparedEvaluation,
+    backend: ServedBackend | None,
+    tokenizer: Any,
+    launch: Launch,
+) -> tuple[dict[str, Any], Samples]:
+    """Return result and samples of a model; the result with what its reference measures."""
+    reference = evaluation.reference
+
+    def load() -> "PreTrainedModel":
+        if reference is not None and reference.sweep is not None:
+            return reference.sweep().loaded
+        return load_for_evaluation(evaluation.checkpoint, launch, device_map=evaluation.device_map)
+
+    if backend is not None:
+        backend.check(prepared)
+        if evaluation.server_check:
+            backend.identify(load)
+    measure = reference.measure(tokenizer, launch) if reference is not None else None
+    if backend is not None:
+        result, samples = prepared.ask(backend, evaluation.name)
+        return result | (measure(load(), None) if measure is not None else {}), samples
+    loaded = load()
+    with biased_routers(loaded, evaluation.bias, evaluation.plan.batch_size) as batches:
+        result, samples = prepared(loaded, evaluation.name, batches)
+        return result | (measure(loaded, batches) if measure is not None else {}), samples
+
+
+def _check_overlap(model: ModelFolder, launch: Launch) -> None:
+    asked = launch.engine.overlap
+    if asked not in ("full", "forward"):
+        return
+    _, family, connectivity = read_config(model.folder, any_family=True)
+    reason: str | None = "none of its layers is rewired"
+    if family is not None and connectivity is not None:
+        reason = refusal(family, model.load_config())
+    if reason is not None:
+        raise UserError(f"--overlap {asked}: {model.config.path} cannot: {reason}; leave --overlap out")
+
+
+def heldout_of(data: DataConfig, tokenizer: Any) -> Any:
+    """Return the rows (`PackedRows`) that the KL to the original is measured on; None where there are none."""
+    if data.heldout is None:
+        return None
+    return heldout_rows(
+        data.heldout,
+        tokenizer,
+        num_examples=data.heldout_examples,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+    )
+
+
+def check_server(server: ServerConfig | None, launch: Launch) -> None:
+    """Raise UserError when several processes would ask one server the same."""
+    if server is not None and launch.ranks.size > 1:
+        raise UserError(
+            f"evaluation.server (--server): is asked by one process, and this launch has {launch.ranks.size}; evaluate"
+            " without a launcher (`fcsd run` continues a run in one process)"
+        )
+
+
+def _backend(server: ServerConfig | None, model: ModelFolder, tokenizer: Any) -> ServedBackend | None:
+    """Return what asks the server, of which nothing but what it serves was asked yet; None: the model is in memory."""
+    if server is None:
+        return None
+    found = Server(server.url, concurrency=server.concurrency)
+    found.look(model.config.path)
+    return ServedBackend(found, model, tokenizer)
+
+
+def _same_rows(one: PackedRows, other: PackedRows) -> bool:
+    return len(one) == len(other) and all(
+        np.array_equal(value, other[number][name])
+        for number in range(len(one))
+        for name, value in one[number].items()
+    )
+
+
+def _store(evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None) -> TaskStore:
+    """Return where finished tasks are kept: under the fingerprints of what was evaluated, never under its path.
+
+    backend: which server answers for the model, if one does.
+    """
+    plan, loading = evaluation.plan, dict[str, Any]()
+    if evaluation.reference is not None:
+        how = {"dtype", "attn_implementation", "experts_implementation"}
+        loading = evaluation.checkpoint.config.model_dump(include=how)
+    served = {"server": {**backend.server.facts, "checked": evaluation.server_check}} if backend else {}
+    identity = {
+        **{name: stage.inputs[name] for name in ("model", "connectivity", "configuration")},
+        "loading": loading,
+        **served,
+        **bias_facts(evaluation.bias, plan.batch_size),
+        "limit": plan.limit,
+        "versions": {name: text for name, text in versions().items() if name not in ("python", "accelerate")},
+    }
+    data = {row.task: stage.inputs[f"task {row.task}"] for row in evaluation.suite.tasks}
+    return TaskStore(Path(plan.cache) if plan.cache else stage.folder / FINISHED_TASKS, identity, data)
+
+
+def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
+    """Begin the stage; a finished one whose result is damaged is taken back, and its whole tasks are kept."""
+
+    def take_back() -> None:
+        if stage.state() != "finished":
+            return
+        try:
+            read_result(stage.folder)
+        except UserError as error:
+            print(f"evaluate: {error}: this is done now", file=sys.stderr)
+            if evaluation.plan.server is None:  # which server answered is not known yet
+                _keep_whole_tasks(evaluation, stage)
+            (stage.folder / "manifest.json").unlink()
+
+    launch.ranks.from_first(take_back)
+    return launch.begin(stage)
+
+
+def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
+    store = _store(evaluation, stage)
+    made = read_json(stage.folder / "manifest.json").get("versions", {})
+    with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
+        result = read_json(stage.folder / "results.json")
+        for row in evaluation.suite.tasks if made == versions() else ():
+            found = result["tasks"][row.task]
+            facts = {name: found[name] for name in ("num_items_total", "higher_is_better")}
+            facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}
+            with contextlib.suppress(UserError):
+                store.put(row, read_samples(stage.folder, row.task, found), facts)
+
+
+def _leave(stage: Stage, result: dict[str, Any], samples: Samples, launch: Launch) -> None:
+    """Write the results on the first rank; the others wait."""
+    if launch.first:
+        write_result(result, samples, stage.folder)
+        with new_folder(stage.folder / "lm_eval") as new:
+            write_lm_eval(result, samples, new)
+    launch.finish(stage, {"mean": result["mean"]})
+    if launch.first:
+        # The samples are in their own files now.
+        shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)
+
+
+def test_set_fingerprints(
+    tasks: Sequence[TaskConfig], data_root: Path | None, heldout: SourceConfig | None = None
+) -> dict[str, str]:
+    """Return what identifies the items of the test sets: a score is never read for other items."""
+    found = {
+        f"task {row.task}": data_fingerprint(dataset_location(row, data_root), row.revision) for row in tasks
+    }
+    if heldout is not None:
+        found["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
+    return found

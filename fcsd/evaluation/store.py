@@ -1,0 +1,137 @@
+"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation that was cut off goes on with the
+next task, and the same weights are never asked the same questions twice.
+
+The key of a task is a hash over the weights, the configuration and tokenizer, the suite's row, the bytes of the data,
+the limit and the versions; a path or a name never enters it.
+
+A server's answers are kept one by one (`TaskStore.journal`), until their task is finished.
+
+Not covered: finishing a task that a model in memory was cut off in.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import file_sha256, write_text, writing
+from fcsd.evaluation.config import TaskConfig
+
+SCHEMA_VERSION = 3
+# The files of transformers and its tokenizers; others (README, logs, a stage's manifest) change no answer.
+_CONFIGURATION = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.model", "*.tiktoken",
+    "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.*",
+    "additional_chat_templates/*", "*.py",
+)  # fmt: skip
+
+
+def configuration_fingerprint(folder: Path) -> str:
+    """SHA-256 over the files beside the weights that change what a model answers."""
+    files = {file for pattern in _CONFIGURATION for file in folder.glob(pattern) if file.is_file()}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file_sha256(file).encode())
+    return digest.hexdigest()
+
+
+class TaskStore:
+    """A folder with one file a finished task.
+
+    Args:
+        folder: created when the first task is put there.
+        identity: name -> fingerprint of everything that all tasks depend on (weights, connectivity, versions, limit).
+        data: task -> fingerprint of its data.
+
+    Raises:
+        UserError: `folder` is a file; later, when a task cannot be written there.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], data: Mapping[str, str]):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder}: is a file; finished tasks need a folder")
+        self.folder, self.identity, self.data = folder, dict(identity), dict(data)
+
+    def _key(self, row: TaskConfig) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **self.identity,
+            # Whether a task counts in the mean, and what its data set is called, changes no answer.
+            "row": row.model_dump(mode="json", exclude={"headline", "dataset", "revision"}),
+            "data": self.data[row.task],
+        }
+
+    def _path(self, row: TaskConfig) -> Path:
+        text = json.dumps(self._key(row), sort_keys=True)
+        return self.folder / f"{row.task}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def get(self, row: TaskConfig) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+        """Return (samples, facts) of a finished task; None when it is not there or damaged."""
+        try:
+            found = json.loads(self._path(row).read_text(encoding="utf-8"))
+            content = {name: found[name] for name in ("key", "facts", "samples")}
+            if found["sha256"] == _sha256(content) and found["key"] == json.loads(json.dumps(self._key(row))):
+                return list(found["samples"]), dict(found["facts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return None
+
+    def put(self, row: TaskConfig, samples: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+        """Keep a finished task; the file appears whole or not at all.
+
+        facts: what a result says of the task beside its samples.
+        """
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"key": self._key(row), "facts": facts, "samples": samples}
+        content = {"sha256": _sha256(content), **content}
+        write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")
+        self._path(row).with_suffix(".jsonl").unlink(missing_ok=True)
+
+    def journal(self, row: TaskConfig) -> "Journal":
+        """Return the answers of a task that is not finished; `put` removes them."""
+        return Journal(self._path(row).with_suffix(".jsonl"))
+
+
+class Journal:
+    """Answers by what was asked, each written as it comes; a line that a kill cut off is asked again.
+
+    path: None keeps them for this process only.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self.path, self._known = path, dict[str, Any]()
+        for line in path.read_bytes().splitlines() if path is not None and path.is_file() else ():
+            try:
+                key, found = json.loads(line)
+            except (ValueError, TypeError):
+                continue
+            self._known[key] = found
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, question: Any) -> Any:
+        """Return the answer to a question, which is JSON-able; None when there is none."""
+        return self._known.get(_sha256(question))
+
+    def put(self, question: Any, found: Any) -> None:
+        """Keep an answer, which is JSON-able and not None."""
+        key = _sha256(question)
+        self._known[key] = found
+        if self.path is not None:
+            with writing(self.path.parent):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                # A line begins with a break: the one before may have been cut off. One write, as others may append.
+                line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                try:
+                    os.write(line, f"\n{json.dumps([key, found], allow_nan=False)}\n".encode())
+                finally:
+                    os.close(line)
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,218 @@
+"""Reading a checkpoint folder without loading it: config, family, and every tensor's shape from the file headers."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import read_json, safetensors_header
+from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families import FAMILIES, PREFIX, Family, base_model_type, family_of
+from fcsd.model.families.refused import REFUSED
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose files have been found complete."""
+
+    folder: Path
+    config: dict[str, Any]
+    family: Family | None
+    """None only when the caller allowed unknown families."""
+    connectivity: Connectivity | None
+    """What a FarSkip checkpoint is converted with; None for a base checkpoint."""
+    foreign: bool
+    """The connectivity was written in another project's keys; `config` has it in ours."""
+    weight_files: tuple[str, ...]
+    """Names of the safetensors files, without the index."""
+    shapes: Shapes
+
+
+def find_folder(path: str | Path, revision: str | None = None) -> Path:
+    """Return the local folder of a checkpoint: `path` itself, or the snapshot of a Hub repository `owner/name`.
+
+    Raises:
+        UserError: no such folder and not found on the Hub, a file instead of a folder, or a revision for a
+            local folder.
+    """
+    if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+
+    patterns = [
+        "*.json",
+        "*.safetensors",
+        "*.model",
+        "*.txt",
+        "*.jinja",
+        "*.tiktoken",
+        "LICENSE*",
+        "README.md",
+    ]
+    try:
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+    except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path}: no such folder, and the Hub did not give a repository of this name: {reason}"
+        ) from None
+
+
+def local_folder(path: str | Path, revision: str | None, contents: str) -> Path | None:
+    """Return `path` where it is a folder; None where it can only be `owner/name` on the Hub.
+
+    Raises:
+        UserError: a file, a revision for a folder, or neither a folder nor a name; `contents` is what the
+            message says of a checkpoint's folder.
+    """
+    folder = Path(path).expanduser()
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be a folder: {error.strerror}") from None
+    if is_folder:
+        if revision is not None:
+            raise UserError(
+                f"{path}: revision '{revision}' applies to a Hub repository, but this is a local folder"
+            )
+        return folder
+    if exists:
+        raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
+    if isinstance(path, Path) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+        raise UserError(
+            f"{path}: no such folder; a checkpoint is a folder with {contents}, or owner/name on the Hub"
+        )
+    return None
+
+
+def read_checkpoint_json(file: Path) -> dict[str, Any]:
+    """Return a JSON object from a file of a checkpoint."""
+    value: dict[str, Any] = read_json(
+        file, "is this folder a Hugging Face checkpoint, and whole? fetch the file again", keys=()
+    )
+    return value
+
+
+def read_config(
+    folder: Path, any_family: bool = False
+) -> tuple[dict[str, Any], Family | None, Connectivity | None]:
+    """Return the raw config of a checkpoint folder, its family, and its connectivity (None for a base checkpoint).
+
+    A connectivity in another project's keys (`fcsd.model.connectivity.aliases`) is rewritten in ours.
+
+    Raises:
+        UserError: no or damaged config; unsupported or dense family (allowed with `any_family`); a FarSkip
+            model type without `farskip` field, or the other way round.
+    """
+    config = read_checkpoint_json(folder / CONFIG)
+    where = str(folder / CONFIG)
+    model_type = str(config.get("model_type") or "")
+    if has_instella_keys(config) and not model_type.startswith(PREFIX):
+        if any_family and "auto_map" in config:
+            return config, None, None  # the code in its repository wires it
+        config = translate_instella(config, where)
+        model_type = config["model_type"]
+    is_farskip = model_type.startswith(PREFIX)
+    if is_farskip != ("farskip" in config):
+        raise UserError(
+            f"{where}: model_type '{model_type}' contradicts the field farskip, which is"
+            f" {'present' if 'farskip' in config else 'absent'};"
+            " convert the original checkpoint again with `fcsd convert`"
+        )
+    if any_family and base_model_type(model_type) not in FAMILIES:
+        return config, None, None
+    try:
+        family = family_of(config)
+    except UserError as error:
+        hint = ""
+        if "auto_map" in config and base_model_type(model_type) not in {*FAMILIES, *REFUSED}:
+            hint = (
+                "; the checkpoint brings code of its own: trust_remote_code=True (in a recipe:"
+                " model.trust_remote_code: true) loads it as it is, it cannot be converted"
+            )
+        raise UserError(f"{folder}: {error}{hint}") from None
+    return config, family, Connectivity.from_field(config["farskip"], where) if is_farskip else None
+
+
+def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
+    """Check a checkpoint folder and read its tensor shapes from the safetensors headers.
+
+    Raises:
+        UserError: as `read_config`, and: weights missing or not safetensors, a shard of the index missing, a
+            file that is truncated or damaged, a tensor that is not where the index says.
+    """
+    config, family, connectivity = read_config(folder, any_family)
+    foreign = has_instella_keys(read_checkpoint_json(folder / CONFIG)) and family is not None
+    if (folder / INDEX).exists():
+        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{folder / INDEX}: weight_map is missing or empty; fetch the file again")
+        if wrong := [name for name in weight_map.values() if not _is_shard_name(name)]:
+            raise UserError(
+                f"{folder / INDEX}: weight_map names {str(wrong[0])[:80]!r}; the name of a .safetensors file in this"
+                " folder is needed, fetch the file again"
+            )
+        files = sorted(set(weight_map.values()))
+        if missing := [name for name in files if not (folder / name).is_file()]:
+            raise UserError(
+                f"{folder / missing[0]}: no such file, but {INDEX} names it"
+                f" ({len(missing)} of {len(files)} shards are missing); fetch the checkpoint again"
+            )
+    elif (folder / WEIGHTS).exists():
+        weight_map, files = None, [WEIGHTS]
+    else:
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        hint = f"; {pickled[0]} is a pickle, convert it to safetensors first" if pickled else ""
+        raise UserError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}")
+    shapes: Shapes = {}
+    for name in files:
+        found = {key: tuple(each["shape"]) for key, each in read_header(folder / name)[0].items()}
+        wanted = (
+            found.keys() if weight_map is None else {key for key, file in weight_map.items() if file == name}
+        )
+        if absent := sorted(wanted - found.keys()):
+            raise UserError(
+                f"{folder / name}: tensor '{absent[0]}' is not in this file, but {INDEX} says so;"
+                " fetch both again"
+            )
+        shapes |= {key: found[key] for key in wanted}
+    return Checkpoint(folder, config, family, connectivity, foreign, tuple(files), shapes)
+
+
+def _is_shard_name(name: Any) -> bool:
+    """Tell whether a file of this name would lie in the folder itself; "../x" or a path lead out of it."""
+    if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
+        return False
+    return Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+
+
+def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what a safetensors file says of its tensors, and where their bytes begin.
+
+    Raises:
+        UserError: it cannot be read, or safetensors itself finds that the offsets do not cover it to its last byte.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # safetensors does not tell a file that may not be opened from a damaged one.
+        with file.open("rb"), safe_open(file, framework="pt"):
+            pass
+        return safetensors_header(file)
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise UserError(
+            f"{file}: cannot be read: {reason}; is it yours to read, and the disk well?"
+        ) from None
+    except (SafetensorError, ValueError) as error:
+        raise UserError(
+            f"{file}: damaged or incomplete safetensors file ({file.stat().st_size} bytes; {error}); fetch it again"
+        ) from None

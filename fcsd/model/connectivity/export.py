@@ -1,0 +1,121 @@
+"""Conversion from folder to folder. Tensor names and values do not change, so weights are never loaded."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder
+from fcsd.model.connectivity import rewire
+from fcsd.model.connectivity.carried import carry_over
+from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, find_folder, read_checkpoint
+from fcsd.model.connectivity.load import check_tensors, config_and_class, load_config
+from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families import PREFIX, moe_mask
+
+
+def convert_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    connectivity: Connectivity | None = None,
+    *,
+    revision: str | None = None,
+) -> list[int]:
+    """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a FarSkip checkpoint.
+
+    The weight files are hard-linked, with the source's permissions, or copied where the file system cannot link;
+    the config is rewritten, `modeling_farskip.py` is added. Everything is written beside `destination` and renamed at
+    the end.
+
+    The result loads without fcsd with `trust_remote_code=True`, and is refused with False. Its tokenizer, whose files
+    are those of `source`, is the base's with `trust_remote_code=True` or with fcsd (`load_tokenizer`); with False it is
+    of the class that its file names. So is the processor. Without the argument transformers asks on a terminal whether
+    to run the code, and goes on without it after 15 seconds.
+
+    Args:
+        connectivity: None takes what the source says in another project's keys (AMD's Instella), and rewires
+            all layers where it says nothing.
+
+    Returns:
+        The indices of the rewired layers.
+
+    Raises:
+        UserError: as `load_model`; `destination` exists and is not an empty folder, or cannot be written;
+            `source` is already converted with this connectivity.
+    """
+    checkpoint = _checked(find_folder(source, revision))
+    family = checkpoint.family
+    assert family is not None
+    mask = moe_mask(load_config(checkpoint), family)
+    own = checkpoint.connectivity
+    if connectivity is None:
+        connectivity = own if checkpoint.foreign and own is not None else Connectivity()
+    field = connectivity.new_field(mask, family.layout)
+    try:
+        rewire.check_field(family, field)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
+    if own is not None and not checkpoint.foreign and own.field(mask) == field:
+        raise UserError(f"{source}: is already converted with this connectivity (layers {field['layers']})")
+    config = checkpoint.config | {
+        "model_type": PREFIX + family.model_type,
+        "architectures": [f"FarSkip{family.causal_lm}"],
+        "farskip": field,
+        "auto_map": auto_map(family),
+    }
+    with new_folder(Path(destination), replaces=False) as folder:
+        (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+        _write(source, checkpoint, folder, config)
+    return field["layers"]
+
+
+def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
+    """Write the base family's checkpoint with the weights of a FarSkip checkpoint: regular connectivity, no
+    own code.
+
+    Raises:
+        UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
+    """
+    checkpoint = _checked(find_folder(source, revision))
+    family = checkpoint.family
+    assert family is not None
+    if checkpoint.connectivity is None:
+        raise UserError(
+            f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'), nothing to undo"
+        )
+    config = checkpoint.config | {"model_type": family.model_type, "architectures": [family.causal_lm]}
+    del config["farskip"]
+    config.pop("auto_map", None)
+    with new_folder(Path(destination), replaces=False) as folder:
+        _write(source, checkpoint, folder, config)
+
+
+def _checked(folder: Path) -> Checkpoint:
+    checkpoint = read_checkpoint(folder)
+    check_tensors(checkpoint, *config_and_class(checkpoint))
+    return checkpoint
+
+
+def _write(source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+    for name in checkpoint.weight_files:
+        link_or_copy(checkpoint.folder / name, folder / name)
+    if len(checkpoint.weight_files) > 1 or (checkpoint.folder / INDEX).exists():
+        shutil.copyfile(checkpoint.folder / INDEX, folder / INDEX)
+    hub = not Path(source).expanduser().is_dir()
+    carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    """Make a hard link to the file's bytes, or a copy where the file system cannot.
+
+    Links are safe here because safetensors and `save_pretrained` replace weight files and do not write into
+    them.
+    """
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:
+        shutil.copyfile(source, destination)

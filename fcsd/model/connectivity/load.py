@@ -1,0 +1,275 @@
+"""Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
+weights."""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint, Shapes, find_folder, read_checkpoint
+from fcsd.model.connectivity.modeling import (
+    base_model_class,
+    farskip_config_class,
+    farskip_model_class,
+    modeling_module,
+    register,
+    with_farskip,
+    without_farskip,
+)
+from fcsd.model.connectivity.spec import Connectivity, field_text
+from fcsd.model.families import Family, family_of, moe_mask
+
+
+def load_model(
+    path: str | Path,
+    *,
+    connectivity: Connectivity | None = None,
+    original: bool = False,
+    dtype: Any = "auto",
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    any_family: bool = False,
+    weights: bool = True,
+    **options: Any,
+) -> Any:
+    """Load a CausalLM in eval mode.
+
+    | checkpoint | connectivity | original | gives |
+    |---|---|---|---|
+    | base    | None  |       | the original model |
+    | base    | given |       | `FarSkip<Family>ForCausalLM`, rewired |
+    | FarSkip | None, or equal to its own | | `FarSkip<Family>ForCausalLM`, as the checkpoint says |
+    | FarSkip | None  | True  | the base family's model: the same weights with regular connectivity |
+
+    Args:
+        path: local folder, or `owner/name` of a Hub repository.
+        dtype: a torch dtype or its name; "auto" takes the checkpoint's.
+        revision: of a Hub repository.
+        trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
+            used); with connectivity None it allows a model type that fcsd does not know, loaded by
+            transformers with the code in its repository.
+        any_family: with connectivity None, a dense model or another that fcsd cannot convert is loaded by transformers.
+        weights: False gives the model on the meta device, without reading tensors (its dtypes may differ).
+        options: passed on to `from_pretrained` (`device_map`, `distributed_config`, `quantization_config`,
+            …).
+
+    Raises:
+        UserError: folder, config or weights missing, damaged, truncated or of other shapes than the config
+            says; family not supported or dense; a connectivity that the model cannot have, or that differs
+            from the checkpoint's; a pipeline with a stage that begins where an output is in flight; tensors
+            missing or unexpected. Weights are never left at random values, pickles are never read.
+    """
+    folder = find_folder(path, revision)
+    any_family = (any_family or trust_remote_code) and connectivity is None
+    checkpoint = read_checkpoint(folder, any_family=any_family)
+    if checkpoint.family is not None:
+        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
+    chosen = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **chosen}
+    if checkpoint.family is None:
+        from transformers import AutoModelForCausalLM
+
+        if not weights:
+            raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
+        options["ignore_mismatched_sizes"] = True  # they are in the report, and refused below
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, **options
+            )
+        except ValueError as error:  # no such model type, or one whose code is in its repository
+            raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
+    else:
+        config, cls = config_and_class(checkpoint, connectivity, original)
+        check_tensors(checkpoint, config, cls)
+        if not weights:
+            import torch
+
+            with torch.device("meta"):
+                return cls._from_config(config, **chosen).eval()
+        try:
+            loaded = cls.from_pretrained(folder, config=config, **options)
+        except modeling_module(checkpoint.family).StageError as error:  # each family's file has its own
+            raise UserError(f"{folder}: {error}") from None
+    model, info = loaded
+    if problem := _loading_problem(info):
+        raise UserError(f"{folder}: {problem}")
+    return model.eval()
+
+
+def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
+    """Refuse that transformers shards while it loads what it would put together wrongly."""
+    if distributed_config is not None and family.fuses_rows is not None:
+        raise UserError(
+            f"{folder}: transformers loads {family.fuses_rows} of {family.model_type} wrongly when it shards weights"
+            " while it loads them (expert, tensor parallelism, its FSDP); launch FSDP2 or ZeRO-3 through accelerate"
+            " (configs/fsdp2_8.yaml), which load it whole first, or one process"
+        )
+
+
+def config_and_class(
+    checkpoint: Checkpoint, connectivity: Connectivity | None = None, original: bool = False
+) -> tuple[Any, Any]:
+    """Return the config object and model class that a checkpoint of a known family is to be loaded with."""
+    family = checkpoint.family
+    assert family is not None
+    register(family.model_type)
+    _check_architectures(checkpoint)
+    config = load_config(checkpoint)
+    mask = moe_mask(config, family)
+    if original and connectivity is not None:
+        raise UserError(
+            f"{checkpoint.folder}: original=True loads the regular connectivity; give no connectivity with it"
+        )
+    if checkpoint.connectivity is None:
+        if connectivity is None:
+            return config, base_model_class(family)
+        field = connectivity.new_field(mask, family.layout)
+        return with_farskip(config, family, field), farskip_model_class(family)
+    own = checkpoint.connectivity.field(mask)  # also refuses indices that the model does not have
+    if original:
+        return without_farskip(config, family), base_model_class(family)
+    if connectivity is not None and (wanted := connectivity.field(mask)) != own:
+        raise UserError(
+            f"{checkpoint.folder}: this checkpoint is already converted with {field_text(own)}, but"
+            f" {field_text(wanted)} is asked for; leave the connectivity out to load it as it is, or convert the"
+            " original checkpoint"
+        )
+    return config, farskip_model_class(family)
+
+
+@functools.cache
+def _types_by_class() -> dict[str, set[str]]:
+    """Return the model types for which transformers knows a class, by its name."""
+    from transformers.models.auto import modeling_auto
+
+    types: dict[str, set[str]] = {}
+    for attribute, mapping in vars(modeling_auto).items():
+        if attribute.endswith("_MAPPING_NAMES"):
+            for model_type, classes in mapping.items():
+                for name in (classes,) if isinstance(classes, str) else classes:
+                    types.setdefault(name, set()).add(model_type)
+    return types
+
+
+def _check_architectures(checkpoint: Checkpoint) -> None:
+    """Refuse a class in the config's `architectures` that transformers knows, but for other model types.
+
+    Names that transformers does not know are those of code in a repository; they say nothing.
+    """
+    family, types = checkpoint.family, _types_by_class()
+    assert family is not None
+    names = checkpoint.config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: architectures must be a list of class names, got {names!r}"
+        )
+    for name in names:
+        farskip = str(name).startswith("FarSkip")
+        known = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
+        if family.model_type not in known or farskip != (checkpoint.connectivity is not None):
+            raise UserError(
+                f"{checkpoint.folder / CONFIG}: architectures names {name}, but model_type is"
+                f" '{checkpoint.config['model_type']}'; one of them is wrong, fetch the config again"
+            )
+
+
+def load_config(checkpoint: Checkpoint) -> Any:
+    """Return the config object of a checkpoint of a known family, with upstream's defaults filled in."""
+    family = checkpoint.family
+    assert family is not None
+    farskip = checkpoint.connectivity is not None
+    config_class = farskip_config_class(family) if farskip else base_model_class(family).config_class
+    try:
+        if checkpoint.foreign:
+            config = config_class.from_dict(checkpoint.config)
+        else:
+            config = config_class.from_pretrained(checkpoint.folder)
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        reason = one_line(error)
+        raise UserError(f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}") from None
+    try:
+        family_of(config)
+    except UserError as error:
+        raise UserError(f"{checkpoint.folder}: {error}") from None
+    return config
+
+
+def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
+    """Compare the checkpoint's tensor names and shapes with what the config needs, without reading weights.
+
+    The model is built without storage, and its tensors are taken back to the names and shapes of checkpoint
+    files by transformers' own conversions. Checkpoints in the in-memory layout (fused experts) are accepted
+    too.
+
+    Raises:
+        UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
+    """
+    import torch
+
+    if checkpoint.config.get("quantization_config"):
+        return  # the quantisation method names and shapes tensors as it likes; transformers' own report follows
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except Exception as error:  # a number that no model can have: 0 heads, say
+        where = checkpoint.folder / CONFIG
+        raise UserError(f"{where}: no {cls.__name__} can be built from it: {one_line(error)}") from None
+    in_files, in_memory, tied = _expected_shapes(model)
+    for name, shape in checkpoint.shapes.items():
+        expected = in_files.get(name) or in_memory.get(name)
+        if expected is not None and shape != expected and shape != in_memory.get(name):
+            raise UserError(
+                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but {CONFIG} says"
+                f" {list(expected)}; weights and config belong to different models"
+            )
+    have = checkpoint.shapes.keys()
+    prefix = cls.base_model_prefix + "."
+    if any(name.startswith(prefix) for name in in_files) and not any(
+        name.startswith(prefix) for name in have
+    ):
+        raise UserError(
+            f"{checkpoint.folder}: no tensor name starts with '{prefix}';"
+            f" this is not a checkpoint of {cls.__name__}"
+        )
+    expected_names = in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
+    if missing := [name for name in expected_names if name not in have and name not in tied]:
+        raise UserError(
+            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is '{missing[0]}';"
+            " the checkpoint is incomplete or of another model"
+        )
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys={*have} - {*in_files, *in_memory, *tied})
+    model._adjust_missing_and_unexpected_keys(
+        found
+    )  # takes out what the family does not load, MTP layers say
+    if extra := sorted(found.unexpected_keys):
+        raise UserError(
+            f"{checkpoint.folder}: {len(extra)} tensors belong to no parameter, the first is '{extra[0]}';"
+            f" weights and {CONFIG} belong to different models, or the model was changed after {CONFIG} was written"
+        )
+
+
+def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
+    """Return (name -> shape in files, name -> shape in memory, names that are tied to another tensor)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    states = revert_weight_conversion(model, model.state_dict()), model.state_dict()
+    in_files, in_memory = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in states)
+    return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _loading_problem(info: dict[str, Any]) -> str | None:
+    """Return the first thing that transformers' loading report finds wrong, or None."""
+    for key, text in (
+        ("missing_keys", "tensors are missing"),
+        ("unexpected_keys", "tensors belong to no parameter"),
+        ("mismatched_keys", "tensors have another shape than the config says"),
+        ("error_msgs", "tensors could not be loaded"),
+    ):
+        if values := sorted(str(value) for value in info.get(key) or ()):
+            first = " ".join(values[0].split())[:200]
+            return f"{len(values)} {text}, the first is '{first}'; the checkpoint is incomplete or of another model"
+    return None

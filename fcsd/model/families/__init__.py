@@ -1,0 +1,145 @@
+"""The MoE families that fcsd converts, as data: what their layers are called upstream, and nothing else.
+
+`FAMILIES` maps a Hugging Face `model_type` to a `Family`. Every name is spelled as in the upstream modeling
+file that the entry names, so an upstream rename shows as a refusal (`convert_model` compares class names),
+never as a wrong model. The rows are in `standard`, `adapted` and `multimodal`.
+
+A family is listed only when the contract tests in `tests/model/connectivity` pass on it against an independent
+reference. To add one: `docs/adding-a-family.md`.
+
+Not covered: the families in `REFUSED`, which the equations have no meaning for.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.model.families import adapted, multimodal, standard
+from fcsd.model.families.family import MOE_LAYERS, Family, moe_mask, read_field, text_config
+from fcsd.model.families.refused import REFUSED
+
+__all__ = [
+    "FAMILIES",
+    "REFUSED",
+    "SERVED",
+    "Family",
+    "base_model_type",
+    "check_not_refused",
+    "expert_counts",
+    "family_of",
+    "moe_mask",
+    "serve_command",
+    "text_config",
+]
+
+_ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
+
+FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
+
+_SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
+
+PREFIX = "farskip_"
+"""A converted checkpoint has `model_type` PREFIX + the model type of its base."""
+
+SERVED = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4", "llama4_text", "mixtral", "olmoe", "qwen2_moe",
+    "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+"""Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the distribution fcsd-serving)."""
+
+# In no row: fields of families that are refused or not known.
+_EXPERTS = tuple(dict.fromkeys((*(row.num_experts for row in _ROWS), "num_routed_experts", "n_experts")))
+_PER_TOKEN = tuple(
+    dict.fromkeys((*(row.experts_per_token for row in _ROWS), "moe_top_k", "experts_per_token"))
+)
+_ROW_WIDTH = ("moe_hidden_size", "moe_latent_size", "hidden_size")
+_SECTIONS = ("ffn_config", "text_config")
+
+
+def base_model_type(model_type: str) -> str:
+    """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`."""
+    return model_type.removeprefix(PREFIX)
+
+
+def serve_command(model_type: str, where: str) -> str | None:
+    """Return the command that serves a converted checkpoint; None where the plugin does not know its family."""
+    known = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
+    return f"vllm serve {where}" if known else None
+
+
+def expert_counts(config: Any, family: Family | None) -> tuple[int | None, int | None]:
+    """Count the routed experts of a layer, and those that one token uses; None where the config does not tell.
+
+    Args:
+        config: the config object of the decoder layers.
+        family: its row; None for a family that is not on the list, which is asked for every name that a row has.
+    """
+    experts = _EXPERTS if family is None else (family.num_experts,)
+    per_token = _PER_TOKEN if family is None else (family.experts_per_token,)
+
+    def first(names: tuple[str, ...]) -> int | None:
+        return next((value for name in names if isinstance(value := read_field(config, name), int)), None)
+
+    return first(experts), first(per_token)
+
+
+def row_width(config: Any) -> int:
+    """Return the elements of a row that travels to an expert: of the latent space of experts that have one."""
+    return int(next(value for name in _ROW_WIDTH if (value := getattr(config, name, None))))
+
+
+def check_not_refused(model_type: str) -> None:
+    """Raise UserError with the reason for a model type in `REFUSED`."""
+    if (reason := REFUSED.get(base_model_type(model_type))) is not None:
+        raise UserError(f"model type '{model_type}' cannot be converted: {reason}; {_SEE}")
+
+
+def family_of(config: Any) -> Family:
+    """Find the family of a checkpoint.
+
+    Args:
+        config: a transformers config object, or the mapping read from a `config.json`. A FarSkip config
+            gives the family of its base.
+
+    Raises:
+        UserError: there is no `model_type`; the family is refused or not supported; the model is dense, so
+            that there is no expert communication to move out of the way; it has a part that the equations of
+            its family do not speak of.
+    """
+    get = (
+        config.get
+        if isinstance(config, Mapping)
+        else lambda name, default=None: getattr(config, name, default)
+    )
+    model_type = get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UserError(
+            "config.json: model_type is missing; a Hugging Face checkpoint names its family there"
+        )
+    family = FAMILIES.get(base_model_type(model_type))
+    check_not_refused(model_type)
+    if family is None:
+        if not any(get(name) for name in (*_EXPERTS, *_SECTIONS)):
+            raise UserError(
+                f"model type '{model_type}' is a dense model: it has no MoE layer, so FarSkip has no expert"
+                f" communication to overlap; choose an MoE model; {_SEE}"
+            )
+        near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
+        hint = f"; the nearest that are: {', '.join(near)}" if near else ""
+        raise UserError(f"model type '{model_type}' is not supported{hint}; {_SEE}")
+    if not isinstance(config, Mapping) and not any(moe_mask(config, family)):
+        fields = MOE_LAYERS[family.moe_layers][0]
+        num_layers = text_config(config, family).num_hidden_layers
+        raise UserError(
+            f"model type '{model_type}': this model is dense, none of its {num_layers} layers"
+            f" is an MoE layer (config fields: {', '.join(fields)}); FarSkip needs at least one"
+        )
+    text = (get("text_config") or config) if family.multimodal else config
+    for field, value, reason in family.requires:
+        found = text.get(field, value) if isinstance(text, Mapping) else getattr(text, field, value)
+        if found != value:
+            raise UserError(
+                f"model type '{model_type}': {field}: {found} is not supported, only {value}, because {reason}"
+            )
+    return family

@@ -1,0 +1,214 @@
+"""Families whose layer is not the plain pre-norm layer: what `rewire` has to know about each is data, too.
+
+The equations of a layout and of the residual rules are in `Family`. What is particular to a family here:
+
+- glm_moe_dsa, mistral_large4: attention hands the positions that it attends to on to the next layer.
+- afmoe, kolibri1, axk1, beam, muse_spark, gemma4: a norm follows shared + routed; inkling: a convolution over
+  time does. The stream gets N(shared + routed), of which no part can be taken out, so all of it counts as
+  routed.
+- beam: sums are scaled by depth; muse_spark: a learned gate a channel weighs stream and branch; gemma4: the
+  layer's output is multiplied by a scalar. Attention reads what that leaves of the stream after attention.
+- gemma4: the router, the experts and a dense MLP each read the stream after attention; the dense MLP is the
+  part that is always active, under the same norm as the routed experts.
+- minimax: the stream itself is normed before attention and before the MLP; flex_olmo: it is read unnormed,
+  and the outputs are normed.
+- cohere2_moe: attention and MLP read one norm of the same stream, so that only attention's input changes.
+- dbrx: both norms are inside a module that also holds attention.
+- jetmoe: attention has experts too. They are part of attention; in flight is the output of the MLP's experts,
+  with their bias.
+"""
+
+from fcsd.model.families.family import Family, wrapper
+from fcsd.model.families.folding import INDEXER, Folding
+
+_NORMED = Folding(closed=("self_attn", "mlp"))
+
+_INKLING = Family(
+    model_type="inkling_text",
+    folding=Folding(reads=("r_proj",), unread=("attn_sconv", "mlp_sconv"), closed=("self_attn", "mlp")),
+    upstream="models/inkling/modeling_inkling.py",
+    config="InklingTextConfig",
+    causal_lm="InklingForCausalLM",
+    decoder_layer="InklingDecoderLayer",
+    moe_block="InklingMoE",
+    overlap_refused="its router weighs its shared experts, which therefore cannot run by themselves",
+    block_shared="shared_experts",
+    additive=False,
+    moe_layers="mlp_layer_types",
+    num_experts="n_routed_experts",
+    logit_scale=("logits_mup_width_multiplier", -1),
+    packing="leaks",
+)
+
+ROWS: tuple[Family, ...] = (
+    Family(
+        model_type="glm_moe_dsa",
+        folding=Folding(reads=INDEXER),
+        config="GlmMoeDsaConfig",
+        moe_block="GlmMoeDsaMoE",
+        block_shared="shared_experts",
+        side_output="prev_topk_indices",
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+    ),
+    Family(
+        model_type="afmoe",
+        folding=_NORMED,
+        since="5.5",
+        config="AfmoeConfig",
+        moe_block="AfmoeSparseMoeBlock",
+        mlp_norm="pre_mlp_layernorm",
+        block_shared="shared_experts",
+        additive=False,
+        moe_layers="num_dense_layers",
+        packing="given_masks",
+    ),
+    Family(
+        model_type="kolibri1",
+        folding=_NORMED,
+        config="Kolibri1Config",
+        moe_block="Kolibri1SparseMoeBlock",
+        block_shared="shared_experts",
+        additive=False,
+        num_experts="num_local_experts",
+    ),
+    Family(
+        model_type="axk1",
+        config="AXK1Config",
+        moe_block="AXK1MoE",
+        block_shared="shared_experts",
+        additive=False,
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+    ),
+    _INKLING,
+    Family(
+        model_type="flex_olmo",
+        folding=_NORMED,
+        since="5.5",
+        config="FlexOlmoConfig",
+        moe_block="FlexOlmoSparseMoeBlock",
+        layout="post_norm",
+        in_norm=None,
+        mlp_norm=None,
+        additive=False,
+    ),
+    Family(
+        model_type="cohere2_moe",
+        config="Cohere2MoeConfig",
+        moe_block="Cohere2MoeSparseMoeBlock",
+        layout="parallel",
+        mlp_norm=None,
+        block_shared="shared_experts",
+        shared_average="shared_expert_combination_strategy",
+        moe_layers="mlp_layer_types",
+        logit_scale=("logit_scale", 1),
+    ),
+    Family(
+        model_type="beam",
+        folding=_NORMED,
+        config="BeamConfig",
+        moe_block="BeamMoE",
+        mlp_norm="pre_feedforward_layernorm",
+        additive=False,
+        residual="depth",
+        residual_names=("attn_residual_add_idx", "mlp_residual_add_idx"),
+        moe_layers="mlp_layer_types",
+    ),
+    Family(
+        model_type="dbrx",
+        folding=Folding(reads=("Wqkv", "router.layer", "w1", "v1"), writes=("w2",), transposed=("w2",)),
+        spread_refused="transformers has no plan for its experts, whose weights are one matrix",
+        config="DbrxConfig",
+        decoder_layer="DbrxBlock",
+        moe_block="DbrxFFN",
+        in_norm="norm_1",
+        mlp_norm="norm_2",
+        norms="norm_attn_norm",
+        moe="ffn",
+        num_experts="ffn_config.moe_num_experts",
+        experts_per_token="ffn_config.moe_top_k",
+    ),
+    Family(
+        model_type="jetmoe",
+        folding=Folding(
+            reads=("router.layer", "input_linear", "kv_proj"),
+            writes=("output_linear", "mlp", "self_attention.experts"),  # the last two have a bias
+        ),
+        spread_refused="transformers has no plan for its experts, which attention has, too",
+        since="5.5",
+        config="JetMoeConfig",
+        moe_block="JetMoeMoE",
+        num_experts="num_local_experts",
+    ),
+    Family(
+        model_type="minimax",
+        folding=Folding(
+            reads=("qkv_proj", "output_gate"), closed=("self_attn",), mlp_factor="mlp_beta_factor"
+        ),
+        since="5.5",
+        config="MiniMaxConfig",
+        moe_block="MiniMaxSparseMoeBlock",
+        layout="post_norm",
+        residual="factor",
+        residual_names=("attn_alpha_factor", "mlp_alpha_factor"),
+        num_experts="num_local_experts",
+        packing="leaks",
+    ),
+    Family(
+        model_type="gemma4_text",
+        folding=Folding(unread=("router",), closed=("self_attn", "mlp")),
+        spread_refused="transformers fails to load it over several ranks (overlapping meshes)",
+        upstream="models/gemma4/modeling_gemma4.py",
+        config="Gemma4TextConfig",
+        causal_lm="Gemma4ForCausalLM",
+        moe_block="Gemma4TextExperts",
+        mlp_norm=("pre_feedforward_layernorm", "router", "pre_feedforward_layernorm_2"),
+        moe="experts",
+        additive=False,
+        residual="factor",
+        residual_names=(None, "layer_scalar"),
+        moe_layers="enable_moe_block",
+        requires=(
+            (
+                "hidden_size_per_layer_input",
+                0,
+                "a per-layer input branch reads the output of the experts inside the layer",
+            ),
+            ("num_kv_shared_layers", 0, "layers that reuse keys and values cut the stream between layers"),
+        ),
+        experts_per_token="top_k_experts",
+    ),
+    Family(
+        model_type="mistral_large4",
+        folding=Folding(
+            reads=INDEXER,
+            # A norm of its own before the queries.
+            other_uses=(("self_attn.indexer", "aten.native_layer_norm"),),
+        ),
+        config="MistralLarge4Config",
+        causal_lm="MistralLarge4ForConditionalGeneration",
+        decoder_layer="MistralLarge4TextDecoderLayer",
+        moe_block="MistralLarge4TextMoE",
+        block_shared="shared_experts",
+        side_output="prev_topk_indices",
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+    ),
+    Family(
+        model_type="muse_spark",
+        folding=Folding(reads=("pre_expert_proj",), left_out=("mlp.experts",), closed=("self_attn", "mlp")),
+        config="MuseSparkConfig",
+        causal_lm="MuseSparkForConditionalGeneration",
+        decoder_layer="MuseSparkTextDecoderLayer",
+        moe_block="MuseSparkMoE",
+        mlp_norm="pre_feedforward_layernorm",
+        additive=False,
+        residual="gate",
+        residual_names=("post_attention_residual_gate", "post_feedforward_residual_gate"),
+        moe_layers="mlp_layer_types",
+        num_experts="num_local_experts",
+        logit_scale=("output_multiplier", 1),
+    ),
+    wrapper(_INKLING, "inkling_mm_model", "Inkling"),
+)

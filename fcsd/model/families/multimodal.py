@@ -1,0 +1,162 @@
+"""Multimodal families: the text stack inside a wrapper is rewired, the rest is left alone."""
+
+from dataclasses import replace
+
+from fcsd.model.families.adapted import ROWS as ADAPTED
+from fcsd.model.families.family import Family, wrapper
+from fcsd.model.families.folding import Folding
+from fcsd.model.families.standard import ROWS as STANDARD
+
+TEXT_ROWS: tuple[Family, ...] = (
+    Family(
+        model_type="aria_text",
+        folding=Folding(transposed=("gate_up_proj", "down_proj")),
+        since="5.5",
+        upstream="models/aria/modeling_aria.py",
+        config="AriaTextConfig",
+        moe_block="AriaTextMoELayer",
+        block_shared="shared_experts",
+        num_experts="moe_num_experts",
+        experts_per_token="moe_topk",
+        reference="generic",
+    ),
+    Family(
+        model_type="qwen3_5_moe_text",
+        folding=Folding(reads=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+        upstream="models/qwen3_5_moe/modeling_qwen3_5_moe.py",
+        config="Qwen3_5MoeTextConfig",
+        causal_lm="Qwen3_5MoeForCausalLM",
+        decoder_layer="Qwen3_5MoeDecoderLayer",
+        moe_block="Qwen3_5MoeSparseMoeBlock",
+        block_shared="shared_expert",
+        block_gate="shared_expert_gate",
+        packing="leaks",
+        reference="generic",
+    ),
+    Family(
+        model_type="minimax_m3_vl_text",
+        folding=Folding(routed_factor="routed_scaling_factor"),
+        upstream="models/minimax_m3_vl/modeling_minimax_m3_vl.py",
+        config="MiniMaxM3VLTextConfig",
+        causal_lm="MiniMaxM3VLForCausalLM",
+        decoder_layer="MiniMaxM3VLDecoderLayer",
+        moe_block="MiniMaxM3VLSparseMoeBlock",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        num_experts="num_local_experts",
+        packing="leaks",
+        reference="generic",
+    ),
+    Family(
+        model_type="dots3_note_text",
+        upstream="models/dots3_note/modeling_dots3_note.py",
+        config="Dots3NoteTextConfig",
+        causal_lm="Dots3NoteForCausalLM",
+        moe_block="Dots3NoteTextMoE",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+        reference="generic",
+    ),
+)
+"""Text models that transformers has a CausalLM for, besides their wrapper."""
+
+_STACKS = {row.model_type: row for row in (*STANDARD, *ADAPTED, *TEXT_ROWS)}
+
+WRAPPERS: tuple[Family, ...] = (
+    replace(
+        wrapper(_STACKS["llama4_text"], "llama4", "Llama4", base_model="Llama4ForConditionalGeneration"),
+        scaled_experts="language_model.model.layers.*.feed_forward.experts",
+    ),
+    wrapper(_STACKS["aria_text"], "aria", "Aria"),
+    wrapper(_STACKS["qwen3_5_moe_text"], "qwen3_5_moe", "Qwen3_5Moe"),
+    replace(
+        wrapper(
+            _STACKS["minimax_m3_vl_text"],
+            "minimax_m3_vl",
+            "MiniMaxM3VL",
+            causal_lm="MiniMaxM3SparseForConditionalGeneration",
+        ),
+        fuses_rows="gate_up_proj.weight",
+    ),
+    wrapper(_STACKS["dots3_note_text"], "dots3_note", "Dots3Note"),
+    wrapper(_STACKS["gemma4_text"], "gemma4", "Gemma4"),
+    Family(
+        model_type="glm4v_moe",
+        config="Glm4vMoeConfig",
+        causal_lm="Glm4vMoeForConditionalGeneration",
+        decoder_layer="Glm4vMoeTextDecoderLayer",
+        moe_block="Glm4vMoeTextMoE",
+        block_shared="shared_experts",
+        moe_layers="first_k_dense_replace",
+        num_experts="n_routed_experts",
+        packing="leaks",
+    ),
+    Family(
+        model_type="step3p7",
+        folding=Folding(routed_factor="routed_scaling_factor"),
+        config="Step3p7Config",
+        causal_lm="Step3p7ForConditionalGeneration",
+        moe_block="Step3p7SparseMoeBlock",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+    ),
+    Family(
+        model_type="deepseek_ocr2",
+        config="DeepseekOcr2Config",
+        causal_lm="DeepseekOcr2ForConditionalGeneration",
+        decoder_layer="DeepseekOcr2TextDecoderLayer",
+        moe_block="DeepseekOcr2TextMoe",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+    ),
+    Family(
+        model_type="unlimited_ocr",
+        config="UnlimitedOcrConfig",
+        causal_lm="UnlimitedOcrForConditionalGeneration",
+        decoder_layer="UnlimitedOcrTextDecoderLayer",
+        moe_block="UnlimitedOcrTextMoe",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        num_experts="n_routed_experts",
+    ),
+    Family(
+        model_type="ernie4_5_vl_moe",
+        folding=Folding(left_out=("mlp.vision_moe",)),
+        overlap_refused="its MoE blocks have two sets of experts, for text and for images",
+        config="Ernie4_5_VLMoeConfig",
+        causal_lm="Ernie4_5_VLMoeForConditionalGeneration",
+        moe_block="Ernie4_5_VLMoeMoeBlock",
+        moe_argument="moe_mm_token_type_ids",
+        block_shared="shared_experts",
+        moe_layers="mlp_layer_types",
+        num_experts="moe_num_experts",
+        experts_per_token="moe_k",
+        packing="leaks",
+    ),
+    Family(
+        model_type="qwen3_vl_moe",
+        spread_refused="transformers fails to load it over several ranks (its experts are transposed)",
+        config="Qwen3VLMoeConfig",
+        causal_lm="Qwen3VLMoeForConditionalGeneration",
+        decoder_layer="Qwen3VLMoeTextDecoderLayer",
+        moe_block="Qwen3VLMoeTextSparseMoeBlock",
+        stream_edit="_deepstack_process",
+        moe_layers="decoder_sparse_step",
+        num_experts="num_local_experts",
+    ),
+    Family(
+        model_type="qwen3_omni_moe_thinker",
+        upstream="models/qwen3_omni_moe/modeling_qwen3_omni_moe.py",
+        config="Qwen3OmniMoeThinkerConfig",
+        causal_lm="Qwen3OmniMoeThinkerForConditionalGeneration",
+        decoder_layer="Qwen3OmniMoeThinkerTextDecoderLayer",
+        moe_block="Qwen3OmniMoeThinkerTextSparseMoeBlock",
+        stream_edit="_deepstack_process",
+        moe_layers="decoder_sparse_step",
+    ),
+)
+
+ROWS = (*TEXT_ROWS, *WRAPPERS)

@@ -1,0 +1,70 @@
+"""Find the body and the output head of a model, and how its logits are scaled."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from fcsd.base.errors import UserError
+from fcsd.model.families import FAMILIES, base_model_type
+
+# Those of all families, for a model of none: a dense model may have the same fields.
+_LOGIT_SCALES = tuple(
+    dict.fromkeys(row.logit_scale for row in FAMILIES.values() if row.logit_scale is not None)
+)
+
+
+def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
+    """Tell what keeps the examples of a packed row apart in a model with this config; see `Family.packing`."""
+    row = FAMILIES.get(base_model_type(config.model_type))
+    return "position_ids" if row is None else row.packing
+
+
+def head_scaling(config: Any) -> tuple[float, float | None]:
+    """Return (logit_scale, softcap): the model's logits are softcap * tanh(logit_scale * head(h) / softcap).
+
+    logit_scale: the config field of the family's row `logit_scale`, or 1 divided by it; 1 without one.
+    softcap: `final_logit_softcapping`, else None.
+    """
+    row = FAMILIES.get(base_model_type(config.model_type))
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scale = 1.0
+    for name, power in _LOGIT_SCALES if row is None else [row.logit_scale] if row.logit_scale else []:
+        if (value := getattr(config, name, None)) is not None:
+            scale *= value**power
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def unpadded_vocab_size(config: Any) -> int | None:
+    """Count the rows of the head that are tokens, where a family says so (inkling families); None: all."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "unpadded_vocab_size", None)
+
+
+def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
+    """Find the linear head and the module that gives its hidden states.
+
+    They are called `lm_head` and `model`; `transformer` in dbrx; in llama4 they belong to its `language_model`.
+    """
+    owner = model
+    if not hasattr(owner, "lm_head") and hasattr(model, "language_model"):
+        owner = model.language_model
+    head = getattr(owner, "lm_head", None)
+    body = getattr(owner, "model", None) or getattr(owner, "transformer", None)
+    if not isinstance(head, nn.Linear) or not isinstance(body, nn.Module):
+        raise UserError(
+            f"{type(model).__name__}: not a causal language model with a `model` and a linear `lm_head`; "
+            "fcsd trains such models only"
+        )
+    return head, body
+
+
+def output_head(model: nn.Module) -> nn.Linear:
+    """Find the head of a causal language model, also inside DDP or a DeepSpeed engine."""
+    return head_and_body(unwrapped(model))[0]
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the model inside DDP or a DeepSpeed engine, both of which call it `module`."""
+    return model.module if isinstance(getattr(model, "module", None), nn.Module) else model

@@ -1,0 +1,49 @@
+"""The families as a table for people: `fcsd families`, docs/families.md."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fcsd.base.text import markdown
+from fcsd.model.families import FAMILIES
+from fcsd.model.families.family import MOE_LAYERS
+from fcsd.model.families.refused import REFUSED
+
+
+def families_facts() -> dict[str, Any]:
+    """Return what can be converted, how it was verified, and what is refused why.
+
+    {"families": [...], "refused": {model type: reason}}
+    """
+    facts: list[dict[str, Any]] = [
+        {
+            "model_type": name,
+            "model_class": family.causal_lm,
+            "multimodal": family.multimodal,
+            "shared_experts": bool(family.block_shared or family.layer_shared),
+            "additive": family.additive,
+            "dense_layers": [] if family.moe_layers == "all" else list(MOE_LAYERS[family.moe_layers][0]),
+            "reference": family.reference,
+        }
+        for name, family in sorted(FAMILIES.items())
+    ]
+    return {"families": facts, "refused": dict(sorted(REFUSED.items()))}
+
+
+def families_table(found: Mapping[str, Any]) -> str:
+    """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
+    rows = [
+        [
+            fact["model_type"],
+            fact["model_class"],
+            ("yes" if fact["additive"] else "in flight, too") if fact["shared_experts"] else "no",
+            ", ".join(fact["dense_layers"]) or "none",
+            "written by hand" if fact["reference"] == "written" else "generic",
+        ]
+        for fact in found["families"]
+    ]
+    table = markdown(["family", "class", "shared experts", "dense layers by", "reference"], rows, left=5)
+    if not found["refused"]:
+        return table
+    reasons = [[name, reason] for name, reason in found["refused"].items()]
+    why = markdown(["refused", "reason"], reasons, left=2)
+    return f"{table}\n\n{why}"

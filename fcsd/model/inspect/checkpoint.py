@@ -1,0 +1,123 @@
+"""Find the config of a folder or Hub repository, and the sizes of its weight files, where there are any."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.model.connectivity.aliases import INSTELLA_KEYS
+from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, local_folder, read_checkpoint_json
+from fcsd.model.inspect.memory import BYTES
+
+_SHIPPED = Path(__file__).with_name("configs")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The facts in a checkpoint's small files."""
+
+    config: dict[str, Any]
+    where: str
+    """What an error about the config names."""
+    file_sizes_bytes: dict[str, int]
+    """Weight file -> size; empty where there are none, or where the Hub does not tell."""
+    missing_files: tuple[str, ...]
+    """Weight files that the index names and that are not there."""
+
+
+def find_source(path: str | Path, revision: str | None = None) -> Source:
+    """Read the config of a local folder, or fetch that one file of a Hub repository `owner/name`.
+
+    Of the models of the shipped recipes the file is in `fcsd/model/inspect/configs`, for where the Hub cannot be
+    reached.
+
+    Raises:
+        UserError: no such folder and not found on the Hub, no config, a damaged config, a revision for a
+            local folder.
+    """
+    if (folder := local_folder(path, revision, CONFIG)) is not None:
+        return _local(folder)
+    return _remote(str(path), revision)
+
+
+def _local(folder: Path) -> Source:
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    missing: tuple[str, ...] = ()
+    if (folder / INDEX).exists():
+        weight_map = read_checkpoint_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{folder / INDEX}: weight_map is missing; fetch the file again")
+        names = sorted(set(weight_map.values()))
+        missing = tuple(name for name in names if name not in sizes)
+        sizes = {name: sizes[name] for name in names if name in sizes}
+    return Source(read_checkpoint_json(folder / CONFIG), str(folder / CONFIG), sizes, missing)
+
+
+def _remote(name: str, revision: str | None) -> Source:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        file = Path(hf_hub_download(name, CONFIG, revision=revision))
+    except Exception as error:  # network, authorisation, offline mode: each is the user's to solve
+        shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
+        if revision is None and shipped.is_file():
+            return Source(read_checkpoint_json(shipped), f"{name}: {CONFIG} as shipped with fcsd", {}, ())
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository of this name: {reason}"
+        ) from None
+    try:
+        files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+    except Exception:  # the sizes are an extra: a cached config is enough
+        files = []
+    sizes = {
+        file.rfilename: file.size
+        for file in files
+        if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename and file.size is not None
+    }
+    return Source(read_checkpoint_json(file), f"{name}: {CONFIG}", dict(sorted(sizes.items())), ())
+
+
+def config_object(config_class: Any, raw: Mapping[str, Any], model_type: str, where: str) -> Any:
+    """Build transformers' config of the unconverted model from what a `config.json` holds.
+
+    Raises:
+        UserError: transformers refuses it; `where` names the file.
+    """
+    left = ("farskip", "auto_map", *INSTELLA_KEYS)
+    values = {key: value for key, value in raw.items() if key not in left} | {"model_type": model_type}
+    try:
+        with without_advice():
+            return config_class.from_dict(json.loads(json.dumps(values), object_hook=_special_float))
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"{where}: transformers refuses it: {one_line(error)}") from None
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a checkpoint's config names; bfloat16 where it names none of `BYTES`."""
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        if (dtype := place.get("dtype") or place.get("torch_dtype")) in BYTES:
+            return str(dtype)
+    return "bfloat16"
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Read transformers' {"__float__": "Infinity"} as the infinite number that it stands for."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Keep transformers' advice on a config to itself: it is for those who run the model."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

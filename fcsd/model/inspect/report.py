@@ -1,0 +1,255 @@
+"""The facts about one checkpoint, as plain data."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.model.connectivity.aliases import from_instella, has_instella_keys, no_gate
+from fcsd.model.connectivity.spec import Connectivity, resolve_layers
+from fcsd.model.families import (
+    FAMILIES,
+    PREFIX,
+    Family,
+    base_model_type,
+    expert_counts,
+    family_of,
+    moe_mask,
+    serve_command,
+    text_config,
+)
+from fcsd.model.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source, without_advice
+from fcsd.model.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
+
+SELECTIONS = ("all", "moe", "first:50%", "first:75%", "first:90%", "last:50%", "last:75%", "last:90%")
+
+
+def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Tell everything about a checkpoint that its config says.
+
+    Nothing is loaded and no code of the checkpoint runs. A family that cannot be converted is not an error:
+    `can_be_converted` is false, `reason` says why, and what transformers can build is still counted.
+
+    Returns:
+        JSON data: model, revision, model_type, architecture, quantization, serve_command, family,
+        can_be_converted, reason, connectivity, connectivity_keys, layers, experts, selections, parameters,
+        files, memory. Unknown values are None.
+
+    Raises:
+        UserError: no such checkpoint; a config that is damaged, or that transformers refuses.
+    """
+    source = find_source(path, revision)
+    raw = source.config
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UserError(
+            f"{source.where}: model_type is missing; a Hugging Face checkpoint names its family there"
+        )
+    if model_type.startswith(PREFIX) and "farskip" not in raw:
+        raise UserError(
+            f"{source.where}: model_type '{model_type}' without the field farskip; convert the original again"
+        )
+    facts: dict[str, Any] = {
+        "model": str(path),
+        "revision": revision,
+        "model_type": model_type,
+        "architecture": next(iter(raw.get("architectures") or []), None),
+        "quantization": _quantization(raw),
+        "serve_command": serve_command(model_type, str(path)),
+    }
+    family = FAMILIES.get(base_model_type(model_type))
+    if family is None:
+        facts |= _of_another_family(raw, source)
+    else:
+        facts |= _of_a_family(raw, family, source)
+    facts["files"] = _files(source)
+    if source.missing_files and facts["can_be_converted"]:
+        facts["can_be_converted"] = False
+        facts["reason"] = (
+            f"{len(source.missing_files)} weight files that the index names are missing, the first is"
+            f" {source.missing_files[0]}; fetch the checkpoint again"
+        )
+    facts["memory"] = _memory(facts, facts.pop("cache"), raw)
+    return facts
+
+
+def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict[str, Any]:
+    from fcsd.model.connectivity.modeling import base_model_class
+    from fcsd.model.inspect.parameters import add_to, count_parameters
+
+    cls = base_model_class(family)
+    config = config_object(cls.config_class, raw, family.model_type, source.where)
+    mask = moe_mask(config, family)
+    text = text_config(config, family)
+    experts, per_token = expert_counts(text, family)
+    parameters = count_parameters(_on_meta(cls._from_config, config, source), family, experts, per_token)
+    reason = None
+    try:
+        family_of(config)
+    except UserError as error:
+        reason = _reason(error)
+    if raw.get("gated_attention") and has_instella_keys(raw):
+        # One square gate a layer, from hidden size to all heads' values (AMD's modeling_instella_moe.py).
+        gate = text.hidden_size * text.num_attention_heads * text.v_head_dim
+        parameters = add_to(parameters, "attention", len(mask) * gate)
+        reason = no_gate(family)
+    connectivity, problem = _connectivity(raw, mask, source)
+    keys = "instella" if has_instella_keys(raw) else "fcsd"
+    shared = bool(parameters["parts"].get("shared_experts"))
+    return {
+        "family": family.model_type,
+        "can_be_converted": reason is None and problem is None,
+        "reason": reason or problem,
+        "connectivity": connectivity,
+        "connectivity_keys": None if connectivity is None else keys,
+        "layers": {
+            "total": len(mask),
+            "moe": [index for index, is_moe in enumerate(mask) if is_moe],
+            "dense": [index for index, is_moe in enumerate(mask) if not is_moe],
+        },
+        "experts": {"routed": experts, "per_token": per_token, "shared": shared},
+        "selections": dict(_selections(mask)) if any(mask) else {},
+        "parameters": parameters,
+        "cache": _cache(text),
+    }
+
+
+def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Tell what transformers' own classes know of a family that is not on the list; no remote code runs."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(raw["model_type"])
+    try:
+        family_of(raw)
+        reason = None
+    except UserError as error:
+        reason = _reason(error)
+    known = model_type in CONFIG_MAPPING
+    config = config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where) if known else None
+    text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
+    total = _total(config) if config is not None else None
+    num_layers = getattr(text, "num_hidden_layers", None)
+    experts, per_token = expert_counts(text, None)
+    return {
+        "family": None,
+        "can_be_converted": False,
+        "reason": reason,
+        "connectivity": None,
+        "connectivity_keys": None,
+        "layers": {"total": num_layers, "moe": None, "dense": None},
+        "experts": {"routed": experts, "per_token": per_token, "shared": None},
+        "selections": {},
+        "parameters": None if total is None else {"total": total, "active": None, "parts": {}},
+        "cache": _cache(text) if config is not None else None,
+    }
+
+
+def _reason(error: UserError) -> str:
+    """Say why, without the families that could be converted instead: there are dozens."""
+    text = re.split(r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error))[0]
+    return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
+
+
+def _on_meta(build: Any, config: Any, source: Source) -> Any:
+    import torch
+
+    try:
+        with without_advice(), torch.device("meta"):
+            return build(config)
+    except Exception as error:
+        raise UserError(f"{source.where}: transformers cannot build it: {one_line(error)}") from None
+
+
+def _total(config: Any) -> int | None:
+    """Count the parameters of the largest model class that transformers has for a config; None without one."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
+        try:
+            with without_advice(), torch.device("meta"):
+                return sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+        except Exception:  # no such class for this config, or one that cannot be built: the next may do
+            continue
+    return None
+
+
+def _connectivity(
+    raw: Mapping[str, Any], mask: list[bool], source: Source
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the `farskip` field that the checkpoint has or means, and what is wrong with it."""
+    is_farskip = str(raw["model_type"]).startswith(PREFIX)
+    if not is_farskip and not has_instella_keys(raw):
+        return None, None
+    try:
+        if is_farskip:
+            own = Connectivity.from_field(raw["farskip"], source.where)
+        else:
+            own = from_instella(raw, mask, source.where)
+        field = own.field(mask)
+    except UserError as error:
+        return None, str(error)
+    return (field if field["layers"] else None), None
+
+
+def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for selection in SELECTIONS:
+        try:
+            layers = resolve_layers(selection, mask)
+        except UserError:  # a percentage that comes to no layer
+            layers = []
+        yield selection, {"layers": layers, "moe": sum(mask[index] for index in layers)}
+
+
+def _cache(text: Any) -> dict[str, Any] | None:
+    try:
+        first, second = (cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65))
+        begin = cache_bytes(text)
+    except (
+        Exception
+    ):  # attention has other names, or a value that depends on the layer: transformers raises its own
+        return None
+    if begin is None or first is None or second is None:
+        return None
+    return {
+        "tokens": CACHE_TOKENS,
+        "first_bytes": begin,
+        "further_bytes": second - first,
+        "latent": bool(getattr(text, "kv_lora_rank", None)),
+    }
+
+
+def _quantization(raw: Mapping[str, Any]) -> str | None:
+    config = raw.get("quantization_config")
+    return str(config.get("quant_method", "unknown method")) if isinstance(config, Mapping) else None
+
+
+def _files(source: Source) -> dict[str, Any] | None:
+    sizes = source.file_sizes_bytes
+    if not sizes and not source.missing_files:
+        return None
+    return {
+        "count": len(sizes) + len(source.missing_files),
+        "missing": list(source.missing_files),
+        "total_bytes": sum(sizes.values()),
+        "largest_bytes": max(sizes.values(), default=0),
+    }
+
+
+def _memory(facts: Mapping[str, Any], cache: dict[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = facts["parameters"]
+    if parameters is None:
+        return {"convert": None, "serve": None}
+    number = parameters["total"]
+    serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
+    if facts["family"] is None:
+        return {"convert": None, "serve": serve}
+    copies = None if facts["quantization"] else number * BYTES[checkpoint_dtype(raw)]
+    files = facts["files"]
+    convert = {
+        "at_most_bytes": files["largest_bytes"] if files else None,
+        "disk_without_links_bytes": files["total_bytes"] if files else copies,
+    }
+    return {"convert": convert, "serve": serve}

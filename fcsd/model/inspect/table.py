@@ -1,0 +1,139 @@
+"""The facts about a checkpoint, for people."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fcsd.base.text import markdown, size
+
+_PARTS = {
+    "embeddings": "embeddings",
+    "lm_head": "LM head",
+    "attention": "attention",
+    "dense_mlp": "dense MLPs",
+    "shared_experts": "shared experts",
+    "routed_experts": "routed experts",
+    "router": "routers",
+    "norms": "norms",
+    "other": "other (vision, projector)",
+}
+
+
+def report_table(facts: Mapping[str, Any]) -> str:
+    """Format what `fcsd inspect` prints of `fcsd.model.inspect.inspect_model`."""
+    return "\n\n".join("\n".join(part) for part in (_head(facts), *_tables(facts)) if part)
+
+
+def _head(facts: Mapping[str, Any]) -> list[str]:
+    layers, experts, connectivity = facts["layers"], facts["experts"], facts["connectivity"]
+    rows = [
+        ("model", facts["model"] + (f" @ {facts['revision']}" if facts["revision"] else "")),
+        ("family", f"{facts['model_type']}, {facts['architecture'] or 'architecture not named'}"),
+        ("conversion", _conversion(facts)),
+        ("layers", _layers(layers)),
+        ("experts", _experts(experts)),
+        ("connectivity", _connectivity(connectivity)),
+    ]
+    if facts["serve_command"]:
+        rows.append(("serving", f"{facts['serve_command']}   (vLLM with `pip install fcsd-serving`)"))
+    if facts["quantization"]:
+        rows.append(("quantised", f"{facts['quantization']}; memory below is that of the model without it"))
+    if (files := facts["files"]) is not None:
+        text = f"{files['count']} safetensors, {size(files['total_bytes'])}, largest {size(files['largest_bytes'])}"
+        if files["missing"]:
+            text += f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
+        rows.append(("weights", text))
+    return [f"{name:<13} {text}" for name, text in rows]
+
+
+def _conversion(facts: Mapping[str, Any]) -> str:
+    if not facts["can_be_converted"]:
+        return f"not possible: {facts['reason']}"
+    if facts["connectivity_keys"] == "instella":
+        return "is FarSkip already, in AMD's keys; `fcsd convert` writes them in fcsd's"
+    if facts["connectivity"] is not None:
+        return "is FarSkip already; `fcsd convert` can choose other layers"
+    return "can be converted"
+
+
+def _layers(layers: Mapping[str, Any]) -> str:
+    if layers["total"] is None:
+        return "unknown"
+    if layers["moe"] is None:
+        return f"{layers['total']}"
+    dense = f", {len(layers['dense'])} dense ({ranges(layers['dense'])})" if layers["dense"] else ""
+    return f"{layers['total']}: {len(layers['moe'])} MoE ({ranges(layers['moe'])}){dense}"
+
+
+def _experts(experts: Mapping[str, Any]) -> str:
+    if not experts["routed"]:
+        return "none"
+    shared = {True: "with shared experts", False: "no shared expert", None: "shared experts not known"}
+    return f"{experts['routed']} routed, {experts['per_token'] or '?'} a token, {shared[experts['shared']]}"
+
+
+def _connectivity(field: Mapping[str, Any] | None) -> str:
+    if field is None:
+        return "regular"
+    layers = f"{len(field['layers'])} layers ({ranges(field['layers'])})"
+    return f"FarSkip in {layers}, attention {field['attention']}, mlp {field['mlp']}"
+
+
+def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
+    if facts["selections"]:
+        rows = [
+            [name, str(len(chosen["layers"])), str(chosen["moe"]), ranges(chosen["layers"])]
+            for name, chosen in facts["selections"].items()
+        ]
+        yield [markdown(["--layers", "rewired", "of them MoE", "which"], rows)]
+    if (parameters := facts["parameters"]) is not None:
+        rows = [
+            [_PARTS[part], f"{row['total']:,}", _number(row["active"])]
+            for part, row in parameters["parts"].items()
+        ]
+        rows.append(["all", f"{parameters['total']:,}", _number(parameters["active"])])
+        yield [markdown(["parameters", "total", "one text token uses"], rows)]
+    else:
+        yield [
+            "parameters    unknown: transformers has no class for this model type, and no remote code is run"
+        ]
+    if parameters is not None:
+        yield _memory(facts["memory"])
+
+
+def _memory(memory: Mapping[str, Any]) -> list[str]:
+    convert, serve = memory["convert"], memory["serve"]
+    lines = ["memory, 1 GiB = 2^30 bytes; what a training needs tells `fcsd estimate RECIPE`"]
+    if convert is not None:
+        shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
+        lines.append(
+            f"convert          below one weight file{f' ({size(shard)})' if shard else ''}, whose bytes are"
+            f" linked; {size(copies) if copies else 'their size'} of disk where the file system cannot link"
+        )
+    weights = size(serve["weights_bytes"])
+    return [*lines, f"serve            {weights} of weights in bfloat16, {_cache(serve['cache'])}"]
+
+
+def _cache(cache: Mapping[str, Any] | None) -> str:
+    if cache is None:
+        return "cache not known"
+    text = f"cache {size(cache['first_bytes'])} for {cache['tokens']} tokens of a sequence"
+    if cache["further_bytes"] != cache["first_bytes"]:
+        text += f", {size(cache['further_bytes'])} for as many more of a long one (windows)"
+    if cache["latent"]:
+        text += " (latents of MLA)"
+    return text
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Format `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
+    found: list[list[int]] = []
+    for index in sorted(indices):
+        if found and index == found[-1][1] + 1:
+            found[-1][1] = index
+        else:
+            found.append([index, index])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found) or "-"

@@ -1,0 +1,169 @@
+"""The original model, tokenizers, dtypes and the identity of data: what the stages load."""
+
+import gc
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import weights_fingerprint
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    find_folder,
+    read_checkpoint,
+    read_checkpoint_json,
+)
+from fcsd.model.connectivity.load import load_config, load_model
+from fcsd.model.connectivity.modeling import register
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families import FAMILIES, PREFIX, base_model_type
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from fcsd.model.config import ModelConfig
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype of a recipe's word."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def to_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """All parameters and buffers of real numbers in `dtype`, in place.
+
+    `Module.to` would take the imaginary part out of complex buffers (the rotary embedding of Llama 4's images).
+    """
+    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checkpoint that has been found: its folder, and how a model is loaded from it.
+
+    config: `path` is what errors and records call it.
+    """
+
+    config: "ModelConfig"
+    folder: Path
+
+    @cached_property
+    def weights(self) -> str:
+        """The fingerprint of its weights, never of its path."""
+        return weights_fingerprint(self.folder)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its files, found complete, of a family that can be converted."""
+        return read_checkpoint(self.folder)
+
+    def load_config(self) -> Any:
+        """Return its config object, with upstream's defaults filled in."""
+        return load_config(self.checkpoint)
+
+
+def find_model(config: "ModelConfig") -> ModelFolder:
+    """Find the checkpoint that a `model` section names; of a hub id what is missing is fetched.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    return ModelFolder(config, find_folder(config.path, config.revision))
+
+
+def load_checkpoint(
+    model: ModelFolder,
+    connectivity: Connectivity | None = None,
+    *,
+    weights: bool = True,
+    any_family: bool = False,
+    distributed_config: Any = None,
+    device_map: Any = None,
+) -> "PreTrainedModel":
+    """Load a checkpoint as its `model` section says, as it is or with the connectivity given.
+
+    weights: False gives the same model without storage, for a rank that will be sent its shard.
+    any_family: as `load_model`.
+    distributed_config: transformers' `DistributedConfig`, for weights sharded over ranks while they are loaded.
+    device_map: transformers' own, for a model that this process spreads over several devices.
+
+    Raises:
+        UserError: what `load_model` refuses; a model that cannot be sharded as the configuration says.
+    """
+    config = model.config
+    given = {"distributed_config": distributed_config, "device_map": device_map}
+    options = {name: value for name, value in given.items() if value is not None}
+    try:
+        loaded: PreTrainedModel = load_model(
+            model.folder,
+            connectivity=connectivity,
+            dtype=config.dtype,
+            attn_implementation=config.attn_implementation,
+            experts_implementation=config.experts_implementation,
+            trust_remote_code=config.trust_remote_code,
+            any_family=any_family,
+            weights=weights,
+            **options,
+        )
+    except ValueError as error:
+        if distributed_config is None:
+            raise
+        raise UserError(
+            f"{config.path}: cannot be sharded with --expert-parallel {distributed_config.ep_size}:"
+            f" {' '.join(str(error).split())} Launch FSDP2 instead (configs/fsdp2_8.yaml)"
+        ) from None
+    return loaded
+
+
+def to_device(model: "PreTrainedModel", name: str | Path, device: torch.device) -> "PreTrainedModel":
+    """Move a model to the device of this rank; `from_pretrained` leaves it in main memory.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    try:
+        return torch.nn.Module.to(model, device)
+    except torch.OutOfMemoryError:
+        raise does_not_fit(name, sum(tensor.nbytes for tensor in model.parameters()), device) from None
+
+
+def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
+    """Return the error of weights that are larger than what is left of a device."""
+    return UserError(
+        f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside what is there;"
+        " free the device, or shard the weights over several (docs/evaluation.md, docs/training.md)"
+    )
+
+
+def free_memory() -> None:
+    """Give the memory of a model that is not needed any more back to the device."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that lies beside a checkpoint."""
+    from transformers import AutoTokenizer
+
+    folder = find_folder(path)
+    if not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        raise UserError(
+            f"{folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json beside the weights"
+        )
+    if (folder / CONFIG).is_file():
+        # AutoTokenizer reads it too, and would blame the tokenizer for its faults.
+        model_type = str(read_checkpoint_json(folder / CONFIG).get("model_type"))
+        if model_type.startswith(PREFIX) and base_model_type(model_type) in FAMILIES:
+            register(model_type)  # the tokenizer's class may follow from the model type
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}") from None

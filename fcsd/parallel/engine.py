@@ -1,0 +1,298 @@
+"""Which engine a launch asks for: one process, data parallel copies, or weights sharded by FSDP2 or DeepSpeed ZeRO-3.
+
+accelerate's configuration says which (`configs/`), the recipe says everything that a result depends on, the precision
+too. What can be seen to be wrong is refused before anything is loaded. Expert parallelism, for which accelerate has no
+setting, is asked for by `fcsd distill --expert-parallel N`; transformers shards the weights then, while it loads them.
+
+Not covered: how weights are sharded (`fcsd.parallel.shard`); tensor, context parallel meshes; ZeRO stages 1 and 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+
+from fcsd.base.errors import UserError
+
+Overlap = Literal["full", "forward", "off"]
+
+
+class Precision(Protocol):
+    """What an engine must know of a training: a recipe's `train` section has it."""
+
+    @property
+    def bf16(self) -> bool: ...
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+    @property
+    def gradient_checkpointing(self) -> bool | None: ...
+
+
+# From this size on activation checkpointing is on unless the recipe says otherwise.
+CHECKPOINTING_FROM = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What shards the weights of a launch, and over which ranks.
+
+    replicas: groups of ranks that each hold the whole model among them (hybrid sharding); FSDP2 only.
+    reshard: FSDP2 frees a layer's weights after its forward pass, and gathers them again in the backward pass.
+    offload: FSDP2 keeps its shards in host memory.
+    layer_classes: the classes that accelerate's configuration wants wrapped; checked, nothing else.
+    expert_parallel: ranks that hold an MoE layer's experts among them, each some whole ones; ep only.
+    overlap: how much of the exchanges between them runs beside computation; None: all, where the model can.
+    """
+
+    name: Literal["one", "ddp", "fsdp2", "zero3", "ep"]
+    replicas: int = 1
+    reshard: bool = True
+    offload: bool = False
+    layer_classes: tuple[str, ...] = ()
+    expert_parallel: int = 1
+    overlap: Overlap | None = None
+
+    @property
+    def shards(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.name in ("fsdp2", "zero3", "ep")
+
+    @property
+    def shards_when_placed(self) -> bool:
+        """Whether a model is loaded whole, by the first rank, and `fcsd.parallel.shard` gives each rank its part."""
+        return self.name in ("fsdp2", "zero3")
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether transformers gives each rank its part while it loads a checkpoint: whole experts, and FSDP2."""
+        return self.name == "ep"
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether a rank's part of a parameter is a DTensor."""
+        return self.name in ("fsdp2", "ep")
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed has optimiser and gradients."""
+        return self.name == "zero3"
+
+
+def requested_engine(
+    world: int, device: torch.device, expert_parallel: int = 1, overlap: Overlap | None = None
+) -> Engine:
+    """Return the engine that accelerate's configuration, `--expert-parallel` and `--overlap` ask for.
+
+    world: number of processes. device: of this one.
+
+    Raises:
+        UserError: a configuration that is not supported, or that would shard nothing.
+    """
+    _check_expert_parallel(expert_parallel, world)
+    if overlap is not None and expert_parallel == 1:
+        raise UserError(
+            f"--overlap {overlap}: is for the exchanges of --expert-parallel N, which is not given; add it, or leave"
+            " --overlap out"
+        )
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        raise UserError("accelerate's configuration: Megatron-LM is not supported; use FSDP2 or DeepSpeed")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
+        raise UserError(
+            f"accelerate's configuration: mixed_precision {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported;"
+            " set mixed_precision: 'no' there and train.bf16: true in the recipe"
+        )
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        return _zero3(device)
+    replicas = _replicas(world)
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return _fsdp2(replicas)
+    if expert_parallel != 1:
+        backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+        if backend != "no" and overlap != "off":
+            raise UserError(
+                f"accelerate's configuration: dynamo_backend {backend} compiles whole layers, whose exchanges then"
+                " cannot run beside their computation; set dynamo_backend: 'no' there, or use --overlap off"
+            )
+        return Engine("ep", expert_parallel=expert_parallel, overlap=overlap)
+    if replicas > 1:
+        raise UserError("accelerate's configuration: parallelism_config needs distributed_type: FSDP")
+    return Engine("ddp" if world > 1 else "one")
+
+
+def _check_expert_parallel(size: int, world: int) -> None:
+    if size == 1:
+        return
+    if size < 1 or world % size:
+        raise UserError(
+            f"--expert-parallel {size}: does not divide the number of processes, {world}; change one of them"
+        )
+    flags = ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
+    if any(parse_flag_from_env(f"ACCELERATE_USE_{flag}") for flag in flags):
+        raise UserError(
+            f"--expert-parallel {size}: shards all other weights as well; launch with distributed_type: MULTI_GPU and"
+            " no parallelism_config (see configs/ep_8.yaml)"
+        )
+
+
+def _replicas(world: int) -> int:
+    """Of accelerate's `parallelism_config`: dp_replicate_size; 1 without one."""
+    if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") or 1)
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    }
+    where = "accelerate's configuration: parallelism_config"
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if sizes[name] > 1:
+            raise UserError(f"{where}_{name} {sizes[name]} is not supported; data parallel sizes only")
+    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] != world:
+        raise UserError(
+            f"{where}: dp_replicate_size {sizes['dp_replicate_size']} x dp_shard_size {sizes['dp_shard_size']} is not"
+            f" the number of processes, {world}; change one of them"
+        )
+    return sizes["dp_replicate_size"]
+
+
+def _fsdp2(replicas: int) -> Engine:
+    where = "accelerate's configuration: "
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError(
+            f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see configs/fsdp2_8.yaml)"
+        )
+    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
+    if policy != "TRANSFORMER_BASED_WRAP":
+        raise UserError(
+            f"{where}fsdp_auto_wrap_policy {policy} would gather the whole model at once; set TRANSFORMER_BASED_WRAP,"
+            " every decoder layer is a unit then"
+        )
+    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise UserError(
+            f"{where}fsdp_activation_checkpointing: leave it out, the recipe's train.gradient_checkpointing decides"
+        )
+    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or ""
+    return Engine(
+        "fsdp2",
+        replicas=replicas,
+        reshard=parse_flag_from_env("FSDP_RESHARD_AFTER_FORWARD", default=True),
+        offload=parse_flag_from_env("FSDP_OFFLOAD_PARAMS"),
+        layer_classes=tuple(name for name in names.split(",") if name not in ("", "None")),
+    )
+
+
+def _zero3(device: torch.device) -> Engine:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
+    if device.type == "cpu":
+        # Keeps DeepSpeed from compiling an extension for reductions between CPU processes, which takes a minute.
+        # An import statement would give torch itself, which deepspeed.comm has under this name.
+        communication: Any = importlib.import_module("deepspeed.comm.torch")
+        communication.build_shm_op = lambda: None
+    from accelerate.utils import DeepSpeedPlugin
+
+    stage = DeepSpeedPlugin().deepspeed_config["zero_optimization"]["stage"]
+    if int(stage) != 3:
+        raise UserError(
+            f"accelerate's configuration: DeepSpeed zero_stage {stage} is not supported; set zero_stage: 3"
+            " (see configs/zero3_8.yaml)"
+        )
+    return Engine("zero3")
+
+
+def check_precision(train: Precision, engine: Engine) -> None:
+    """Raise UserError for a precision that the engine does not have, or accelerate's configuration contradicts."""
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed == "bf16" and not train.bf16:
+        raise UserError(
+            "accelerate's configuration says mixed_precision bf16, the recipe train.bf16 false; precision is the"
+            " recipe's: set mixed_precision: 'no' in the configuration, or train.bf16: true"
+        )
+    if engine.uses_deepspeed and train.dtype == "bfloat16":
+        raise UserError(
+            "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones; set train.dtype: float32"
+            " and train.bf16: true"
+        )
+
+
+@contextlib.contextmanager
+def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
+    """accelerate's variables while a Trainer lives, such that it leaves the sharding to us.
+
+    FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it starts DeepSpeed on a model that is
+    partitioned already; on a CPU too.
+    """
+    changes: dict[str, str | None] = {}
+    if engine.name == "fsdp2":
+        changes = {"ACCELERATE_USE_FSDP": None, "ACCELERATE_USE_PARALLELISM_CONFIG": None}
+    if engine.shards:
+        changes["ACCELERATE_MIXED_PRECISION"] = "no"
+    if engine.uses_deepspeed and device.type == "cpu":
+        changes["ACCELERATE_USE_CPU"] = None
+    before = {name: os.environ.get(name) for name in changes}
+    _set_environment(changes)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+        if engine.uses_deepspeed:
+            # transformers would partition whatever is loaded next, while it is loaded.
+            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+            unset_hf_deepspeed_config()
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def finish_zero_settings(arguments: Any, train: Precision) -> None:
+    """Tell DeepSpeed what the recipe and we want, whatever accelerate's configuration says."""
+    config = arguments.deepspeed_plugin.deepspeed_config
+    config["bf16"] = {"enabled": train.bf16}
+    arguments.bf16 = train.bf16  # only now: without a GPU the arguments refuse it, DeepSpeed does not
+    config["gradient_clipping"] = arguments.max_grad_norm
+    # Gradients are summed over ranks and micro-batches in float32, also those of bfloat16 weights.
+    config["communication_data_type"] = "fp32"
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+
+
+def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
+    """Return what transformers is to shard while it loads a model; None: nothing, `fcsd.parallel.shard` does it.
+
+    bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
+    """
+    if not engine.spreads_experts:
+        return None
+    from transformers.distributed import DistributedConfig
+
+    from fcsd.parallel.overlap import IMPLEMENTATIONS
+
+    return DistributedConfig(
+        fsdp_size=world,
+        ep_size=engine.expert_parallel,
+        ep_implementation="all_to_all"
+        if engine.overlap == "off"
+        else IMPLEMENTATIONS[engine.overlap or "full"],
+        fsdp_mixed_precision=bf16,
+    )
+
+
+def checkpoints_activations(train: Precision, model: nn.Module) -> bool:
+    """Return `train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters on, where the family can."""
+    if train.gradient_checkpointing is not None:
+        return train.gradient_checkpointing
+    supported = getattr(model, "supports_gradient_checkpointing", False)
+    return supported and sum(parameter.numel() for parameter in model.parameters()) >= CHECKPOINTING_FROM

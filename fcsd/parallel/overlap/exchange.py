@@ -1,0 +1,249 @@
+"""Exchanges of rows between ranks that autograd launches in one place and waits for in another.
+
+An exchange is two autograd nodes, start and finish. Each is where the forward pass launches or waits, so the backward
+pass, which runs nodes in the reverse order of their creation, launches at the finish and waits at the start: it is
+overlapped by the same computation. All that autograd sees of what is in flight is an empty token; rows and handles are
+in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint) can read rows that have not arrived.
+
+The routing weights travel with the dispatched rows, 4 bytes each. The rows come back from the experts unweighted, and
+are weighed where the tokens are; but g·w and the weights' own gradient g·y are computed at the expert, which has y
+anyway. So no combined rows are kept for the backward pass.
+
+Not covered: which rows go where (`fcsd.parallel.overlap.experts`); how they are carried
+(`fcsd.parallel.overlap.transport`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fcsd.parallel.overlap.transport import Transport
+
+Kind = Literal["dispatch", "combine", "counts"]
+
+
+@dataclass
+class Record:
+    """What became of one exchange; times in seconds of the port's clock.
+
+    started: launched. waiting, waited: the host began to wait, and went on. needed: the computation came to where it
+    reads the rows; in a blocking exchange that is long after. done: all rows had arrived, where the transport says so.
+    """
+
+    kind: Kind
+    layer: int
+    backward: bool
+    num_bytes: int
+    started: float
+    waiting: float | None = None
+    waited: float | None = None
+    needed: float | None = None
+    done: float | None = None
+
+
+@dataclass
+class Port:
+    """What the exchanges of one MoE layer share.
+
+    layer: its index. overlaps: whether an exchange of the forward, of the backward pass is left in flight; otherwise it
+    is waited for at once. records: where to note what happens, if anywhere: (event, record), event "start" or "wait".
+    clock: of the records; on a GPU one that waits for the device gives the times of what the device does.
+    """
+
+    transport: Transport
+    layer: int = -1
+    overlaps: tuple[bool, bool] = (True, True)
+    records: list[tuple[str, Record]] | None = field(default=None, repr=False)
+    clock: Callable[[], float] = time.perf_counter
+
+    def launch(
+        self, kind: Kind, backward: bool, received: Tensor, sent: Tensor, receive: list[int], send: list[int]
+    ) -> Flight:
+        """Start an exchange."""
+        record = Record(kind, self.layer, backward, sent.numel() * sent.element_size(), self.clock())
+        with torch.profiler.record_function(_label("start", record)):
+            work = self.transport.start(received, sent, receive, send)
+        if self.records is not None:
+            self.records.append(("start", record))
+            if hasattr(work, "get_future"):
+                work.get_future().add_done_callback(lambda _: _note_done(record))
+        return Flight(self, record, work, (received, sent))
+
+
+@dataclass
+class Flight:
+    """An exchange that is under way; holds its two tensors until it has been waited for."""
+
+    port: Port
+    record: Record
+    work: Any
+    tensors: tuple[Tensor, Tensor]
+
+    def wait(self) -> Tensor:
+        """Return what has been received."""
+        if self.work is not None:
+            self.record.waiting = self.port.clock()
+            try:
+                with torch.profiler.record_function(_label("wait", self.record)):
+                    self.work.wait()
+            except RuntimeError as error:  # a rank has died, or did not come here in time
+                error.add_note(f"while this rank waited for {_named(self.record)}")
+                raise
+            self.record.waited = self.port.clock()
+            if self.port.records is not None:
+                self.port.records.append(("wait", self.record))
+            self.work = None
+        return self.tensors[0]
+
+
+def _label(event: str, record: Record) -> str:
+    return f"farskip::{event} {record.kind} {'backward' if record.backward else 'forward'} {record.layer}"
+
+
+def _named(record: Record) -> str:
+    return f"the {record.kind} of layer {record.layer}, {'backward' if record.backward else 'forward'} pass"
+
+
+def _note_done(record: Record) -> None:
+    record.done = time.perf_counter()
+
+
+class Exchange:
+    """One exchange of rows: there in the forward pass, and of their gradients back in the backward pass.
+
+    send, receive: rows to and from each rank, in the forward pass. absent: a recomputation of a layer sends nothing
+    whose value it knows.
+    """
+
+    def __init__(self, port: Port, kind: Kind, send: list[int], receive: list[int], *, absent: bool = False):
+        self.port, self.kind, self.send, self.receive, self.absent = port, kind, send, receive, absent
+        self._flight: Flight | None = None
+
+    def start(self, rows: Tensor, *, backward: bool = False) -> None:
+        """Launch; (N, …) rows in the order of the ranks that they go to."""
+        send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        self._flight = self.port.launch(self.kind, backward, received, rows.contiguous(), receive, send)
+        if not self.port.overlaps[backward]:
+            self._flight.wait()
+
+    def finish(self) -> Tensor:
+        """Wait; return the rows in the order of the ranks that they come from."""
+        assert self._flight is not None, f"{self.kind} of layer {self.port.layer}: nothing is in flight"
+        self._flight.record.needed = self.port.clock()
+        received = self._flight.wait()
+        self._flight = None
+        return received
+
+
+def _packed(rows: Tensor, weights: Tensor) -> Tensor:
+    """Put float32 weights behind the rows, as bytes (float64 ones behind rows in float64)."""
+    if rows.dtype == torch.float64:
+        return torch.cat([rows, weights.double().unsqueeze(1)], 1)
+    return torch.cat([rows, weights.float().unsqueeze(1).view(rows.dtype)], 1)
+
+
+def _unpacked(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    rows, weights = packed[:, :width].contiguous(), packed[:, width:].contiguous()
+    return rows, (weights if packed.dtype == torch.float64 else weights.view(torch.float32)).squeeze(1)
+
+
+class DispatchStart(torch.autograd.Function):
+    """Send rows (N, D) and their weights (N,); gives the token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, exchange: Exchange) -> Tensor:
+        """Launch."""
+        ctx.exchange, ctx.width, ctx.dtype = exchange, rows.shape[1], weights.dtype
+        exchange.start(_packed(rows, weights))
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Wait for the gradients."""
+        rows, weights = _unpacked(ctx.exchange.finish(), ctx.width)
+        return rows, weights.to(ctx.dtype), None
+
+
+class DispatchFinish(torch.autograd.Function):
+    """Give the rows (R, D) and weights (R,) that have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: Exchange, width: int) -> Any:
+        """Wait."""
+        ctx.exchange = exchange
+        return _unpacked(exchange.finish(), width)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor, weights: Tensor) -> Any:  # type: ignore[override]
+        """Launch the gradients."""
+        ctx.exchange.start(_packed(rows, weights), backward=True)
+        return rows.new_empty(0), None, None
+
+
+class CombineStart(torch.autograd.Function):
+    """Send the experts' outputs (R, D) back; gives the token. weights (R,): those that came with the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, exchange: Exchange) -> Tensor:
+        """Launch."""
+        ctx.exchange = exchange
+        ctx.save_for_backward(outputs, weights)
+        if not exchange.absent:
+            exchange.start(outputs)
+        return outputs.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Wait for the gradients, and weigh them."""
+        gradients = ctx.exchange.finish()
+        outputs, weights = ctx.saved_tensors
+        weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
+        return weighted, (gradients.to(weights.dtype) * outputs).sum(-1), None
+
+
+class CombineFinish(torch.autograd.Function):
+    """Weigh the rows that have come back and sum them up for each token.
+
+    order: (N K,) the pair of token and choice that each row is of. weights: (N, K). Returns (N, D).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: Exchange, order: Tensor, weights: Tensor) -> Tensor:
+        """Wait."""
+        ctx.exchange, ctx.order, ctx.choices = exchange, order, weights.shape[1]
+        rows = exchange.finish()
+        outputs = torch.empty_like(rows)
+        outputs[order] = rows
+        return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        """Launch the gradients."""
+        ctx.exchange.start(gradient[ctx.order // ctx.choices], backward=True)
+        return gradient.new_empty(0), None, None, None
+
+
+class Known(torch.autograd.Function):
+    """In the place of a finish in a recomputation: the value of the first pass.
+
+    Its node never runs: non-reentrant checkpointing runs the graph of the first pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, value: Tensor) -> Tensor:
+        """Return the value."""
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        raise RuntimeError(
+            "a recomputed layer's own graph was run backwards; re-entrant checkpointing is refused"
+        )

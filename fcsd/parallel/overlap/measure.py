@@ -1,0 +1,193 @@
+"""How much of the communication ran beside computation: from the runtime's own records, or from a profiler's trace.
+
+    overlap = hidden / total        hidden = total - exposed
+
+Of records (the host's clock; right where a wait blocks the host, as with gloo): total is the time from launch to
+arrival, exposed the time that the host has waited. Of a trace: total is the time in which the link is busy, exposed the
+part of it in which nothing is computed. On a GPU a wait does not block the host, so there only the trace is right.
+
+Not covered: what slows computation down while rows travel (memory bandwidth, cores); compare whole steps for that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.parallel.overlap.exchange import Record
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Measured:
+    """Seconds of communication, and of those the ones that nothing was computed in."""
+
+    total: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Hidden / total; 0 where nothing was sent."""
+        return 1 - self.exposed / self.total if self.total else 0.0
+
+
+def from_records(records: Iterable[Record]) -> dict[str, Measured]:
+    """Measure by the host's clock; keys: all, forward, backward, dispatch, combine, "forward dispatch" and so on."""
+    found: dict[str, Measured] = defaultdict(Measured)
+    for record in records:
+        if record.kind == "counts" or record.waiting is None or record.waited is None:
+            continue
+        arrived = min(record.done, record.waited) if record.done is not None else record.waited
+        for key in _keys(record.kind, record.backward):
+            found[key].total += max(arrived, record.waiting) - record.started
+            found[key].exposed += record.waited - record.waiting
+    return dict(found)
+
+
+def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return of a step with blocking exchanges the seconds of each, and of what was computed before it was needed.
+
+    That window is the time the exchange may take in the overlapped step without being waited for.
+    """
+    return [
+        {
+            "layer": record.layer,
+            "kind": record.kind,
+            "backward": record.backward,
+            "seconds": record.waited - record.started,
+            "window_s": record.needed - record.waited,
+        }
+        for record in records
+        if record.kind != "counts" and record.waited is not None and record.needed is not None
+    ]
+
+
+def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the medians over steps of what `exchange_times` found; all steps make the same exchanges in one order."""
+    return [
+        each[0] | {name: statistics.median(one[name] for one in each) for name in ("seconds", "window_s")}
+        for each in zip(*steps, strict=True)
+    ]
+
+
+def _keys(kind: str, backward: bool) -> tuple[str, ...]:
+    direction = "backward" if backward else "forward"
+    return "all", direction, kind, f"{direction} {kind}"
+
+
+LINK = r"nccl.*(SendRecv|all_?to_?all)|rccl.*(SendRecv|all_?to_?all)|spin_kernel|gloo:all_?to_?all"
+"""Names of what keeps the link busy: kernels of NCCL and RCCL, that of an emulated link, gloo's annotations."""
+_OTHER_COMMUNICATION = re.compile(r"nccl|rccl|gloo:|Memcpy|Memset", re.IGNORECASE)
+_LABEL = re.compile(r"farskip::start (dispatch|combine|counts) (forward|backward)")
+_WAIT = re.compile(r"farskip::wait|wait_tensor")  # the second is that of transformers' blocking exchange
+
+
+def from_trace(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, Measured]:
+    """Measure a trace of torch.profiler (its file, or its events); keys as `from_records`.
+
+    With kernels in it: the link is busy while one of them whose name matches `link` runs, and computation is every
+    other kernel that is no communication. Without: gloo's annotations, exposed while the host is in a wait.
+    """
+    events, busy, kernels = _read(trace, link)
+    label: dict[Any, tuple[str, str]] = {}
+    free = None
+    waits: list[Interval] = []
+    if kernels:
+        pattern = re.compile(f"{link}|{_OTHER_COMMUNICATION.pattern}", re.IGNORECASE)
+        free = _union(_interval(event) for event in kernels if not pattern.search(event["name"]))
+        label = _labels_by_launch(events)
+    else:
+        waits = _union(_interval(event) for event in events if _WAIT.search(event["name"]))
+    intervals: dict[str, list[Interval]] = defaultdict(list)
+    for event in busy:
+        kind, direction = label.get(event.get("args", {}).get("correlation"), ("", ""))
+        if kind == "counts":
+            continue
+        for key in _keys(kind, direction == "backward") if kind else ("all",):
+            intervals[key].append(_interval(event))
+    found = {}
+    for key, each in intervals.items():
+        united = _union(each)
+        total = _length(united)
+        exposed = total - _common(united, free) if free is not None else _common(united, waits)
+        found[key] = Measured(total / 1e6, exposed / 1e6)
+    return found
+
+
+def timeline(trace: str | Path | Sequence[dict[str, Any]], link: str = LINK) -> dict[str, list[Interval]]:
+    """Return when a traced step computed and when its link was busy, in ms from its beginning."""
+    events, busy, kernels = _read(trace, link)
+    if kernels:
+        names = {event["name"] for event in busy}
+        own = [event for event in kernels if event["name"] not in names]
+        work = [event for event in own if not _OTHER_COMMUNICATION.search(event["name"])]
+    else:
+        threads = {event["tid"] for event in busy}
+        ops = [event for event in events if event.get("cat") == "cpu_op" and event["tid"] not in threads]
+        work = [event for event in ops if not event["name"].startswith("c10d::")]
+    rows = {"computation": _union(map(_interval, work)), "dispatch and combine": _union(map(_interval, busy))}
+    begin = min((each[0][0] for each in rows.values() if each), default=0.0)
+    return {name: [((a - begin) / 1e3, (b - begin) / 1e3) for a, b in each] for name, each in rows.items()}
+
+
+def _read(trace: str | Path | Sequence[dict[str, Any]], link: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return a trace's events, those that keep the link busy, and its kernels."""
+    found: Any = trace
+    if isinstance(trace, str | Path):
+        found = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+    events = [event for event in found if event.get("ph") == "X" and "dur" in event]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    pattern = re.compile(link, re.IGNORECASE)
+    return events, [event for event in kernels or events if pattern.search(event["name"])], kernels
+
+
+def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, str]]:
+    """Return correlation -> (kind, direction) of the kernels that were launched inside of one of our annotations."""
+    labels = []
+    for event in events:
+        if event.get("cat") == "user_annotation" and (match := _LABEL.search(event["name"])):
+            labels.append((event["tid"], *_interval(event), (match[1], match[2])))
+    found = {}
+    for event in events:
+        if str(event.get("cat")).startswith("cuda_") or event.get("cat") == "hip_runtime":
+            for tid, start, end, label in labels:
+                if event["tid"] == tid and start <= float(event["ts"]) <= end:
+                    found[event.get("args", {}).get("correlation")] = label
+    return found
+
+
+def _interval(event: dict[str, Any]) -> Interval:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Return the length of what two unions have in common."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

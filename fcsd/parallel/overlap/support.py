@@ -1,0 +1,91 @@
+"""Which models can overlap, how far, and why others cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.modeling_utils import AttentionInterface
+
+from fcsd.base.errors import UserError
+from fcsd.model.families.family import Family
+from fcsd.parallel.overlap.experts import IMPLEMENTATIONS
+
+_JITTER = ("router_jitter_noise", "input_jitter_noise")
+
+
+def refusal(family: Family, config: Any = None) -> str | None:
+    """Return why a model cannot overlap, a clause; None: it can. config: of the model, None: of any of its family."""
+    if family.spread_refused is not None:
+        return family.spread_refused
+    if family.fuses_rows is not None:
+        return f"transformers loads {family.fuses_rows} wrongly where it shards while it loads"
+    if family.overlap_refused is not None:
+        return family.overlap_refused
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in _JITTER:
+        # PhiMoE's routers sample inside a module, which is called once.
+        if (getattr(config, name, 0) or 0) > 0 and (family.model_type, name) != ("phimoe", _JITTER[0]):
+            return (
+                f"{name} {getattr(config, name)}: a block that is entered twice would draw twice; set it to 0"
+            )
+    return None
+
+
+def with_plan(distributed_config: Any, family: Family | None) -> Any:
+    """Return a `DistributedConfig` that spreads the experts of a family for which transformers has no plan."""
+    named = getattr(distributed_config, "ep_implementation", None) in IMPLEMENTATIONS.values()
+    if family is None or family.scaled_experts is None or not named:
+        return distributed_config
+    plan = dict.fromkeys(
+        (f"{family.scaled_experts}.{name}" for name in ("gate_up_proj", "down_proj")), "grouped_gemm"
+    )
+    plan[family.scaled_experts] = "ep_dispatch_experts"
+    # Nor do transformers' rules for FSDP match its layers' names: all of it would be gathered as one.
+    stack = family.scaled_experts.partition("layers.*")[0]
+    units = dict.fromkeys((f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight")
+    return dataclasses.replace(distributed_config, ep_plan=plan, fsdp_plan=units)
+
+
+def kept_inside(family: Family) -> str | None:
+    """Return why a layer has to wait for its own combine, a clause; None: the next layer can.
+
+    Such a layer keeps its forward pass; its exchanges run beside its own attention and shared expert.
+    """
+    if family.layout != "pre_norm":
+        norms_follow = family.layout == "post_norm"
+        return "its norms follow its branches" if norms_follow else "attention and experts read one stream"
+    if family.norms is not None:
+        return "a module of its own has its norms"
+    if family.side_output is not None:
+        return f"its layers hand on {family.side_output}, too"
+    if family.stream_edit is not None:
+        return "the model edits the stream between layers"
+    return None if family.additive else "a norm follows its experts"
+
+
+def support(family: Family) -> str:
+    """Return a family's cell of the table in docs/overlap.md."""
+    if (reason := refusal(family)) is not None:
+        return f"refused: {reason}"
+    inside = kept_inside(family)
+    return "between layers" if inside is None else f"inside the layer: {inside}"
+
+
+def check_transformers() -> None:
+    """Raise UserError for a transformers whose interfaces are not those that this was written for."""
+    expected: dict[Any, list[str]] = {
+        AllToAllEP.__init__: ["self", "experts", "ep_mesh", "tp_mesh"],
+        AllToAllEP.__call__: ["self", "hidden_states", "top_k_index", "top_k_weights"],
+        AttentionInterface.get_interface: ["self", "attn_implementation", "default"],
+    }
+    for function, names in expected.items():
+        if list(inspect.signature(function).parameters) != names:
+            import transformers
+
+            raise UserError(
+                f"transformers {transformers.__version__}: {function.__qualname__} is not the one that overlap was"
+                f" written for ({', '.join(names)}); install transformers 5.23, or use --overlap off"
+            )

@@ -1,0 +1,103 @@
+"""Load the model that is to be evaluated where it will be computed: whole on this rank's device, sharded over the ranks
+of the launch, or spread over the devices of one process.
+
+Not covered: how weights are sharded (`fcsd.parallel.shard`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
+from fcsd.parallel.engine import distributed_config
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.overlap import attach_loaded, with_plan
+from fcsd.parallel.shard import shard_teacher
+
+
+def check_device_map(device_map: Any, launch: Launch) -> None:
+    """Raise UserError when several processes are asked to spread the model over the same devices."""
+    if device_map is not None and launch.ranks.size > 1:
+        raise UserError(
+            "--device-map: is for one process, which spreads the model over the devices by itself; start it without a"
+            " launcher, or leave the option out and launch configs/fsdp2_8.yaml"
+        )
+
+
+def load_for_evaluation(model: ModelFolder, launch: Launch, *, device_map: Any = None) -> PreTrainedModel:
+    """Load a checkpoint in eval mode, as this rank of the launch holds it; all ranks call this.
+
+    FSDP2 and expert parallelism: shards of the weights (under FSDP2 the head whole on every rank). Otherwise all of
+    them on the rank's device.
+
+    Args:
+        device_map: of one process, as transformers knows it; "auto" fills the devices one after another.
+
+    Raises:
+        UserError: what `load_model` refuses; a model that cannot be sharded, or does not fit.
+    """
+    check_device_map(device_map, launch)
+    engine = launch.engine
+    if device_map is not None:
+        try:
+            return load_checkpoint(model, device_map=device_map)
+        except ValueError as error:
+            if "offload_folder" not in str(error):
+                raise
+            raise UserError(
+                f"{model.folder}: does not fit on the devices and in main memory together; use more devices, or launch"
+                " configs/fsdp2_2x8.yaml on several machines"
+            ) from None
+    if not engine.shards:
+        return _whole(model, launch.device)
+    loaded = load_for_launch(model, launch)
+    if engine.shards_when_placed:
+        shard_teacher(loaded, launch)
+    return loaded
+
+
+def load_for_launch(
+    model: ModelFolder,
+    launch: Launch,
+    connectivity: Connectivity | None = None,
+    *,
+    any_family: bool = False,
+    bf16: bool = False,
+) -> PreTrainedModel:
+    """Load a checkpoint as this rank begins with it: experts spread while they are read, or what is sharded later.
+
+    any_family: as `load_model`. bf16: weights that are spread are computed with in bfloat16, their gradients reduced
+    in float32.
+
+    Raises:
+        UserError: what `load_model` refuses; a model whose experts cannot be spread.
+    """
+    spread = distributed_config(launch.engine, launch.ranks.size, bf16=bf16)
+    if spread is not None:
+        spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
+    loaded = load_checkpoint(
+        model,
+        connectivity,
+        weights=launch.loads_weights,
+        any_family=any_family,
+        distributed_config=spread,
+    )
+    if spread is not None:
+        attach_loaded(loaded, spread)
+    return loaded
+
+
+def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
+    """Read straight to the device: the ranks of a machine would have a copy each in main memory otherwise."""
+    try:
+        loaded = load_checkpoint(model, device_map=None if device.type == "cpu" else {"": device})
+    except torch.OutOfMemoryError:
+        size = sum(file.stat().st_size for file in model.folder.glob("*.safetensors"))
+        raise does_not_fit(model.folder, size, device) from None
+    return to_device(loaded, model.folder, device)

@@ -1,0 +1,159 @@
+"""The ranks that evaluate one model together: each takes a share of the batches, all of them know all answers.
+
+    launch = join_launch()                               # all ranks of the launch; one process: that one
+    with prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks) as evaluate:
+        result, samples = evaluate(model, "model")
+    texts = generate_completions(model, tokenizer, problems, task=row, batch_size=16, ranks=launch.ranks)
+
+All ranks make these calls, with the same arguments, and all of them get the same back; the first one alone prints,
+writes and runs programs. It works on a model in training as well, under every engine (`fcsd.parallel.engine`):
+
+copies      every rank has the whole model (of DDP the model inside). A rank asks its own share, at its own pace.
+lockstep    the weights are sharded over the ranks (FSDP2, ZeRO-3, expert parallelism), so a forward pass needs all of
+            them at the same time. Ranks that finish early run dummy forwards, and generation lasts as long as the
+            longest of the ranks.
+
+The batches are those that one process would make, in its order, dealt one by one: the number of ranks changes neither
+what a sequence is padded with nor the seed that it is sampled with.
+
+An error of one rank in its share is raised on all ranks, where they are copies. In lockstep, and for everything that
+is not an `Exception`, the others wait in a collective, and `fcsd.parallel.failure` ends them.
+
+Not covered: ranks that must see the same batch (tensor parallelism, and the `all_reduce` kind of expert parallelism).
+"""
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fcsd.base.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place. lockstep: a forward pass needs all ranks at the same time."""
+
+    rank: int = 0
+    size: int = 1
+    lockstep: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank prints, writes and runs programs."""
+        return self.rank == 0
+
+    def deal(self, batches: Sequence[Item]) -> list[Item]:
+        """Return this rank's share, in order."""
+        return list(batches[self.rank :: self.size])
+
+    def idle_passes(self, num_batches: int) -> int:
+        """Return how many batches this rank has less than the first; in lockstep it runs as many dummy forwards."""
+        own = len(range(self.rank, num_batches, self.size))
+        return math.ceil(num_batches / self.size) - own if self.lockstep else 0
+
+    def each(
+        self, items: Sequence[Item], call: Callable[[int, Item], Result], idle: Callable[[], Any]
+    ) -> list[Result]:
+        """call(number, item) of every item on the rank that it is dealt to; all results in order, on all ranks.
+
+        idle: a pass whose result nobody reads, of a rank in lockstep with less to do than others. Raises as `share`.
+        """
+
+        def own_share() -> list[Result]:
+            found = [call(number, item) for number, item in self.deal(list(enumerate(items)))]
+            for _ in range(self.idle_passes(len(items))):
+                idle()
+            return found
+
+        by_rank = self.share(own_share)
+        return [by_rank[number % self.size][number // self.size] for number in range(len(items))]
+
+    def share(self, call: Callable[[], Result]) -> list[Result]:
+        """call() of every rank, by rank, on all ranks. Plain data only.
+
+        Raises:
+            What `call` raises here; for what it raises on another rank a UserError or RuntimeError of the same text.
+        """
+        if self.size == 1:
+            return [call()]
+        found, error = _attempt(call)
+        if error is not None and self.lockstep:  # the others are in a pass, and cannot be told
+            raise error
+        outcomes: list[Any] = [None] * self.size
+        import torch.distributed as dist
+
+        dist.all_gather_object(outcomes, (found, _told(error)))
+        _raise_first(error, [told for _, told in outcomes])
+        return [result for result, _ in outcomes]
+
+    def from_first(self, call: Callable[[], Result]) -> Result:
+        """Call on the first rank alone, and return or raise on all ranks what it gives there. Plain data only."""
+        if self.size == 1:
+            return call()
+        found, error = _attempt(call) if self.first else (None, None)
+        outcome: list[Any] = [(found, _told(error))]
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(outcome, src=0)
+        result, told = outcome[0]
+        _raise_first(error, [told])
+        return result
+
+
+ALONE = Ranks()
+
+
+def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(error: Exception | None) -> tuple[bool, str] | None:
+    """Return an error as the other ranks learn of it: whether it is a user's mistake, and its text (a bug's: trace)."""
+    if error is None or isinstance(error, UserError):
+        return None if error is None else (True, str(error))
+    return False, "".join(traceback.format_exception(error))
+
+
+def _raise_first(own: Exception | None, told: Sequence[tuple[bool, str] | None]) -> None:
+    errors = [
+        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1]) for mistake in told if mistake
+    ]
+    if errors:
+        error = own or errors[0]
+        error.of_all_ranks = True  # type: ignore[attr-defined]
+        raise error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Return whether all ranks have raised this error, or one of the same text, and can go on together."""
+    return getattr(error, "of_all_ranks", False)
+
+
+def is_sharded(model: "nn.Module") -> bool:
+    """Return whether this rank holds a shard of the weights: FSDP2 and expert parallelism have DTensors, ZeRO-3 ids."""
+    return any(hasattr(weight, "device_mesh") or hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def input_device(model: Any) -> "torch.device":
+    """Return where token ids go: not where the embedding's weights lie, if they are gathered on a device for a pass."""
+    import torch
+
+    embedding = model.get_input_embeddings()
+    if is_sharded(embedding):
+        from accelerate import PartialState
+
+        return PartialState().device  # weights that are offloaded lie elsewhere
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device(device) if device is not None else next(embedding.parameters()).device

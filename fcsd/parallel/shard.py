@@ -1,0 +1,335 @@
+"""Shard a model over the ranks with FSDP2 or DeepSpeed ZeRO-3, and put it together again.
+
+Unit by unit (a decoder layer, the embedding, the head, what is left): the first rank has the weights on its CPU, the
+others a model without storage; a unit is sent to all devices and every rank keeps its shard. So no device ever holds
+more than its shard and one unit, and no host but the first rank's holds a whole model.
+
+This is done here, and not by accelerate, because
+- accelerate shards the layers of the first class that has a decoder layer's name; a model of which some layers are
+  rewired has several classes of that name, and all layers of the others would be gathered at once;
+- it shards no frozen model: `prepare_model(evaluation_mode=True)` would leave the teacher whole on every rank;
+- between the micro-batches of a step it leaves FSDP2's gradients whole on every rank.
+
+Not covered: parameters that transformers keeps in float32 in a bfloat16 model are computed with in bfloat16 where
+train.bf16 is set; the vision tower of a multimodal model is one unit with the final norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
+from fcsd.model.families import family_of
+from fcsd.model.families.structure import head_and_body
+from fcsd.parallel.engine import Engine, Precision
+from fcsd.parallel.launch import Launch
+
+
+def own_part(parameter: Any) -> Any:
+    """Return this rank's shard of a parameter: FSDP2's is in a DTensor, ZeRO-3's beside an empty parameter."""
+    local = getattr(parameter, "ds_tensor", parameter)
+    return local.to_local() if hasattr(local, "to_local") else local
+
+
+def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> None:
+    """Leave on every rank its part of a model that is to be trained. It carries its loss head already.
+
+    FSDP2: parameters in train.dtype; with train.bf16 they are gathered as bfloat16 and gradients are reduced in
+    float32. ZeRO-3: parameters in bfloat16 with train.bf16, else float32; DeepSpeed adds its float32 copy of the part.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    engine = launch.engine
+    if engine.spreads_experts:
+        return  # it was loaded so
+    layers = _decoder_layers(model, engine)
+    embedding, head = model.get_input_embeddings(), head_and_body(model)[0]
+    tied = embedding.weight is head.weight
+    units = [*([layer] for layer in layers), *([[embedding, head]] if tied else [[embedding], [head]])]
+    sender = _Sender(model, launch)
+    if engine.uses_deepspeed:
+        moe_leaves(model)
+        _partition(model, units, sender, torch.bfloat16 if train.bf16 else torch.float32)
+        return
+    policy = MixedPrecisionPolicy()
+    if train.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dtype = torch.float32 if train.dtype == "float32" else torch.bfloat16
+    _fully_shard(model, units, sender, launch, dtype, policy, trained=True)
+
+
+def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
+    """Leave on every rank its part of a frozen model's body, in the dtype that it was loaded in.
+
+    Returns:
+        The head, whole on every rank: V x D numbers (0.6 GB for Qwen3-30B-A3B in bfloat16), which every micro-batch
+        reads whole; a gather for each would cost more time than the memory is worth.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model.eval().requires_grad_(False)
+    head, body = head_and_body(model)
+    if "_sharded" in model.__dict__:  # the runs of a sweep share it
+        return model.__dict__.get("_whole_head", head)
+    model.__dict__["_sharded"] = True
+    engine = launch.engine
+    if engine.spreads_experts:
+        mesh: Any = head.weight
+        fully_shard(body, mesh=mesh.device_mesh)  # it was loaded as a part of the model, and runs alone here
+        model.__dict__["_whole_head"] = whole_head(model, launch.device)
+        return model.__dict__["_whole_head"]
+    layers = _decoder_layers(model, engine)
+    embedding: Any = model.get_input_embeddings()
+    sender = _Sender(model, launch)
+    if embedding.weight is head.weight:
+        sender.send(embedding, None)
+        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    else:
+        sender.send(head, None)
+    units = [*([layer] for layer in layers), [embedding]]
+    if engine.uses_deepspeed:
+        _partition(body, units, sender, None)
+        _serve(body)
+    else:
+        _fully_shard(body, units, sender, launch, None, MixedPrecisionPolicy(), trained=False)
+    return head
+
+
+def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
+    """Return a copy of a model's head, whole on every rank, however the model is sharded; all ranks call this."""
+    head, _ = head_and_body(model)
+    whole = nn.Linear(1, 1, bias=False, device="meta")
+    for name, parameter in head.named_parameters():
+        with _gathered(parameter, device) as tensor:
+            whole.register_parameter(name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
+    whole.out_features, whole.in_features = whole.weight.shape
+    return whole
+
+
+def whole_model(model: PreTrainedModel, dtype: torch.dtype, launch: Launch) -> PreTrainedModel | None:
+    """Gather a sharded model into a whole one on the CPU of the first rank; return None on the others.
+
+    All ranks call this; one parameter at a time is whole on their devices.
+    """
+    reshard(model)
+    first = launch.first
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        with _gathered(parameter, launch.device) as tensor:
+            if first:
+                tensors[name] = tensor.detach().to(dtype).to("cpu", copy=True)
+    if not first:
+        return None
+    for name, buffer in model.named_buffers():
+        tensors[name] = buffer.detach().to("cpu", copy=True)
+        if buffer.is_floating_point():
+            tensors[name] = tensors[name].to(dtype)
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("distributed_config", None)
+    with torch.device("meta"):
+        whole = _plain_class(model)(config)
+    names = whole.state_dict().keys()
+    whole.load_state_dict({n: t for n, t in tensors.items() if n in names}, strict=False, assign=True)
+    whole.tie_weights()
+    if lost := [name for name, tensor in whole.state_dict().items() if tensor.is_meta]:
+        raise RuntimeError(f"{type(model).__name__}: no weights for {lost[0]} and {len(lost) - 1} others")
+    whole.generation_config = model.generation_config
+    if "_weight_conversions" in model.__dict__:
+        whole._weight_conversions = model._weight_conversions
+    return whole.eval()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered (generation leaves the head whole); nothing for other models."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
+    family = family_of(model.config)
+    own = family.decoder_layer
+    names = (own,) if isinstance(own, str) else own
+    if wrong := set(engine.layer_classes) - set(names):
+        raise UserError(
+            f"accelerate's configuration: fsdp_transformer_layer_cls_to_wrap {', '.join(sorted(wrong))}: the decoder"
+            f" layers of {type(model).__name__} are {' and '.join(names)}; leave the key out"
+        )
+    return list(decoder_layers(model, family))
+
+
+def _plain_class(model: PreTrainedModel) -> Any:
+    """Return the model's class without what FSDP2 puts in front of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+@contextlib.contextmanager
+def _gathered(parameter: Any, device: torch.device) -> Iterator[Tensor]:
+    """Give a parameter's whole value; all ranks enter the context."""
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter.data
+    elif hasattr(parameter, "full_tensor"):
+        yield parameter.detach().to(device).full_tensor()
+    else:
+        yield parameter.data
+
+
+class _Sender:
+    """Sends parameters and buffers of the first rank to the devices of all, module by module."""
+
+    def __init__(self, model: nn.Module, launch: Launch):
+        self.device, self.first = launch.device, launch.first
+        # A tied parameter has several places. The old parameters are kept, emptied: their ids are the keys.
+        self.kept: list[nn.Parameter] = []
+        self.places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.places.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+        self.sent: set[tuple[int, str]] = set()  # buffers
+        own = _dtypes(model)
+        dtypes = [own]
+        dist.broadcast_object_list(dtypes, src=0)
+        self.dtypes = dtypes[0]
+        if own.keys() != self.dtypes.keys():
+            raise RuntimeError(f"{type(model).__name__}: the ranks built different models")
+        self.names = {
+            (id(module), name): f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            for name in (*module._parameters, *module._buffers)
+        }
+
+    def send(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Everything in `module` that has not been sent; floating-point parameters as `dtype`, None: as they are."""
+        for part in module.modules():
+            for name, parameter in list(part._parameters.items()):
+                if parameter is None or id(parameter) not in self.places:
+                    continue  # sent before, and sharded perhaps
+                old, places = self.places.pop(id(parameter))
+                value = self._sent(old.data, self.dtypes[self.names[id(part), name]])
+                if dtype is not None and value.is_floating_point():
+                    value = value.to(dtype)
+                new = nn.Parameter(value, requires_grad=old.requires_grad)
+                if not old.is_meta:
+                    old.data = torch.empty(0)
+                self.kept.append(old)
+                for owner, own_name in places:
+                    owner._parameters[own_name] = new
+            for name, buffer in part._buffers.items():
+                if buffer is not None and (id(part), name) not in self.sent:
+                    self.sent.add((id(part), name))
+                    part._buffers[name] = self._sent(buffer, self.dtypes[self.names[id(part), name]])
+
+    def _sent(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.first:
+            value = value.detach().to(self.device).contiguous()
+        else:
+            value = torch.empty(value.shape, dtype=dtype, device=self.device)
+        if value.numel():
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
+        return value
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.dtype for name, tensor in tensors}
+
+
+def _fully_shard(
+    root: nn.Module,
+    units: list[list[nn.Module]],
+    sender: _Sender,
+    launch: Launch,
+    dtype: torch.dtype | None,
+    policy: Any,
+    *,
+    trained: bool,
+) -> None:
+    """`units`: what is gathered as one, the head last in a model that is trained."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
+    if engine.replicas > 1:
+        shape, names = (engine.replicas, world // engine.replicas), ("replicate", "shard")
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
+    }
+    for unit in units:
+        for module in unit:
+            sender.send(module, dtype)
+        # The backward pass begins with the head and the root's own, which the forward pass has just gathered.
+        frees = engine.reshard if trained and unit[-1] is not units[-1][-1] else not trained
+        fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=frees, **options)
+    sender.send(root, dtype)
+    fully_shard(root, reshard_after_forward=not trained, **options)
+    root._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers: generate in lock-step
+
+
+# ---- DeepSpeed
+
+
+def _partition(
+    root: nn.Module, units: list[list[nn.Module]], sender: _Sender, dtype: torch.dtype | None
+) -> None:
+    import deepspeed
+
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_settings()}
+    for unit in [*units, [root]]:
+        for module in unit:
+            sender.send(module, dtype)
+            own = next(module.parameters()).dtype
+            deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=own)
+
+
+def zero_settings() -> dict[str, Any]:
+    """Return `zero_optimization` of accelerate's configuration, without what is to be filled in later."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    settings = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
+    return {key: value for key, value in settings.items() if value != "auto"}
+
+
+def _serve(body: nn.Module) -> None:
+    """Give a partitioned, frozen module the hooks that gather its parameters."""
+    import deepspeed
+
+    own = next(body.parameters()).dtype
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero_settings(),
+        "bf16": {"enabled": own == torch.bfloat16},
+        "steps_per_print": float("inf"),
+    }
+    engine, *_ = deepspeed.initialize(model=body, config=settings)
+    body.__dict__["_zero_engine"] = engine.eval()
+
+
+def moe_leaves(model: PreTrainedModel) -> None:
+    """Make ZeRO-3 gather an MoE block as one: which of its experts run differs between ranks, gathers must not."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    family = family_of(model.config)
+    blocks = [getattr(layer, family.moe) for layer in decoder_layers(model, family)]
+    set_z3_leaf_modules(model, list({type(block) for block in blocks if is_one_of(block, family.moe_block)}))

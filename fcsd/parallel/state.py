@@ -1,0 +1,358 @@
+"""What an exact continuation needs of weights and optimiser, in one layout for all engines and numbers of ranks.
+
+    state-00001-of-00008.safetensors   of each rank that writes; what is above 4 GB in …00008.1.safetensors and so on
+        NAME                  (n,) the rank's part of a trained parameter, flat, as the optimiser has it (float32)
+        NAME|exp_avg, …       (n,) the same part of each state of the optimiser
+        metadata: `starts`    NAME -> where the part begins in the flattened parameter; `sizes` NAME -> its whole size
+    optimizer.json            the settings of each parameter group, and what the optimiser counts (`step`)
+
+A rank's part is a run of the flattened parameter under every engine: all of it (copies; the first rank writes), the
+rows of FSDP2, the partition of ZeRO-3, the rank's own experts. So a checkpoint of one engine and number of ranks is
+read by any other: each rank reads the runs that it needs. Values are stored as they are: the same ranks continue to the
+last bit.
+
+Frozen parameters are not stored; they are what the run began with. No pickle is written or read.
+
+Not covered: nodes without a shared file system; optimisers whose state of a parameter is neither a number nor of the
+parameter's shape; ZeRO-3 with its optimiser on a disk (nvme).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.shard import reshard
+
+OPTIMIZER = "optimizer.json"
+PART_OF = "part_of"  # in a parameter group of the optimiser: see `_groups`
+FILE_BYTES = (
+    1 << 32
+)  # of a file at most, but for a single tensor: a rank has the tensors of one file in host memory
+_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The run [start, stop) of a parameter of `size` numbers; on this rank at `offset` of the flattened `slot`.
+
+    slot: what the optimiser updates: the parameter itself, or ZeRO's flat float32 partition of many.
+    """
+
+    name: str
+    parameter: Any
+    size: int
+    start: int
+    stop: int
+    slot: Any
+    offset: int = 0
+
+    def of(self, tensor: Any) -> Tensor:
+        """Return a view of this run in the slot, or in a state that is laid out like it."""
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
+
+
+def write_state(
+    folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, weights_only: bool = False
+) -> None:
+    """Write this rank's part below `folder`. All ranks call this; `check_state` tells whether all have.
+
+    model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer: accelerate's, of that model.
+    weights_only: leave the optimiser's states out.
+    """
+    reshard(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    writers, index = _writers(model, ranks)
+    parts = list(_parts(model, optimizer, ranks))
+    states = {} if weights_only else _inner(optimizer).state
+    if index is not None:
+        path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
+        files = _cut(parts, states)
+        for number, entries in enumerate(files):
+            tensors = {key: part.of(source).to("cpu", copy=True) for key, part, source in entries}
+            metadata = {
+                "files": str(len(files)),
+                "starts": json.dumps({part.name: part.start for _, part, _ in entries}),
+                "sizes": json.dumps({part.name: part.size for _, part, _ in entries}),
+            }
+            save_file(tensors, _numbered(path, number), metadata=metadata)
+            _check_written(_numbered(path, number), tensors)
+    if ranks.first and not weights_only:
+        counted = {
+            part.name: {
+                key: float(value) for key, value in states.get(part.slot, {}).items() if _is_number(value)
+            }
+            for part in parts
+        }
+        groups = {
+            index: {k: v for k, v in group.items() if k not in ("params", PART_OF)}
+            for index, group in _groups(_inner(optimizer))
+        }
+        write_json(folder / OPTIMIZER, {"groups": list(groups.values()), "counted": counted})
+
+
+def _groups(inner: torch.optim.Optimizer) -> list[tuple[int, dict[str, Any]]]:
+    """Return (number of the group that it is part of, group): a group of one process is several where meshes differ."""
+    return [(group.get(PART_OF, i), group) for i, group in enumerate(inner.param_groups)]
+
+
+def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
+    """Return a learning-rate schedule's state, its lists with one entry for each parameter group of one process."""
+    indices = [index for index, _ in _groups(_inner(optimizer))]
+    state: dict[str, Any] = scheduler.state_dict()
+    lists = {
+        key: dict(zip(indices, value, strict=True)) for key, value in state.items() if isinstance(value, list)
+    }
+    return state | {key: list(value.values()) for key, value in lists.items()}
+
+
+def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    """Continue from `schedule_state`, whatever engine made it."""
+    indices = [index for index, _ in _groups(_inner(optimizer))]
+    lists = {key: [value[i] for i in indices] for key, value in state.items() if isinstance(value, list)}
+    scheduler.load_state_dict(state | lists)
+
+
+def _cut(parts: list[_Part], states: Any) -> list[list[tuple[str, _Part, Any]]]:
+    """Return (name in the file, part, tensor that holds it) of all that is stored, by file."""
+    files: list[list[tuple[str, _Part, Any]]] = [[]]
+    size = 0
+    for part in parts:
+        others = {f"{part.name}|{key}": value for key, value in states.get(part.slot, {}).items()}
+        for key, source in {part.name: part.slot, **others}.items():
+            if _is_number(source):
+                continue
+            number = (part.stop - part.start) * source.element_size()
+            if files[-1] and size + number > FILE_BYTES:
+                files.append([])
+                size = 0
+            files[-1].append((key, part, source))
+            size += number
+    return files
+
+
+def _numbered(path: Path, number: int) -> Path:
+    """Return the files of a rank: state-….safetensors, state-….1.safetensors, …"""
+    return path.with_suffix(f".{number}{path.suffix}") if number else path
+
+
+def read_state(
+    folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks, *, weights_only: bool = False
+) -> None:
+    """Continue from `write_state`'s files, whatever engine and number of ranks wrote them. All ranks call this.
+
+    optimizer: None where none was made yet; then weights only.
+
+    Raises:
+        UserError: a file is missing or damaged, or the checkpoint is of other trainable parameters.
+    """
+    reshard(model)
+    parts = list(_parts(model, optimizer, ranks))
+    with ExitStack() as stack, torch.no_grad():
+        stored = _Stored(folder, stack)
+        for part in parts:
+            stored.read(part.name, part, part.of(part.slot))
+        if optimizer is not None and not weights_only:
+            _read_optimizer(folder, stored, parts, _inner(optimizer))
+    _use(parts, optimizer)
+
+
+def check_state(folder: Path) -> None:
+    """Raise UserError unless all files that belong together are there, and none is cut off."""
+    with ExitStack() as stack:
+        _Stored(folder, stack)
+
+
+def _read_optimizer(folder: Path, stored: _Stored, parts: list[_Part], inner: torch.optim.Optimizer) -> None:
+    record = read_json(folder / OPTIMIZER)
+    groups, own = record["groups"], _groups(inner)
+    if len(groups) != (number := len({index for index, _ in own})):
+        raise UserError(
+            f"{folder}: was written by an optimiser of {len(groups)} parameter groups, this one has"
+            f" {number}; remove the checkpoints to begin again"
+        )
+    on_device = False
+    for index, group in own:
+        for key, value in groups[index].items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        on_device |= bool(group.get("fused") or group.get("capturable"))
+    for part in parts:
+        counted = record["counted"].get(part.name, {})
+        states = inner.state[part.slot]
+        for key in stored.states(part.name):
+            if key not in states:
+                states[key] = torch.zeros_like(part.slot, memory_format=torch.preserve_format).detach()
+            stored.read(f"{part.name}|{key}", part, part.of(states[key]))
+        for key, value in counted.items():
+            # Where torch's optimisers keep `step`.
+            device = part.slot.device if on_device else torch.device("cpu")
+            states[key] = torch.tensor(value, dtype=torch.float32, device=device)
+
+
+class _Stored:
+    """The files of a checkpoint, opened."""
+
+    def __init__(self, folder: Path, stack: ExitStack):
+        self.folder = folder
+        self.runs: dict[str, list[tuple[int, int, Any]]] = {}
+        self.sizes: dict[str, int] = {}
+        found = {match[1]: match[2] for path in folder.glob("*") if (match := _FILE.fullmatch(path.name))}
+        writers = int(next(iter(found.values()), 0))
+        if not found or len(found) != writers:
+            raise UserError(
+                f"{folder}: {len(found)} of {writers or 'at least 1'} state files are there; {_ADVICE}"
+            )
+        for index in range(writers):
+            path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
+            for number in range(1, self._open(path, stack)):
+                self._open(_numbered(path, number), stack)
+
+    def _open(self, path: Path, stack: ExitStack) -> int:
+        """Note what a file holds; how many its rank has written."""
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); {_ADVICE}") from None
+        metadata = file.metadata() or {}
+        starts = json.loads(metadata.get("starts", "{}"))
+        self.sizes |= json.loads(metadata.get("sizes", "{}"))
+        for name in file.keys():  # noqa: SIM118  a file, not a mapping
+            start = starts[name.split("|")[0]]
+            length = file.get_slice(name).get_shape()[0]
+            self.runs.setdefault(name, []).append((start, start + length, file))
+        return int(metadata.get("files", "1"))
+
+    def states(self, name: str) -> list[str]:
+        """Return names of the optimiser's states of a parameter."""
+        return [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
+
+    def read(self, name: str, part: _Part, into: Tensor) -> None:
+        """Copy the run of `part` of a stored tensor into the flat `into`."""
+        if name not in self.runs or self.sizes[part.name] != part.size:
+            raise UserError(
+                f"{self.folder}: holds {self.sizes.get(part.name, 'no')} numbers of '{name}', needed are {part.size};"
+                " it is the checkpoint of another model, or of other trainable parameters"
+            )
+        missing = part.stop - part.start
+        for start, stop, file in self.runs[name]:
+            begin, end = max(start, part.start), min(stop, part.stop)
+            if begin < end:
+                piece = file.get_slice(name)[begin - start : end - start]
+                into[begin - part.start : end - part.start].copy_(piece)
+                missing -= end - begin
+        if missing:
+            raise UserError(f"{self.folder}: {missing} numbers of '{name}' are missing; {_ADVICE}")
+
+
+_ADVICE = "the checkpoint is damaged: remove it, and the run goes on from the one before"
+
+
+# ---- what the engines have
+
+
+def _inner(optimizer: Any) -> Any:
+    """torch's optimiser inside accelerate's and DeepSpeed's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _zero(optimizer: Any) -> Any:
+    """DeepSpeed's ZeRO-3 optimiser inside accelerate's."""
+    while not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _writers(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
+    """Return how many ranks write, and which of them this one is; None: it writes nothing."""
+    rank, world = ranks.rank, ranks.size
+    first: Any = next(model.parameters())
+    if hasattr(first, "ds_id"):
+        return world, rank
+    if hasattr(first, "device_mesh"):
+        mesh = first.device_mesh
+        *replica, index = mesh.get_coordinate()
+        return mesh.size(mesh.ndim - 1), index if not any(replica) else None
+    return 1, 0 if rank == 0 else None
+
+
+def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_Part]:
+    """Yield this rank's part of every trained parameter, in the model's order."""
+    for name, parameter in model.named_parameters():
+        p: Any = parameter
+        if not p.requires_grad:
+            continue
+        if hasattr(p, "ds_id"):
+            length = p.ds_tensor.ds_numel
+            start = min(ranks.rank * length, p.ds_numel)
+            stop = min(start + length, p.ds_numel)
+            slot, offset = p.ds_tensor, 0
+            if optimizer is not None:
+                zero = _zero(optimizer)
+                group, offset, _ = zero.grad_position[zero.get_param_id(p)]
+                slot = zero.fp32_partitioned_groups_flat[group]
+            yield _Part(name, p, p.ds_numel, start, stop, slot, int(offset))
+        elif hasattr(p, "device_mesh"):
+            start = _first_row(p) * (p.numel() // p.shape[0])
+            yield _Part(name, p, p.numel(), start, start + p.to_local().numel(), p)
+        else:
+            yield _Part(name, p, p.numel(), 0, p.numel(), p)
+
+
+def _first_row(parameter: Any) -> int:
+    """Return where this rank's rows begin: FSDP2 shards by rows, the last ranks have fewer. Experts: see `Engine`."""
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    *outer, index = mesh.get_coordinate()
+    first = 0
+    if "ep" in (
+        mesh.mesh_dim_names or ()
+    ):  # (efsdp, ep): each rank of `ep` has some experts, `efsdp` cuts these
+        rows //= mesh.size(mesh.ndim - 1)
+        first, index = index * rows, outer[-1] if outer else 0
+        ranks = mesh.size(mesh.ndim - 2) if outer else 1
+    else:
+        ranks = mesh.size(mesh.ndim - 1)
+    return first + min(index * -(-rows // ranks), rows)
+
+
+def _use(parts: list[_Part], optimizer: Any | None) -> None:
+    """ZeRO-3 computes with copies of what was read."""
+    if optimizer is None or not parts or not hasattr(parts[0].parameter, "ds_id"):
+        return
+    for part in parts:
+        view = part.of(part.slot)
+        part.parameter.ds_tensor.data.view(-1)[: view.numel()].copy_(view)
+    persistent = _zero(optimizer).persistent_parameters
+    if persistent:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.ndim == 0
+
+
+def _check_written(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise OSError unless the file is on the disk, and holds what was written."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    if shapes != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+        raise OSError(f"{path}: does not hold what was written to it")

@@ -1,0 +1,215 @@
+"""Refuse, before the first model is loaded, what recipe, launch and machine rule out and would end a run hours later.
+
+Not covered: what only all of the data say (templates, lengths), and columns of data on the Hub; a stage checks those
+when it begins.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from fcsd.base.errors import UserError
+from fcsd.data.config import DataConfig
+from fcsd.data.sources import check_source
+from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.stage import check_server
+from fcsd.evaluation.suites import dataset_location
+from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.families import Family, expert_counts, family_of, moe_mask
+from fcsd.model.families.family import read_field, text_config
+from fcsd.model.load import ModelFolder
+from fcsd.model.positions import check_positions
+from fcsd.parallel.engine import check_precision
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.overlap import check_connections, check_transformers, refusal
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.steer import links_of
+from fcsd.recipe.layout import MAIN
+from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.steering.routing.placement import contiguous
+from fcsd.training.arguments import accumulation_steps, check_reporters, refuse_what_cannot_be_sharded
+from fcsd.training.calibration.checkpoint import calibratable
+from fcsd.training.config import TrainConfig
+
+
+def check_run(run: Run) -> None:
+    """Check everything that `fcsd run` will do and has not done yet. All ranks call this.
+
+    Raises:
+        UserError: a batch that cannot be cut, a tracker that is not installed, data that are not there, layers that the
+            model does not have, a sandbox that is too weak, settings that the launch does not support.
+    """
+    recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
+    if plan is not None and _unfinished(layout.pretrain):
+        check_settings(plan.train, plan.data, run.launch.with_copies(), "pretrain.")
+        config = model_config(plan.config)
+        family = family_of(config)
+        check_rows_fit(run, config, plan.data.max_length, "pretrain.")
+        check_rows_fit(run, config, recipe.data.max_length)
+    else:
+        config, family = _config_and_family(run.original)
+        if recipe.calibration is not None:
+            calibratable(run.original)
+    mask = moe_mask(config, family)
+    if recipe.sweep is not None and _unfinished(layout.sweep):
+        check_training(run, recipe.sweep.batch_size_tokens)
+    for name in (None, *recipe.variants):
+        one, where = run.variant(name), f"variants.{name}: " if name is not None else ""
+        if _unfinished(layout.stage(name or MAIN)):
+            changed = name is not None and "train.batch_size_tokens" in recipe.variants[name]
+            by_sweep = recipe.sweep is not None and not changed
+            try:
+                check_training(one, recipe.sweep.batch_size_tokens if recipe.sweep and by_sweep else None)
+                _check_layers(one.recipe.connectivity, mask)
+            except UserError as error:
+                raise UserError(f"{where}{error}") from None
+    bias, evaluated = recipe.evaluation.router_bias, list(run.model_names)
+    if bias is not None:
+        num_experts, _ = expert_counts(text_config(config, family), family)
+        links = links_of(bias)
+        try:
+            contiguous(num_experts or 0, len(links.endpoints))
+        except UserError as error:
+            raise UserError(f"evaluation.router_bias: {error}") from None
+        evaluated += bias.names
+    if any(_unfinished(layout.evaluation(name)) for name in evaluated):
+        _check_evaluation(run)
+
+
+def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
+    """Check the distillation of a recipe, with batches of these numbers of tokens; None: its own."""
+    recipe, launch = run.recipe, run.launch
+    if recipe.lora is not None and launch.engine.shards:
+        raise UserError(
+            "lora: adapters on weights that are sharded over ranks are not supported; launch data parallel copies"
+        )
+    by_heldout_kl = recipe.early_stopping is not None and recipe.early_stopping.metric == "heldout_kl"
+    refuse_what_cannot_be_sharded(recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl)
+    if recipe.pretrain is None or not _unfinished(run.layout.pretrain):  # else its config was looked at
+        check_rows_fit(run, run.original, recipe.data.max_length)
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        check_rows_fit(run, run.teacher, recipe.data.max_length, model_key="teacher.path")
+    for tokens in batches or [recipe.train.batch_size_tokens]:
+        train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
+        check_settings(train, recipe.data, launch)
+    if isinstance(recipe.early_stopping, TaskStoppingConfig):
+        dataset_location(recipe.early_stopping.task, run.data_root)
+
+
+def check_rows_fit(
+    run: Run,
+    model: ModelFolder | PreTrainedConfig,
+    max_length: int,
+    where: str = "",
+    model_key: str = "model",
+) -> None:
+    """Check rows against the positions of a model, once in a run; `where` is what the key begins with."""
+    key = f"{where}data.max_length"
+    run.once(
+        ("positions", key, model_key, max_length),
+        lambda: check_positions(model, max_length, key=key, tell=run.launch.first),
+    )
+
+
+def check_overlap(run: Run) -> None:
+    """Check what the launch is to overlap against the model; on the first rank, say where less of it will.
+
+    Raises:
+        UserError: --expert-parallel does not divide the experts; --overlap for a model, a transformers or an
+            environment that cannot.
+    """
+    engine, folder = run.launch.engine, run.original.folder
+    if not engine.spreads_experts:
+        return
+    config, family = _config_and_family(run.original)
+    experts = read_field(text_config(config, family), family.num_experts)
+    if isinstance(experts, int) and experts % engine.expert_parallel:
+        raise UserError(
+            f"--expert-parallel {engine.expert_parallel}: does not divide the {experts} experts of {folder}; change it"
+        )
+    if engine.overlap != "off":
+        check_transformers()
+        check_connections(run.launch.device)
+    reason = refusal(family, config)
+    mask = moe_mask(config, family)
+    if reason is None and not any(
+        mask[k] for k in resolve_layers(run.recipe.connectivity.spec().layers, mask)
+    ):
+        reason = "connectivity.layers rewires no MoE layer"
+    if reason is not None and engine.overlap in ("full", "forward"):
+        raise UserError(f"--overlap {engine.overlap}: {folder} cannot: {reason}; leave --overlap out")
+    if reason is not None and engine.overlap is None and run.launch.first:
+        print(f"overlap: off: {reason}", file=sys.stderr)
+    if reason is None and run.recipe.objective.l2_coefficient is not None and run.launch.first:
+        print(
+            "overlap: layers whose streams objective l2 compares wait for their own combine", file=sys.stderr
+        )
+
+
+def check_settings(train: TrainConfig, data: DataConfig, launch: Launch, where: str = "") -> None:
+    """Check a `train` section and the `data` section beside it; `where` is what their keys begin with."""
+    try:
+        check_precision(train, launch.engine)
+        check_reporters(train)
+        accumulation_steps(train, data.max_length, launch.ranks.size)
+        for source in [*data.train, *([data.heldout] if data.heldout is not None else [])]:
+            check_source(source)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+
+
+def model_config(config: dict[str, Any]) -> PreTrainedConfig:
+    """Return transformers' configuration of the model to pre-train.
+
+    Raises:
+        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
+    """
+    values = {
+        key: value for key, value in config.items() if key not in ("model_type", "experts_implementation")
+    }
+    model_type = config["model_type"]
+    try:
+        # transformers would answer with a list of hundreds of model types
+        family_of({"model_type": model_type})
+        built = AutoConfig.for_model(model_type, **values)
+        family_of(built)
+    except UserError as error:
+        raise UserError(f"pretrain.config: {error}") from None
+    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
+        raise UserError(f"pretrain.config: {model_type}: {' '.join(str(error).split())}") from error
+    return built
+
+
+def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
+    family = model.checkpoint.family
+    assert family is not None
+    return model.load_config(), family
+
+
+def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
+    try:
+        resolve_layers(connectivity.spec().layers, mask)
+    except UserError as error:
+        raise UserError(f"connectivity.{error}") from None
+
+
+def _check_evaluation(run: Run) -> None:
+    evaluation = run.recipe.evaluation
+    check_server(evaluation.server, run.launch)
+    for row in run.suite.tasks:
+        dataset_location(row, run.data_root)
+    if any(row.kind == "code" for row in run.suite.tasks):
+        run.launch.ranks.from_first(lambda: _start_sandbox(evaluation.allow_weak_sandbox))
+
+
+def _start_sandbox(allow_weak_sandbox: bool) -> None:
+    with CodeScorer(num_workers=1, allow_weak_sandbox=allow_weak_sandbox):
+        pass
+
+
+def _unfinished(folder: Path) -> bool:
+    return not (folder / "manifest.json").is_file()

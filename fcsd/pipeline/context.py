@@ -1,0 +1,138 @@
+"""What the stages of one run share: recipe, launch, and everything that is looked up once for all of them.
+
+    run = Run(recipe, join_launch())
+    run.original.folder, run.original.weights, run.tokenizer, run.layout.report
+
+Not covered: what a stage does with it; below the stages each function takes the sections that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_folder_place
+from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.progress import Progress
+from fcsd.model.config import ModelConfig
+from fcsd.model.load import ModelFolder, find_model, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.recipe.layout import MAIN, RunLayout
+from fcsd.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced by a variant of it.
+
+    Raises:
+        UserError: the recipe's output_dir cannot become a folder.
+    """
+
+    recipe: Recipe
+    launch: Launch
+    progress: Progress | None = None  # of `fcsd run`, on the first rank
+    before: Recipe | None = (
+        None  # the recipe that this one is a variant of, or was before its sweep had chosen
+    )
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_folder_place(self.recipe.folder)
+
+    def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
+        """Return what `look_up` gave the first time that it was called for `key`."""
+        if key not in self._known:
+            self._known[key] = look_up()
+        found: Found = self._known[key]
+        return found
+
+    def begin(self, stage: str) -> None:
+        """Print the heading of a stage that `progress` knows."""
+        if self.progress is not None and stage in self.progress.tasks:
+            self.progress.start(stage)
+
+    def variant(self, name: str | None) -> Run:
+        """Return the run of one of the recipe's variants; None: this run.
+
+        Raises:
+            UserError: the recipe has no such variant.
+        """
+        recipe = self.recipe
+        if name is None:
+            return self
+        if name not in recipe.variants:
+            raise UserError(
+                f"recipe {recipe.name}: has no variant '{name}'; allowed: {', '.join(recipe.variants) or 'none'}"
+            )
+        return replace(self, recipe=recipe.variant(name), before=self.whole)
+
+    @property
+    def whole(self) -> Recipe:
+        """The recipe as it was written, with all its trainings."""
+        return self.before or self.recipe
+
+    @property
+    def layout(self) -> RunLayout:
+        """The folders of the run."""
+        return RunLayout(self.recipe.folder)
+
+    @property
+    def data_root(self) -> Path | None:
+        """The folder in hub layout that test sets are read from; None: the Hub."""
+        root = self.recipe.evaluation.data_root
+        return Path(root) if root is not None else None
+
+    @property
+    def suite(self) -> SuiteConfig:
+        """The suite that every model of the run is asked."""
+        name = self.recipe.evaluation.suite
+        return self.once(("suite", name), lambda: load_suite(name))
+
+    @property
+    def original(self) -> ModelFolder:
+        """The original checkpoint: `model.path`, or what the pre-training left."""
+        return self._model(self.recipe.model_path, self.recipe.model)
+
+    @property
+    def teacher(self) -> ModelFolder:
+        """The checkpoint that the student is compared with: the original, or `teacher.path`."""
+        return self._model(*self.recipe.teacher_model)
+
+    def _model(self, path: str, config: ModelConfig) -> ModelFolder:
+        plan = config.model_copy(update={"path": path})
+        return self.once(("model", path, config.revision), lambda: find_model(plan))
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the original."""
+        original = self.original
+        return self.once(
+            "tokenizer",
+            lambda: load_tokenizer(original.folder, trust_remote_code=original.config.trust_remote_code),
+        )
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names in the report of all models that the run makes, the original first."""
+        calibrated = ["calibrated"] if self.recipe.calibration is not None else []
+        return ["original", "converted", *calibrated, MAIN, *self.recipe.variants]
+
+    @property
+    def studies_layers(self) -> bool:
+        """Whether the recipe's layer study can run in this launch: it rewires whole copies of the model."""
+        return self.recipe.evaluation.layer_study and not self.launch.engine.shards
+
+    def models(self) -> dict[str, Path]:
+        """Return every model of the run that exists, by its name in the report."""
+        original, *names = self.model_names
+        found = {original: self.original.folder, **{name: self.layout.model(name) for name in names}}
+        return {name: path for name, path in found.items() if path.is_dir()}

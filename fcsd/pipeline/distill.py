@@ -1,0 +1,223 @@
+"""Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_text
+from fcsd.base.strict import validate
+from fcsd.model.load import ModelFolder, dtype_of
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_launch
+from fcsd.pipeline.calibrate import calibrated_start
+from fcsd.pipeline.checks import check_overlap, check_training
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.rows import data_inputs, left_out, training_rows
+from fcsd.pipeline.scoring import early_stopping, score_settings, scored_data
+from fcsd.recipe.layout import MAIN
+from fcsd.recipe.overrides import to_yaml
+from fcsd.recipe.recipe import Recipe
+from fcsd.report.plots import plot_sweep
+from fcsd.training.arguments import TrainingRun
+from fcsd.training.config import MAY_CHANGE, TrainConfig
+from fcsd.training.run import remove_checkpoints, train
+from fcsd.training.sweep import Candidate, choice_text, edges, run_sweep
+from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
+from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
+
+
+def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
+    """Choose batch size, then learning rate; fill_cache as in `distill`."""
+    recipe, launch, folder = run.recipe, run.launch, run.layout.sweep
+    if recipe.sweep is None:
+        raise UserError(f"recipe {recipe.name}: has no `sweep` section; add one (see docs/recipes.md)")
+    settings = _training_settings(recipe) | {"sweep": recipe.sweep.model_dump(mode="json")}
+    inputs = launch.ranks.from_first(lambda: _training_inputs(run))
+    stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
+    if launch.begin(stage) == "finished":
+        _tell_choice(read_json(folder / "manifest.json")["results"], launch)
+        return stage
+    check_training(run, recipe.sweep.batch_size_tokens)
+    check_overlap(run)
+    start = calibrated_start(run, None)
+    rows = training_rows(recipe.data, run.tokenizer, run)
+    teacher = _teacher(run, rows, fill=fill_cache)
+
+    def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
+        description = f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
+        plan = _training_run(run, place, description, teacher, rows, start)
+        train(replace(plan, train=settings, save_model=False, left=None))
+
+    result = run_sweep(
+        recipe.sweep,
+        recipe.train,
+        folder,
+        candidate_run,
+        remove_checkpoints=lambda place: remove_checkpoints(place, launch),
+    )
+    write_ready_recipe(recipe, result, folder)
+    if launch.first:
+        plot_sweep(result, folder)
+    launch.finish(stage, result | left_out(rows, folder, launch))
+    _tell_choice(result, launch)
+    return stage
+
+
+def _tell_choice(result: dict[str, Any], launch: Launch) -> None:
+    if launch.first:
+        for line in (choice_text(result), *edges(result)):
+            print(f"sweep: {line}", file=sys.stderr)
+
+
+def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
+    """Distil the main model of a recipe, or one of its variants; uses the choice of the sweep when there is one.
+
+    fill_cache: compute what a teacher cache lacks, where the recipe has one.
+    """
+    run.variant(variant)  # a wrong name is found before a sweep that is missing
+    whole, run = run, _with_sweep(run).variant(variant)
+    plan, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
+    inputs = launch.ranks.from_first(lambda: _training_inputs(run))  # hashes of all weights and data: once
+    stage = Stage(folder, "distill", _training_settings(plan), inputs, MAY_CHANGE)
+    if launch.begin(stage) == "finished":
+        remove_checkpoints(folder, launch)
+        return stage
+    check_training(run)
+    check_overlap(run)
+    start = calibrated_start(whole, variant)
+    rows = training_rows(plan.data, run.tokenizer, run)
+    teacher = _teacher(run, rows, fill=fill_cache)
+    training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
+    with early_stopping(run, run.tokenizer) as (stopper, score):
+        results = train(replace(training, stopper=stopper, score=score))
+    launch.finish(stage, results | left_out(rows, folder, launch), folder / "model")
+    remove_checkpoints(folder, launch)
+    return stage
+
+
+def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify: bool = False) -> Path:
+    """Fill the teacher cache of a recipe's sweep and main distillation, or of one of its variants; return its folder.
+
+    verify: then read all of it and compare it with its checksums.
+    """
+    run = run.variant(variant)
+    plan = run.recipe
+    if plan.teacher is None:
+        raise UserError(
+            f"objective {plan.objective.name!r} compares with no teacher; there is nothing to cache"
+        )
+    folder = output or Path(plan.teacher.cache or run.layout.teacher_cache)
+    rows = training_rows(plan.data, run.tokenizer, run)
+    fill_teacher_cache(_teacher_source(run, rows), folder, verify=verify)
+    return folder
+
+
+def _with_sweep(run: Run) -> Run:
+    if run.recipe.sweep is None:
+        return run
+    manifest = run.layout.sweep / "manifest.json"
+    if not manifest.is_file():
+        raise UserError(
+            f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
+        )
+    return replace(run, recipe=with_choice(run.recipe, read_json(manifest)["results"]), before=run.whole)
+
+
+def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
+    """Write the recipe with the choice of its sweep to `folder/recipe.yaml`."""
+    ready = with_choice(recipe, result).dump() | {"sweep": None}
+    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
+    write_text(folder / "recipe.yaml", head + to_yaml(ready))
+
+
+def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
+    """Return the recipe with the batch size and learning rate that its sweep chose, and the steps that follow."""
+    raw = recipe.dump()
+    batch = result["batch_size_tokens"]
+    raw["train"] |= {"batch_size_tokens": batch, "learning_rate": result["learning_rate"]}
+    raw["train"]["max_steps"] = recipe.steps_with(batch)
+    return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
+
+
+# ---- what a training is made from
+
+
+def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | None:
+    return load_teacher(_teacher_source(run, rows), fill=fill) if run.recipe.teacher is not None else None
+
+
+def _teacher_source(run: Run, rows: Any) -> TeacherSource:
+    recipe = run.recipe
+    assert recipe.teacher is not None
+    return TeacherSource(
+        settings=recipe.teacher,
+        model=run.teacher,
+        tokenizer=run.tokenizer,
+        rows=rows,
+        batch_size=recipe.train.per_device_train_batch_size,
+        seed=recipe.seed,
+        launch=run.launch,
+    )
+
+
+def _training_run(
+    run: Run,
+    folder: Path,
+    description: str,
+    teacher: PreTrainedModel | Teacher | None,
+    rows: Any,
+    start: ModelFolder | None,
+) -> TrainingRun:
+    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it, `start` as `calibrated_start`."""
+    recipe = run.recipe
+    student = load_for_launch(
+        start or run.original, run.launch, recipe.connectivity.spec(), bf16=recipe.train.bf16
+    )
+    adapters = None
+    if recipe.lora is not None:
+        adapters = add_adapters(student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype))
+        if recipe.teacher is not None and recipe.teacher.backend == "adapter_off":
+            teacher = AdapterOffTeacher(student)
+    return TrainingRun(
+        launch=run.launch,
+        folder=folder,
+        description=description,
+        student=student,
+        teacher=teacher,
+        tokenizer=run.tokenizer,
+        rows=rows,
+        max_length=recipe.data.max_length,
+        objective=recipe.objective,
+        train=recipe.train,
+        seed=recipe.seed,
+        safety=recipe.safety,
+        adapters=adapters,
+        left=run.progress.left if run.progress is not None else None,
+    )
+
+
+def _training_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the part of the recipe that the result of a training depends on."""
+    # All back-ends of a teacher give the same numbers: a run may go on with another one. Its checkpoint is an input.
+    settings = recipe.model_dump(
+        mode="json",
+        include={"model", "data", "train", "connectivity", "objective", "lora", "seed"},
+        exclude={"data": {"heldout", "heldout_examples"}},
+    )
+    if recipe.starts_calibrated and recipe.calibration is not None:
+        settings["calibration"] = recipe.calibration.model_dump(mode="json")
+    return settings | {"early_stopping": score_settings(recipe.early_stopping)}
+
+
+def _training_inputs(run: Run) -> dict[str, str]:
+    recipe = run.recipe
+    inputs = {"original": run.original.weights, **data_inputs(recipe.data, run)}
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        inputs["teacher"] = run.teacher.weights
+    return inputs | scored_data(run)

@@ -1,0 +1,96 @@
+"""Train a model from scratch with cross-entropy: the `pretrain` section of a recipe."""
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.load import dtype_of, load_tokenizer, to_dtype
+from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.rows import data_inputs, left_out, pretraining_rows
+from fcsd.training.arguments import TrainingRun
+from fcsd.training.config import MAY_CHANGE, CrossEntropyObjectiveConfig
+from fcsd.training.run import remove_checkpoints, train
+
+
+def pretrain(run: Run) -> Stage:
+    """Train `recipe.pretrain.config` from scratch with cross-entropy."""
+    recipe, launch, plan = run.recipe, run.launch, run.recipe.pretrain
+    if plan is None:
+        raise UserError(f"recipe {recipe.name}: has no `pretrain` section; add one, or give model.path")
+    folder = run.layout.pretrain
+    settings = plan.model_dump(mode="json", exclude={"data": {"heldout", "heldout_examples"}}) | {
+        "seed": recipe.seed
+    }
+    inputs = launch.ranks.from_first(lambda: data_inputs(plan.data, run))
+    stage = Stage(folder, "pretrain", settings, inputs, MAY_CHANGE)
+    if launch.begin(stage) == "finished":
+        remove_checkpoints(folder, launch)
+        return stage
+    check_settings(plan.train, plan.data, launch, "pretrain.")
+    check_rows_fit(run, model_config(plan.config), plan.data.max_length, "pretrain.")
+    tokenizer = load_tokenizer(plan.tokenizer)
+    rows = pretraining_rows(run)
+    set_seed(recipe.seed)
+    # The first rank of a sharded run makes the weights, and sends the others their shards.
+    with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
+        model = new_model(plan.config | _token_ids(tokenizer, plan.config), plan.connectivity.spec())
+    to_dtype(model, dtype_of(plan.train.dtype))
+    training = TrainingRun(
+        launch=launch,
+        folder=folder,
+        description="pretrain",
+        student=model,
+        teacher=None,
+        tokenizer=tokenizer,
+        rows=rows,
+        max_length=plan.data.max_length,
+        objective=CrossEntropyObjectiveConfig(name="ce"),
+        train=plan.train,
+        seed=recipe.seed,
+        safety=recipe.safety,
+        left=run.progress.left if run.progress is not None else None,
+    )
+    results = train(training) | left_out(rows, folder, launch)
+    launch.finish(stage, results, folder / "model")
+    remove_checkpoints(folder, launch)
+    return stage
+
+
+def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
+    """Return a model with fresh random weights; the caller sets the seed.
+
+    Raises:
+        UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
+    """
+    built, experts = model_config(config), config.get("experts_implementation")
+    try:
+        model = AutoModelForCausalLM.from_config(
+            built, **({"experts_implementation": experts} if experts else {})
+        )
+    except Exception as error:
+        raise UserError(f"pretrain.config: {built.model_type}: {' '.join(str(error).split())}") from error
+    if connectivity.layers != "none":
+        convert_model(model, connectivity)
+    return model
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the tokenizer decides about a new model; the recipe may say it too, but not differently."""
+    ids = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    for key, value in ids.items():
+        if config.get(key, value) != value and not (key == "vocab_size" and config[key] > value):
+            raise UserError(
+                f"pretrain.config.{key}: {config[key]} does not fit the tokenizer's {value}; leave it out"
+            )
+    return {key: config.get(key, value) for key, value in ids.items()}

@@ -1,0 +1,164 @@
+"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them.
+
+Not covered: held-out text, which is short and is tokenized by each evaluation.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fcsd.base.files import hold_folder, make_folder, release_folder, write_json
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.config import DataConfig, DecontaminateConfig
+from fcsd.data.dataset import build_dataset
+from fcsd.data.decontaminate import Decontaminator, ItemIndex
+from fcsd.data.local import data_fingerprint
+from fcsd.data.rows import PackedRows
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.items import dataset_items, suite_items, test_set_location
+from fcsd.evaluation.stage import test_set_fingerprints
+from fcsd.model.families.structure import packing_of
+from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.pipeline.context import Run
+
+
+def training_rows(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Run,
+    *,
+    num_tokens: int | None = None,
+    on_bad_row: str | None = "data.on_bad_row",
+    apart_in: ModelFolder | None = None,
+) -> PackedRows:
+    """Return packed rows of a `data` section of the recipe; what is missing of their tokens is written first.
+
+    All ranks call this; the first one writes, below `tokens/` of the run, and all map the same files. Every training of
+    the run, its calibration and its teacher's cache share the tokens of a source.
+
+    Args:
+        num_tokens: as many as are read of them; None: by the longest training of the recipe.
+        on_bad_row: see `BadRows`.
+        apart_in: a model in which the examples of a row must not see each other: where they would, they are not packed.
+
+    Raises:
+        UserError: as `build_dataset`; another process writes tokens of this run.
+    """
+    tokens = run.whole.training_tokens if num_tokens is None else num_tokens
+    if apart_in is not None and data.packing and packing_of(apart_in.load_config()) == "leaks":
+        data = data.model_copy(update={"packing": False})
+    folder = run.layout.tokens
+
+    def write() -> str:
+        make_folder(folder)
+        hold_folder(folder)
+        try:
+            rows = build_dataset(
+                data.train,
+                tokenizer,
+                max_length=data.max_length,
+                packing=data.packing,
+                loss_on=data.loss_on,
+                seed=run.recipe.seed,
+                num_rows=math.ceil(tokens / data.max_length),
+                decontaminator=lambda: _decontaminator(data.decontaminate, tokenizer, run.data_root),
+                bad_rows=BadRows(data.on_bad_row, on_bad_row),
+                place=(folder, _folder_names(data, tokenizer, data_inputs(data, run))),
+            )
+        finally:
+            release_folder(folder)
+        return str(rows.path)
+
+    return PackedRows(Path(run.launch.ranks.from_first(write)))
+
+
+def _folder_names(data: DataConfig, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, str]) -> list[str]:
+    """Name the folder of each source's tokens by what they depend on."""
+    test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
+    decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
+    # Two stages of one run may find the same tokenizer in different folders; its vocabulary comes in any order.
+    shared = [data.loss_on, decontaminate, test_items, tokenizer.chat_template, tokenizer.get_vocab()]
+    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode())
+    names = []
+    for index, source in enumerate(data.train):
+        own, one = [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]], digest.copy()
+        one.update(json.dumps(own, sort_keys=True).encode())
+        names.append(one.hexdigest()[:16])
+    return names
+
+
+def tokenize(run: Run) -> dict[str, PackedRows]:
+    """Write the tokens of all trainings of a recipe; return the rows of its pre-training, its data and variants."""
+    recipe, found = run.recipe, {}
+    if (plan := recipe.pretrain) is not None:
+        found["pretrain.data"] = pretraining_rows(run)
+    made = recipe.pretrain is None or Path(recipe.model_path).is_dir()
+    tokenizer = run.tokenizer if made or plan is None else load_tokenizer(plan.tokenizer)
+    found["data"] = training_rows(recipe.data, tokenizer, run)
+    for name in recipe.variants:
+        one = run.variant(name)
+        if (one.recipe.data, one.recipe.seed) != (recipe.data, recipe.seed):
+            found[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one)
+    return found
+
+
+def pretraining_rows(run: Run) -> PackedRows:
+    """Return the rows of the recipe's pre-training."""
+    plan = run.recipe.pretrain
+    assert plan is not None
+    tokens = plan.train.max_steps * plan.train.batch_size_tokens
+    return training_rows(plan.data, load_tokenizer(plan.tokenizer), run, num_tokens=tokens)
+
+
+def _decontaminator(
+    plan: DecontaminateConfig | None, tokenizer: PreTrainedTokenizerBase, data_root: Path | None
+) -> Decontaminator | None:
+    if plan is None:
+        return None
+    sets = [dataset_items(**test_set.model_dump(), data_root=data_root) for test_set in plan.against]
+    if plan.suite is not None:
+        sets.append(suite_items(load_suite(plan.suite), data_root, tokenizer))
+    return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))
+
+
+def left_out(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
+    """For a manifest: how many examples were left out, and why; which ones goes to files in `folder`."""
+    found: dict[str, Any] = {}
+    if (record := rows.record["decontamination"]) is not None:
+        what = f"{record['num_left_out']} examples that overlap with test items"
+        found["decontamination"] = _write(folder / "decontamination.json", record, what, launch)
+    if (record := rows.record["bad_rows"])["num_left_out"]:
+        what = f"{record['num_left_out']} of {record['num_examples']} examples that cannot be tokenized"
+        found["bad_rows"] = _write(folder / "bad_rows.json", record, what, launch)
+    return found
+
+
+def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> dict[str, Any]:
+    if launch.first:
+        write_json(file, record)
+        print(f"data: {what} were left out, see {file}", file=sys.stderr)
+    return {name: value for name, value in record.items() if name != "left_out"}
+
+
+def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
+    """Return what identifies the bytes of the training sources, and of the test items that are kept out of them."""
+    inputs = {
+        f"data.train.{index}": data_fingerprint(source.path, source.revision)
+        for index, source in enumerate(data.train)
+    }
+    plan, data_root = data.decontaminate, run.data_root
+    if plan is not None:
+        for index, test_set in enumerate(plan.against):
+            location = test_set_location(test_set.path, data_root)
+            inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(location, test_set.revision)
+        if plan.suite is not None:
+            found = test_set_fingerprints(load_suite(plan.suite).tasks, data_root)
+            inputs |= {f"data.decontaminate {name}": value for name, value in found.items()}
+    return inputs

@@ -1,0 +1,108 @@
+"""All stages of a recipe in a row: each reads folders and leaves a folder with a manifest (`fcsd.recipe.layout`)."""
+
+import sys
+from dataclasses import replace
+
+from fcsd.base.artifact import Stage
+from fcsd.evaluation.batch import check_batch_size
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
+from fcsd.model.load import ModelFolder
+from fcsd.pipeline.calibrate import calibrate
+from fcsd.pipeline.checks import check_run
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.convert import convert
+from fcsd.pipeline.distill import distill, sweep
+from fcsd.pipeline.pretrain import pretrain
+from fcsd.pipeline.progress import (
+    CALIBRATION,
+    CONVERSION,
+    LAYERS,
+    PRETRAINING,
+    PUBLICATION,
+    SWEEP,
+    distillation,
+    evaluation,
+    run_progress,
+)
+from fcsd.pipeline.publish import publish
+from fcsd.pipeline.steer import steer
+from fcsd.planning.layers.settings import Study
+from fcsd.planning.layers.study import study_layers
+from fcsd.report.study_plots import plot_layers
+
+
+def run_all(run: Run, *, as_json: bool = False) -> None:
+    """Run all stages in a row; what is finished is not run again. Prints as `report` does. All ranks call this.
+
+    Raises:
+        UserError: an automatic batch size in a launch that shards the weights; as `fcsd.pipeline.checks.check_run`.
+    """
+    recipe, launch = run.recipe, run.launch
+    check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
+    check_run(run)
+    if launch.first:
+        run = replace(run, progress=run_progress(run))
+    if recipe.pretrain is not None:
+        run.begin(PRETRAINING)
+        # Expert parallelism reads its model from a checkpoint, and here is none yet.
+        pretrain(replace(run, launch=launch.with_copies()))
+    run.begin(CONVERSION)
+    convert(run)
+    if recipe.calibration is not None:
+        run.begin(CALIBRATION)
+        calibrate(run)
+    if recipe.sweep is not None:
+        run.begin(SWEEP)
+        sweep(run, fill_cache=True)
+    for name in (None, *recipe.variants):
+        run.begin(distillation(name))
+        distill(run, name, fill_cache=True)
+    evaluate_models(run)
+    if recipe.evaluation.router_bias is not None:
+        steer(run)
+    if run.studies_layers:
+        run.begin(LAYERS)
+        layers(run)
+    run.begin(PUBLICATION)
+    launch.ranks.from_first(lambda: publish(run, as_json=as_json))
+    if run.progress is not None:
+        run.progress.end()
+    is_due = recipe.evaluation.layer_study and not (run.layout.layers / "manifest.json").is_file()
+    if is_due and launch.first:
+        print(
+            "evaluation.layer_study: left for later: the study rewires whole copies of the model, and this launch"
+            " shards the weights; `fcsd run` of the same recipe in one process, or on copies, adds it to the report",
+            file=sys.stderr,
+        )
+
+
+def evaluate_models(run: Run) -> None:
+    """Evaluate every model of the run that is there, on the same items."""
+    original, plan = run.original, run.recipe.evaluation
+    suite, reference = load_suite(plan.suite), Reference(original, run.recipe.data)
+    for name, path in run.models().items():
+        run.begin(evaluation(name))
+        own = original.config.model_copy(update={"path": str(path)})
+        model = original if name == "original" else ModelFolder(own, path)
+        one = Evaluation(name, model, suite, plan, reference)
+        run_evaluation(one, run.layout.evaluation(name), run.launch)
+
+
+def layers(run: Run) -> Stage:
+    """Run the layer study on the recipe's held-out text: untrained KL against the rewired layers (paper Fig. 3)."""
+    recipe, original = run.recipe, run.original
+    data, sides = recipe.data, recipe.connectivity
+    assert data.heldout is not None  # the recipe has checked it
+    study = Study(
+        model=original.config,
+        attention=sides.attention,
+        mlp=sides.mlp,
+        sides=["first", "last"] if sides.mlp == "full" else ["first", "last", "single"],
+        text=data.heldout,
+        text_examples=data.heldout_examples,
+        max_length=data.max_length,
+        packing=data.packing,
+        loss_on=data.loss_on,
+    )
+    return study_layers(study, original, run.layout.layers, run.launch, plot_layers)

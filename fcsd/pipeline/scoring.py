@@ -1,0 +1,91 @@
+"""What early stopping scores: a recipe's section becomes a stopper, and a function that scores a model in training.
+
+A task is scored as `fcsd evaluate` scores it (`fcsd.evaluation.runner.prepare_evaluation`), generated code in the same
+sandbox, whose servers are processes of their own, started once and ended with the block. Model and random generators
+are afterwards what they were before a score.
+
+Not covered: when a score is made, and what follows from it; that is `fcsd.training`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
+from fcsd.model.load import load_checkpoint
+from fcsd.pipeline.context import Run
+from fcsd.recipe.stopping import EarlyStoppingConfig, HeldoutKLStoppingConfig
+from fcsd.training.arguments import Scorer
+from fcsd.training.early_stopping import EarlyStopper, Score
+from fcsd.training.heldout import HeldoutKL
+
+
+@contextlib.contextmanager
+def early_stopping(
+    run: Run, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
+    """Give the stopper and the score function of a recipe; None, None where it has no such section.
+
+    Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
+    scorer that fails them would stop every run.
+
+    Raises:
+        UserError, ScorerError: as `fcsd.evaluation.runner.prepare_evaluation`.
+    """
+    recipe, plan = run.recipe, run.recipe.early_stopping
+    if plan is None:
+        yield None, None
+        return
+    stopper = EarlyStopper(
+        every_steps=plan.every_steps, patience=plan.patience, min_delta=plan.min_delta, metric=plan.metric
+    )
+    if isinstance(plan, HeldoutKLStoppingConfig):
+        with stopper.time.scoring():
+            rows = heldout_of(recipe.data, tokenizer)  # the recipe has checked that it has some
+        yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
+        return
+    row = plan.task
+    with contextlib.ExitStack() as stack:
+        with stopper.time.scoring():
+            evaluate = stack.enter_context(
+                prepare_evaluation(
+                    tokenizer,
+                    # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
+                    SuiteConfig(name="early_stopping", tasks=[row], folder="."),
+                    recipe.evaluation.model_copy(update={"batch_size": plan.batch_size, "limit": plan.limit}),
+                    ranks=run.launch.ranks,
+                    progress=False,  # a bar of its own would cut the training's to pieces
+                    any_direction=True,
+                )
+            )
+
+        def score(model: PreTrainedModel) -> Score:
+            result, samples = evaluate(model, "early stopping")
+            task = result["tasks"][row.task]
+            return Score(
+                [sample["score"] for sample in samples[row.task]],
+                num_items_total=task["num_items_total"],
+                higher_is_better=task["higher_is_better"],
+            )
+
+        yield stopper, score
+
+
+def scored_data(run: Run) -> dict[str, str]:
+    """Return what identifies the items that early stopping scores, as inputs of a stage."""
+    recipe, plan = run.recipe, run.recipe.early_stopping
+    if plan is None:
+        return {}
+    if isinstance(plan, HeldoutKLStoppingConfig):
+        assert recipe.data.heldout is not None  # the recipe has checked it
+        return test_set_fingerprints([], None, recipe.data.heldout)
+    return test_set_fingerprints([plan.task], run.data_root)
+
+
+def score_settings(plan: EarlyStoppingConfig | None) -> dict[str, Any] | None:
+    """Return the part of the section that a result depends on: the batch size changes a score by float noise only."""
+    return plan.model_dump(mode="json", exclude={"batch_size"}) if plan is not None else None

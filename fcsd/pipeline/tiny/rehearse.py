@@ -1,0 +1,395 @@
+"""From a recipe to its rehearsal: what is replaced, and the folder that holds it.
+
+    FOLDER/recipe.yaml        the rehearsal, a complete recipe of its own
+    FOLDER/model/             a model of the same family with 4 layers of width 32, random weights, and its tokenizer
+    FOLDER/hub/OWNER/NAME/    rows in the columns of each data set that the recipe names by its hub id
+    FOLDER/files/             the same for data that the recipe names by a path
+    FOLDER/run/               output_dir
+
+Replaced are the model, the data and the numbers of steps, tokens and items. A batch keeps its number of rows, so that
+it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
+more). Everything else stays as the recipe has it.
+
+Test sets whose rows `rows.py` does not have are linked from the recipe's own data root.
+
+Not covered: invented rows for such test sets.
+"""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder
+from fcsd.base.strict import validate
+from fcsd.data.config import DataConfig, SourceConfig, making_of
+from fcsd.evaluation.config import load_suite
+from fcsd.model.connectivity.spec import parse_selection
+from fcsd.parallel.launch import Launch
+from fcsd.pipeline.tiny.rows import BENCHMARKS, training_row
+from fcsd.recipe.graded import split_names
+from fcsd.recipe.overrides import set_dotted, to_yaml
+from fcsd.recipe.recipe import Recipe, router_loss_keys
+from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.training.config import TrainConfig
+
+# So that the shipped recipes can be rehearsed without a network; of other models config.json is read.
+_MODEL_TYPES = {
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
+}
+
+
+_MAX_LENGTH = 64
+
+
+_VOCABULARY = 512
+
+
+_POSITIONS = 4096  # prompts with shots are long where a token is a byte
+
+
+_NUM_STEPS = 2
+
+
+_MOST_ROWS = 64  # of a batch
+
+
+_NUM_ITEMS = 8  # of every test set
+
+
+_LAYERS = 4
+
+
+def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
+    """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
+
+    Raises:
+        UserError: the folder holds something else, or the rehearsal of other settings; the family of the model
+            cannot be found out.
+    """
+    small = _small(recipe, folder)
+    text = f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means anything.\n{to_yaml(small.dump())}"
+    ready = folder / "recipe.yaml"
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not ready.is_file()):
+        raise UserError(f"--rehearse {folder}: is something else than a rehearsal; choose a new folder")
+    if ready.is_file() and ready.read_text(encoding="utf-8") != text:
+        raise UserError(
+            f"--rehearse {folder}: holds the rehearsal of other settings; choose another folder or remove it"
+        )
+    if launch.first:
+        known, own = _test_sets(recipe)
+        if not ready.is_file():
+            with new_folder(folder) as place:
+                _write_models(recipe, place)
+                _write_data(recipe, place, known)
+                (place / "recipe.yaml").write_text(text, encoding="utf-8")
+        for path, source in own.items():  # those that were made since, too
+            link = folder / "hub" / path
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(source)
+    launch.wait()
+    return small
+
+
+def _small(recipe: Recipe, folder: Path) -> Recipe:
+    """Replace model, data and steps of a recipe and its variants; nothing is read or written."""
+    raw = _replaced(recipe, folder)
+    for name, changes in recipe.variants.items():
+        # What a variant changes is looked up in the rehearsal of that variant, so that it is replaced alike.
+        variant = _replaced(recipe.variant(name), folder)
+        raw["variants"][name] = {key: _dotted(variant, key) for key in changes}
+    return validate(Recipe, raw, f"rehearsal of recipe {recipe.name}")
+
+
+def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    raw = recipe.dump()
+
+    def put(key: str, value: Any) -> None:
+        set_dotted(raw, key, value, f"rehearsal of recipe {recipe.name}")
+
+    put("name", f"{recipe.name}-rehearsal")  # in the title of its report and of its model card
+    put("output_dir", str(folder / "run"))
+    if recipe.pretrain is not None:
+        put("pretrain.config", _pretrain_config(recipe))
+        put("pretrain.tokenizer", str(folder / "model"))
+        raw["pretrain"]["data"] |= _small_data(recipe.pretrain.data, folder, "pretrain")
+        raw["pretrain"]["train"] |= _small_train(recipe.pretrain.train, recipe.pretrain.data.max_length)
+    else:
+        put("model.path", str(folder / "model"))
+        put("model.revision", None)
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        raw["teacher"] |= {"path": str(folder / "teacher"), "revision": None}
+    if recipe.teacher is not None and recipe.teacher.cache is not None:
+        put("teacher.cache", str(folder / "teacher-cache"))
+    if recipe.objective.vocab_size is not None:
+        put("objective.vocab_size", _VOCABULARY)
+    length = recipe.data.max_length
+    raw["data"] |= _small_data(recipe.data, folder, "data")
+    raw["train"] |= _small_train(recipe.train, length)
+    if recipe.early_stopping is not None:
+        put("early_stopping.every_steps", _NUM_STEPS // 2)
+        if isinstance(recipe.early_stopping, TaskStoppingConfig):
+            put("early_stopping.limit", 2)
+            if recipe.early_stopping.task.kind != "likelihood":
+                put("early_stopping.task.max_new_tokens", 8)
+    if recipe.sweep is not None:
+        batches = [_small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens]
+        raw["sweep"] |= {"batch_size_tokens": batches, "steps": 2, "last_steps": 1}
+        put("sweep.warmup_steps", min(recipe.sweep.warmup_steps, 1))
+        if recipe.sweep.train_tokens is not None:
+            # At least `_NUM_STEPS` steps with the largest batch: the first step of a warm-up moves nothing.
+            put("sweep.train_tokens", _NUM_STEPS * max(batches))
+    put("evaluation.data_root", str(folder / "hub"))
+    put("evaluation.server", None)  # serves another model
+    put("evaluation.limit", min(recipe.evaluation.limit or _NUM_ITEMS, 2))
+    return raw
+
+
+def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
+    """Return the keys of a `data` section that a rehearsal replaces."""
+
+    def small(source: SourceConfig, name: str) -> dict[str, Any]:
+        path = str(_place(source.path, folder, f"{section}-{name}"))
+        return source.model_dump(mode="json") | {"path": path, "revision": None}
+
+    return {
+        "train": [small(source, str(index)) for index, source in enumerate(data.train)],
+        "heldout": small(data.heldout, "heldout") if data.heldout is not None else None,
+        "heldout_examples": min(data.heldout_examples, _NUM_ITEMS),
+        "max_length": min(data.max_length, _MAX_LENGTH),
+    }
+
+
+def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
+    """Return the keys of a `train` section that a rehearsal replaces."""
+    schedule = train.lr_scheduler_kwargs
+    if schedule is not None and "num_decay_steps" in schedule:
+        schedule = schedule | {"num_decay_steps": 1}
+    return {
+        "lr_scheduler_kwargs": schedule,
+        "max_steps": min(train.max_steps, _NUM_STEPS),
+        "warmup_steps": min(train.warmup_steps, 1),
+        "batch_size_tokens": _small_batch(train.batch_size_tokens, max_length),
+        "logging_steps": 1,
+        "save_steps": _NUM_STEPS // 2,
+    }
+
+
+def _small_batch(tokens: int, max_length: int) -> int:
+    """Keep as many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no whole number of rows, which
+    training refuses, stays one."""
+    rows, rest = divmod(tokens, max_length)
+    while rows > _MOST_ROWS and rows % 2 == 0:
+        rows //= 2
+    return rows * min(max_length, _MAX_LENGTH) + (1 if rest else 0)
+
+
+def _dotted(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        raw = raw[int(part)] if isinstance(raw, list) else raw[part]
+    return raw
+
+
+def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
+    """Shrink the configuration to pre-train: fields of the tiny model of the same family."""
+    from fcsd.pipeline.tiny.models import tiny_config
+
+    assert recipe.pretrain is not None
+    given = recipe.pretrain.config
+    config = tiny_config(
+        given["model_type"], num_hidden_layers=_num_layers(recipe), **_sizes()
+    ).to_diff_dict()
+    for key in router_loss_keys(config):  # defaults of transformers
+        section, _, name = key.rpartition(".")
+        del (_dotted(config, section) if section else config)[name]
+    kept = {name: given[name] for name in ("experts_implementation",) if name in given}
+    dropped = (
+        "transformers_version",
+        "_name_or_path",
+        "dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    return {name: value for name, value in config.items() if name not in dropped} | kept
+
+
+def _write_models(recipe: Recipe, place: Path) -> None:
+    """Write the tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
+    checkpoints.
+
+    In bfloat16, as checkpoints of this size are.
+    """
+    import torch
+
+    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+
+    sizes = _sizes() | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
+    if recipe.pretrain is None:
+        tiny_model(_model_type(recipe.model.path, recipe.model.revision), **sizes).save_pretrained(
+            place / "model"
+        )
+    tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
+    for one in _with_variants(recipe):
+        if one.teacher is not None and one.teacher.path is not None:
+            model_type = _model_type(one.teacher.path, one.teacher.revision)
+            tiny_model(model_type, seed=1, **sizes).save_pretrained(place / "teacher")
+
+
+def _sizes() -> dict[str, Any]:
+    return {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS}
+
+
+def _model_type(path: str, revision: str | None) -> str:
+    from fcsd.model.families import base_model_type, family_of
+    from fcsd.model.inspect.checkpoint import find_source
+
+    if path in _MODEL_TYPES:
+        return _MODEL_TYPES[path]
+    try:
+        config = find_source(path, revision).config
+    except UserError as error:
+        raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
+    family_of(config)
+    return base_model_type(config["model_type"])
+
+
+def _num_layers(recipe: Recipe) -> int:
+    """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
+    sections = [one.connectivity for one in _with_variants(recipe)]
+    if recipe.pretrain is not None:
+        sections.append(recipe.pretrain.connectivity)
+    needed = [_LAYERS]
+    for section in sections:
+        selection = parse_selection(section.layers)
+        if isinstance(selection, list):
+            needed.append(selection[-1] + 1)
+        elif isinstance(selection, dict):
+            needed += [count for count in selection.values() if isinstance(count, int)]
+    return max(needed)
+
+
+def _place(path: str, folder: Path, name: str) -> Path:
+    """Choose where the rows lie that stand for the data at `path`."""
+    if _is_hub_id(path):
+        return folder / "hub" / path
+    return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
+
+
+def _is_hub_id(path: str) -> bool:
+    return (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None and not Path(path).exists()
+    )
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).suffix in (".jsonl", ".json", ".parquet")
+
+
+def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
+    """Write rows for everything that the recipe reads; known: the test sets of which there are some."""
+    repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    for name, source, number in _sources(recipe):
+        columns = source.columns or {"messages": "messages"}
+        rows = [training_row(source.path, columns, index) for index in range(number)]
+        target = _place(source.path, place, name)
+        if _is_file(source.path):
+            _write_rows(target, rows)
+        else:
+            for split in split_names(source.split):
+                repositories.setdefault(target, {})[source.name or "default", split] = rows
+    (place / "hub").mkdir(exist_ok=True)
+    for path in sorted(known):
+        files = repositories.setdefault(place / "hub" / path, {})
+        made = BENCHMARKS[path]
+        rows = [made.row(index) for index in range(_NUM_ITEMS)]
+        files |= {each: rows for each in itertools.product(made.configs, made.splits) if each not in files}
+    for folder, files in repositories.items():
+        _write_repository(folder, files)
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
+    """Name, source and number of examples, of all training sources and held-out texts."""
+    tokens = max(one.train.batch_size_tokens for one in _with_variants(recipe))
+    if recipe.sweep is not None:
+        tokens = max(tokens, *recipe.sweep.batch_size_tokens)
+    sections = [("data", recipe.data, tokens)]
+    if recipe.pretrain is not None:
+        sections.append(("pretrain", recipe.pretrain.data, recipe.pretrain.train.batch_size_tokens))
+    for section, data, batch in sections:
+        # An example fills half a row of `_MAX_LENGTH` tokens or more: a batch, and a bit.
+        number = 2 * (batch // data.max_length) // len(data.train) + _NUM_ITEMS
+        for index, source in enumerate(data.train):
+            yield f"{section}-{index}", source, number
+        if data.heldout is not None:
+            yield f"{section}-heldout", data.heldout, _NUM_ITEMS
+
+
+def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
+    """Collect the test sets whose rows are known here, and where those lie that only the user has; tell of those that
+    are in neither place, which a run refuses when it begins."""
+    stopping = recipe.early_stopping
+    found = {stopping.task.dataset: "early_stopping"} if isinstance(stopping, TaskStoppingConfig) else {}
+    suites = {recipe.evaluation.suite}
+    sections = [one.data for one in _with_variants(recipe)]
+    if recipe.pretrain is not None:
+        sections.append(recipe.pretrain.data)
+    for data in sections:
+        if data.decontaminate is not None:
+            found |= {test_set.path: "data.decontaminate.against" for test_set in data.decontaminate.against}
+            suites.add(data.decontaminate.suite or recipe.evaluation.suite)
+    for name in sorted(suites):
+        suite = load_suite(name)
+        found |= {row.dataset: f"task {row.task} of suite {suite.name}" for row in suite.tasks}
+    root = recipe.evaluation.data_root
+    own = {}
+    for path, by in found.items():
+        if path in BENCHMARKS or Path(path).is_absolute() or ".." in Path(path).parts:
+            continue
+        places = [*([Path(root) / path] if root is not None else []), Path(path)]
+        if there := [place for place in places if place.exists()]:
+            own[path] = there[0].resolve()
+        else:
+            filling = "; `fcsd evaluate --fetch ROOT --suite SUITE` fills one"
+            print(
+                f"--rehearse: {by}: no rows of the data set {path} are known to fcsd, and evaluation.data_root"
+                f" ({root or 'not set'}) does not have it; nothing can be evaluated on it before that names a folder"
+                f" that does{making_of(path, root) or filling}",
+                file=sys.stderr,
+            )
+    return found.keys() & BENCHMARKS.keys(), own
+
+
+def _with_variants(recipe: Recipe) -> list[Recipe]:
+    return [recipe, *map(recipe.variant, recipe.variants)]
+
+
+def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    """Write a data set in hub layout: one file a configuration and split, and the README that names them."""
+    configs: dict[str, list[dict[str, str]]] = {}
+    for (config, split), rows in files.items():
+        _write_rows(folder / config / f"{split}.jsonl", rows)
+        configs.setdefault(config, []).append({"split": split, "path": f"{config}/{split}.jsonl"})
+    listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n", encoding="utf-8")
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,70 @@
+"""What the planner assumes of a machine beside published figures: one table, each value with its range and its source.
+
+The values were chosen before any of them was compared with a measured speed-up, and are not fitted to one. A cluster
+file replaces them (`assumptions: {gemm: 0.6}`), measured times do without most of them (`fcsd.planning.cost.measured`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A value, the range in which it may well lie, what it is, and where it comes from.
+
+    least, most: between which it means something.
+    """
+
+    value: float
+    low: float
+    high: float
+    what: str
+    source: str
+    least: float = 0.0
+    most: float = math.inf
+
+
+_MI300X = "AMD MI300X GPU Performance Analysis (arXiv, Oct 2025)"
+_CHOSEN = "assumed"
+
+ASSUMPTIONS = {
+    "gemm": Assumption(0.50, 0.30, 0.70, "share of the peak, dense matmuls",
+                       f"{_MI300X}: about 45 % in BF16 and FP8; rocm.blogs.amd.com, measuring-max-achievable-flops:"
+                       " more at the best shapes", most=1.0),
+    "grouped": Assumption(0.40, 0.20, 0.60, "share of the peak, the experts' grouped matmuls", _CHOSEN, most=1.0),
+    "core": Assumption(0.30, 0.15, 0.45, "share of the peak, batched matmuls of attention written out", _CHOSEN,
+                       most=1.0),
+    "fused_core": Assumption(0.25, 0.12, 0.60, "share of the peak, fused attention, of the pairs that a causal mask"
+                             " leaves", _CHOSEN, most=1.0),
+    "hbm": Assumption(0.65, 0.40, 0.80, "share of the memory's bandwidth",
+                      f"{_MI300X}: 81 % at large arrays; scalarlm.com, memcpy on MI300X: 40 to 60 %", most=1.0),
+    "link": Assumption(0.85, 0.60, 1.00, "share of what a link within a node can carry", _CHOSEN, most=1.0),
+    "nic": Assumption(0.80, 0.50, 0.95, "share of a network interface", _CHOSEN, most=1.0),
+    "latency_us": Assumption(20, 5, 60, "microseconds an exchange takes beside its bytes; twice that between nodes",
+                             _CHOSEN),
+    "slowdown": Assumption(0.15, 0.0, 0.50, "seconds computation loses for each second of hidden communication",
+                           f"{_CHOSEN}; arXiv 2412.14335 (MI300X): overlap of collectives gave 21 % of the ideal gain"
+                           " where both fill the device", most=1.0),
+    "score_passes": Assumption(4, 2, 8, "passes over the scores in memory, attention written out", _CHOSEN),
+    "norm_passes": Assumption(6, 3, 12, "passes over the residual stream: norms, sums", _CHOSEN),
+    "row_passes": Assumption(8, 4, 12, "passes over the dispatched rows: sorting before and after, twice", _CHOSEN),
+    "logit_passes": Assumption(8, 2, 12, "passes over float32 logits for head and loss, both directions", _CHOSEN),
+    "optimizer_bytes": Assumption(32, 20, 48, "bytes moved a parameter that AdamW updates", _CHOSEN),
+    "prefetch": Assumption(0.5, 0.0, 1.0, "share of computation that hides gathered weights and reduced gradients",
+                           f"{_CHOSEN}: FSDP2 gathers a layer ahead, but the host waits once a layer to learn how many"
+                           " rows go where", most=1.0),
+    "last_combine": Assumption(0.0, 0.0, 1.0, "share of the last layer's shared expert that hides its combine",
+                               "FarSkip paper 4.1: the last all-to-all forward and the first backward are not hidden;"
+                               " fcsd starts it before the shared expert, which would be 1", most=1.0),
+    "imbalance": Assumption(1.0, 1.0, 5.1, "rows of the rank with most of them, over the mean: experts and exchanges",
+                            f"{_CHOSEN}: even routing; deepspeedai/DeepSpeed issue 8213: 2.6 to 5.1 in supervised"
+                            " fine-tuning on 16 H100; --routing reads a model's own", least=1.0),
+}  # fmt: skip
+
+Values = Mapping[str, float]
+
+
+def default_values() -> dict[str, float]:
+    """Return the value of each assumption."""
+    return {name: one.value for name, one in ASSUMPTIONS.items()}

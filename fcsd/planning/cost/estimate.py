@@ -1,0 +1,283 @@
+"""Estimate what a run of a recipe needs: memory of a rank, FLOPs, time, and what to change where it does not fit."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fcsd.model.families import expert_counts
+from fcsd.planning.cost.assumptions import ASSUMPTIONS
+from fcsd.planning.cost.calibration import calibration_flops
+from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
+from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, job_of, step_times
+from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
+from fcsd.planning.cost.tokens import tokenizing
+from fcsd.planning.cost.training import Training, distillation, only_pretrains, pretraining
+from fcsd.recipe.recipe import Recipe
+from fcsd.training.disk import disk_need
+
+
+def estimate(
+    recipe: Recipe, hardware: Hardware | None = None, *, variant: str | None = None, pretrain: bool = False
+) -> dict[str, Any]:
+    """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only config.json is fetched.
+
+    Args:
+        variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
+            has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
+
+    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, tokens,
+        totals, assumptions.
+
+    Raises:
+        UserError: no such checkpoint, GPU or variant; a family that is refused; a batch that cannot be cut over the
+            ranks; a model whose step needs data (`model.experts_implementation` of its own).
+    """
+    hardware = hardware or Hardware()
+    pretrain = pretrain or (variant is None and only_pretrains(recipe))
+    training = pretraining(recipe) if pretrain else distillation(recipe, variant)
+    job = job_of(training, hardware)
+    seconds, memory = step_times(job), _memory(job)
+    step_s = [each["regular_s"] for each in seconds]
+    return {
+        "recipe": recipe.name,
+        "run": training.name,
+        "model": training.where,
+        "model_type": training.config["model_type"],
+        "parameters": {
+            "total": job.trace.num_parameters,
+            "active": training.num_active,
+            "trained": job.trace.num_trainable,
+        },
+        "hardware": _hardware(job),
+        "settings": _settings(job),
+        "memory": memory,
+        "cache": _cache(recipe, job),
+        "changes": [] if memory["fits"] else list(changes(job, memory["gpu_bytes"])),
+        "disk": _disk(job),
+        "flops": _flops(job),
+        "time": _time(job, seconds[1], step_s),
+        "tokens": tokenizing(training.data_tokens),
+        "totals": [
+            *_before(recipe, hardware, pretrain, variant),
+            *([] if pretrain else _calibration(recipe, variant, job)),
+            *_totals(recipe, training, step_s, with_sweep=not pretrain and variant is None),
+        ],
+        "assumptions": list(_assumptions(job)),
+    }
+
+
+def _hardware(job: Job) -> dict[str, Any]:
+    facts = {name: getattr(job.hardware, name) for name in ("num_gpus", "sharding", "expert_parallel")}
+    return asdict(job.machine.gpu) | facts | {"supported": is_supported(job.training, job.layout)}
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    training, setting = job.training, job.setting
+    section = training.connectivity
+    return {
+        "objective": training.objective.name,
+        "connectivity": section.layers if section is not None else "as in the checkpoint",
+        "rows": setting.num_rows,
+        "max_length": setting.num_tokens,
+        "micro_batches": job.micro_batches,
+        "dtype": training.train.dtype,
+        "bf16": training.train.bf16,
+        "gradient_checkpointing": setting.checkpointing,
+        "teacher": setting.teacher if setting.has_teacher else None,
+        "lora": setting.adapters,
+        "freeze_embeddings_and_head": setting.freeze_embeddings_and_head,
+    }
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    trace, setting, available = job.trace, job.setting, int(job.machine.gpu.memory_gb * 1e9)
+    parts = memory_parts(trace, setting, job.layout)
+    activations = {
+        f"{name}_checkpointing_bytes": activation_bytes(
+            job.trace_of, replace(setting, checkpointing=on), job.layout
+        )
+        for name, on in (("without", False), ("with", True))
+    }
+    itemsize = (torch.bfloat16 if setting.autocast else setting.student_dtype).itemsize
+    layer_input = job.tokens * trace.hidden_size * itemsize
+    layer_inputs = {
+        "layer_inputs_bytes": trace.num_layers * layer_input,
+        "second_inputs_bytes": trace.num_pairs * layer_input,
+    }
+    total = sum(parts.values())
+    return {
+        "parts": parts,
+        "total_bytes": total,
+        "gpu_bytes": available,
+        "fits": total <= available,
+        "activations": activations | layer_inputs,
+    }
+
+
+def _disk(job: Job) -> dict[str, int]:
+    need = disk_need(
+        job.training.train,
+        num_trained=job.trace.num_trainable,
+        num_parameters=job.trace.num_parameters,
+        model_itemsize=job.training.left_dtype.itemsize,
+        keeps_best=job.training.keeps_best,
+    )
+    return {
+        "checkpoint_bytes": need.checkpoint,
+        "num_checkpoints": need.num_checkpoints,
+        "best_bytes": need.best,
+        "model_bytes": need.model,
+        "total_bytes": need.total,
+    }
+
+
+def _flops(job: Job) -> dict[str, Any]:
+    """Return the operations that run, teacher and layers that are run again with them."""
+    by_phase = {phase: sum(by.values()) for phase, by in job.trace.flops.items()}
+    names = {
+        "teacher forward": "teacher forward",
+        "activations": "student forward",
+        "loss": "loss",
+        "backward": "backward",
+    }
+    per_token = {name: by_phase[phase] / job.tokens for phase, name in names.items() if phase in by_phase}
+    per_step = sum(per_token.values()) * job.training.train.batch_size_tokens
+    in_float32 = sum(by.get("float32", 0) for by in job.trace.flops.values())
+    return {
+        "per_token": per_token,
+        "per_step": per_step,
+        "total": per_step * job.training.train.max_steps,
+        "float32_share": in_float32 / sum(by_phase.values()),
+    }
+
+
+def _time(job: Job, seconds: dict[str, Any], step_s: list[float]) -> dict[str, Any]:
+    step_tokens, mfu = job.training.train.batch_size_tokens, job.hardware.mfu
+    return {
+        "mfu": None if mfu is None else list(mfu),
+        "step_s": [step_s[0], step_s[2]],
+        "expected_s": step_s[1],
+        "compute_s": seconds["compute_s"],
+        "exchanges_s": seconds["communication_s"],
+        "sharding_s": seconds["sharding_s"][0],
+        "tokens_per_second": [step_tokens / step_s[2], step_tokens / step_s[0]],
+        "expected_tokens_per_second": step_tokens / step_s[1],
+    }
+
+
+def _cache(recipe: Recipe, job: Job) -> dict[str, int] | None:
+    """Compute the bytes on disk of a teacher cache: a token with loss, and all that the longest training reads."""
+    training, setting = job.training, job.setting
+    if not setting.has_teacher or setting.teacher != "cache":
+        return None
+    tokens = training.train.max_steps * training.train.batch_size_tokens
+    if recipe.sweep is not None:
+        sweep, sizes = recipe.sweep, recipe.sweep.batch_size_tokens
+        tokens = max(tokens, *(size * sweep.steps_of(size, training.train) for size in sizes))
+    each = job.trace.hidden_size * setting.teacher_dtype.itemsize
+    return {"bytes_per_token": each, "at_most_tokens": tokens, "at_most_bytes": each * tokens}
+
+
+def _before(recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None) -> list[dict[str, Any]]:
+    """Return the row of the pre-training that a whole run of the recipe begins with."""
+    if recipe.pretrain is None or pretrain or variant is not None:
+        return []
+    rows: list[dict[str, Any]] = estimate(recipe, hardware, pretrain=True)["totals"]
+    return rows
+
+
+def _calibration(recipe: Recipe, variant: str | None, job: Job) -> Iterator[dict[str, Any]]:
+    """Return the row of the calibration that precedes the training, with all layers as if they were rewired."""
+    one = recipe.variant(variant) if variant is not None else recipe
+    if one.calibration is None:
+        return
+    trace, config = job.trace, job.training.config
+    counts = expert_counts(SimpleNamespace(**config.get("text_config", config)), None)
+    flops = calibration_flops(
+        forward=sum(trace.flops["activations"].values()) / job.tokens,
+        tokens=one.calibration.tokens,
+        num_layers=trace.num_layers,
+        hidden_size=trace.hidden_size,
+        num_parameters=trace.num_parameters - trace.embeddings_and_head,
+        num_experts=counts[0] or 0,
+        experts_per_token=counts[1] or 0,
+    )
+    shares = [values["gemm"] for values in assumed_values(job.hardware.mfu)]
+    peak = job.machine.gpu.float32_tflops * 1e12 * job.machine.num_gpus
+    hours = [flops / (peak * share) / 3600 for share in shares]
+    yield _row("calibration", 1, 1, one.calibration.tokens, hours)
+
+
+def _row(stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]) -> dict[str, Any]:
+    """Return a row of the totals. hours: the fewest, those that are expected, the most."""
+    return {
+        "stage": stage,
+        "runs": num_runs,
+        "steps": steps,
+        "tokens": tokens,
+        "hours": [hours[0], hours[2]],
+        "expected_hours": hours[1],
+    }
+
+
+def _totals(
+    recipe: Recipe, training: Training, step_s: list[float], with_sweep: bool
+) -> Iterator[dict[str, Any]]:
+    step_tokens = training.train.batch_size_tokens
+
+    def hours(tokens: int) -> list[float]:
+        return [tokens / step_tokens * seconds / 3600 for seconds in step_s]
+
+    tokens = training.train.max_steps * step_tokens
+    yield _row(training.name, 1, training.train.max_steps, tokens, hours(tokens))
+    if recipe.sweep is None or not with_sweep:
+        return
+    sizes, rates = recipe.sweep.batch_size_tokens, recipe.sweep.learning_rate
+    more = len(set(rates) - {training.train.learning_rate})
+    runs = [size * recipe.sweep.steps_of(size, training.train) for size in sizes]
+    tokens = sum(runs) + more * max(runs)
+    yield _row("sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens, hours(tokens))
+
+
+def _assumptions(job: Job) -> Iterator[str]:
+    training, setting, hardware = job.training, job.setting, job.hardware
+    if hardware.mfu is None:
+        shares = ", ".join(
+            f"{one.what.removeprefix('share of the peak, ')} {one.value:.0%} ({one.low:.0%} to {one.high:.0%})"
+            for one in map(ASSUMPTIONS.__getitem__, SHARES)
+        )
+        yield f"of the published peak: {shares}; all else in fcsd/planning/cost/assumptions.py"
+    else:
+        yield f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak is reached by every matmul"
+    if hardware.num_gpus > 1:
+        yield (
+            "half of the computation (none to all) hides weights that are gathered and gradients that are reduced;"
+            " exchanges between ranks that share the experts are not hidden: `fcsd plan` says what overlap brings"
+        )
+    yield "every token carries loss, attention is computed for all pairs of a row, tokens spread evenly over experts"
+    yield (
+        f"{FRAGMENTATION:.0%} of what comes and goes is lost to fragmentation, the context of the GPU takes"
+        f" {CONTEXT_BYTES / 2**30:.0f} GiB; memory of the GPU is taken in decimal GB"
+    )
+    yield "scoring for early stopping, evaluation, loading, and writing checkpoints are not in it"
+    if job.machine.num_nodes > 1:
+        yield f"between nodes {job.machine.nic_gb_s:g} GB/s a GPU"
+    if training.attention not in (None, "eager", "sdpa"):
+        yield f"attention as with sdpa; {training.attention} keeps less"
+    if job.work.runs_all and hardware.expert_parallel == 1:
+        yield (
+            f"transformers' code of this family runs all {job.work.num_experts} experts on every token, which chooses"
+            f" {job.work.experts_per_token}: it runs experts on tokens that did not choose them"
+        )
+    if training.lora is not None and hardware.sharding != "none":
+        yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
+    yield (
+        "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local disk, by the small tokenizer of"
+        " the tests; scale by what your tokenizer and your processor do. Of files that are here all up to 4 GiB are"
+        " tokenized, even if a training reads less"
+    )
+    if setting.has_teacher and setting.teacher == "cache":
+        yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"

@@ -1,0 +1,183 @@
+"""One training of a recipe on a machine: who shares its weights, what of it was traced, how long its step takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.planning.cost.assumptions import ASSUMPTIONS
+from fcsd.planning.cost.hardware import find_gpu
+from fcsd.planning.cost.machine import Machine, make_machine
+from fcsd.planning.cost.memory import GPUS_PER_NODE, SHARDINGS, Layout, Sharding
+from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
+from fcsd.planning.cost.roofline import Precision, Roofline
+from fcsd.planning.cost.times import Step, step_time
+from fcsd.planning.cost.trace import Setting, Trace
+from fcsd.planning.cost.training import Training, built, micro_batch_setting, spread, tracer
+from fcsd.training.arguments import accumulation_steps
+from fcsd.training.config import ObjectiveConfig
+
+SHARES = ("gemm", "grouped", "core", "fused_core")
+"""Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""
+ENDS = (*SHARES, "prefetch")
+"""Those that give an estimate its range, all of them at one of their ends at the same time."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine that the run is estimated for.
+
+    mfu: share of the published peak that every matmul reaches, a range; None: those of
+    `fcsd.planning.cost.assumptions`. network_gb_s: of each GPU to other nodes; None: of its reference system.
+    expert_parallel: ranks that share the experts, as with `fcsd distill --expert-parallel`.
+    """
+
+    gpu: str = "h200"
+    num_gpus: int = 1
+    sharding: Sharding = "none"
+    mfu: tuple[float, float] | None = None
+    network_gb_s: float | None = None
+    expert_parallel: int = 1
+
+
+def parse_mfu(text: str | None) -> tuple[float, float] | None:
+    """Parse `0.1-0.25` or `0.2` as a range; None stays None.
+
+    Raises:
+        UserError: anything else.
+    """
+    if text is None:
+        return None
+    try:
+        values = [float(part) for part in text.split("-")]
+    except ValueError:
+        values = []
+    if len(values) not in (1, 2) or not all(math.isfinite(value) for value in values):
+        raise UserError(f"--mfu {text}: a range such as 0.1-0.25, or one number")
+    return values[0], values[-1]
+
+
+def machine_of(hardware: Hardware) -> Machine:
+    """Return the machine; raises UserError for what no machine has, and what no launch does."""
+    find_gpu(hardware.gpu)
+    if hardware.sharding not in SHARDINGS:
+        raise UserError(f"--sharding {hardware.sharding}: allowed: {', '.join(SHARDINGS)}")
+    if hardware.num_gpus < 1:
+        raise UserError(f"--gpus {hardware.num_gpus}: must be 1 or more")
+    if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
+        raise UserError(
+            f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node, so that --gpus is a multiple of"
+            f" {GPUS_PER_NODE}, not {hardware.num_gpus}"
+        )
+    lowest, highest = hardware.mfu or (1, 1)
+    if not 0 < lowest <= highest <= 1:
+        raise UserError(f"--mfu {lowest:g}-{highest:g}: a range such as 0.1-0.25, within 0 and 1")
+    if (ranks := hardware.expert_parallel) < 1 or hardware.num_gpus % ranks:
+        raise UserError(f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs (--gpus)")
+    if ranks > 1 and hardware.sharding != "fsdp2":
+        raise UserError(
+            f"--expert-parallel {ranks}: shards all other weights as well, by FSDP2; add --sharding fsdp2"
+        )
+    return make_machine(hardware.gpu, hardware.num_gpus, GPUS_PER_NODE, hardware.network_gb_s)
+
+
+def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
+    """Return values of the assumptions: at their fast ends, as they are expected, at their slow ends."""
+    found = [{name: getattr(ASSUMPTIONS[name], end) for name in ENDS} for end in ("high", "value", "low")]
+    if mfu is not None:
+        for values, share in zip(found, (mfu[1], sum(mfu) / 2, mfu[0]), strict=True):
+            values.update(dict.fromkeys(SHARES, share))
+    return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training as it is estimated. work: the operations of a micro-batch's forward pass by layer and step."""
+
+    training: Training
+    hardware: Hardware
+    machine: Machine
+    layout: Layout
+    setting: Setting
+    micro_batches: int
+    trace_of: Callable[[Setting], Trace]
+    work: ModelWork
+
+    @property
+    def trace(self) -> Trace:
+        """What was seen of its own micro-batch."""
+        return self.trace_of(self.setting)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.setting.num_rows * self.setting.num_tokens
+
+
+def job_of(training: Training, hardware: Hardware) -> Job:
+    """Trace a micro-batch of a training.
+
+    Raises:
+        UserError: a machine or a way of sharing the weights that cannot be; a batch that cannot be cut over the ranks;
+            a model whose step needs data.
+    """
+    machine, ranks = machine_of(hardware), hardware.expert_parallel
+    micro_batches = accumulation_steps(training.train, training.max_length, hardware.num_gpus)
+    layout = Layout(
+        hardware.sharding,
+        hardware.num_gpus,
+        step_tokens=training.train.batch_size_tokens if _prepares_whole_steps(training.objective) else 0,
+        averages=training.train.ema_decay is not None,
+        expert_parallel=ranks,
+    )
+    setting = micro_batch_setting(training, layout, micro_batches)
+    trace_of = tracer(training)
+    trace_of(setting)
+    family, build = built(training)
+    work = trace_layers(build, family, training.where, setting.num_rows, setting.num_tokens)
+    if work.num_experts % ranks:
+        raise UserError(
+            f"--expert-parallel {ranks}: does not divide the {work.num_experts} experts of {training.where}"
+        )
+    if ranks > 1:
+        trace_of = spread(trace_of, training, work, ranks)
+    else:
+        work = as_run(work)
+    return Job(training, hardware, machine, layout, setting, micro_batches, trace_of, work)
+
+
+def _prepares_whole_steps(objective: ObjectiveConfig) -> bool:
+    """Tell whether a teacher gives the hidden states of all micro-batches of a step at once, if only in the end."""
+    ends = objective.router_kl_coefficient is None and objective.l2_until is not None
+    return not objective.has_hidden_terms or ends
+
+
+def step_times(job: Job) -> list[dict[str, Any]]:
+    """Return what `step_time` says at the fast ends of what is assumed, as it is expected, and at the slow ends."""
+    setting, trace = job.setting, job.trace
+    own = setting.teacher_dtype if setting.adapters else setting.student_dtype
+    step = Step(
+        job.work,
+        _roofline(job, torch.bfloat16 if setting.autocast else own),
+        job.layout,
+        job.micro_batches,
+        num_trained=trace.num_trainable,
+        trained_bytes=setting.student_dtype.itemsize,
+        adapters=setting.adapters,
+        recomputes=setting.checkpointing,
+        teacher=_roofline(job, setting.teacher_dtype)
+        if setting.has_teacher and setting.teacher != "cache"
+        else None,
+        loss_matmuls=3 + setting.has_teacher - setting.freeze_embeddings_and_head,
+    )
+    return [step_time(step.assuming(values)) for values in assumed_values(job.hardware.mfu)]
+
+
+def _roofline(job: Job, dtype: torch.dtype) -> Roofline:
+    precision: Precision = "float32" if dtype is torch.float32 else "bfloat16"
+    return Roofline(job.machine, precision, fused=job.training.attention != "eager")

@@ -1,0 +1,114 @@
+"""A machine: GPUs of one kind, the links between them, what is assumed of both; from options, or a cluster file."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Strict, did_you_mean, read_yaml, validate
+from fcsd.planning.cost.assumptions import ASSUMPTIONS, default_values
+from fcsd.planning.cost.hardware import Gpu, find_gpu
+from fcsd.steering.network.links import LinkModel
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU among its like.
+
+    nic_gb_s: of each GPU to other nodes. values: of the assumptions. links: measured ones between the ranks that share
+    experts, instead of published rates.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_node: int
+    nic_gb_s: float
+    values: Mapping[str, float] = field(default_factory=default_values)
+    links: LinkModel | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, of which the last may have GPUs that are left out."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def peer_gb_s(self) -> float:
+        """What reaches one peer of the node, and can carry data."""
+        return (self.gpu.peer_gb_s or self.gpu.link_gb_s) * self.gpu.payload
+
+    def assuming(self, values: Mapping[str, float]) -> "Machine":
+        """Return it with other values of some assumptions."""
+        return replace(self, values={**self.values, **values})
+
+    def near(self, ranks: int, groups: int, apart: int = 1) -> list[int]:
+        """Return how many of a group of ranks are on a node, for each node of each group.
+
+        groups: that follow one another. apart: how far a rank of a group is from the next one.
+        """
+        first = [g * ranks for g in range(groups)]
+        nodes = Counter((g, (g + k * apart) // self.gpus_per_node) for g in first for k in range(ranks))
+        return list(nodes.values())
+
+
+def make_machine(
+    gpu: str,
+    num_gpus: int,
+    gpus_per_node: int = 8,
+    network_gb_s: float | None = None,
+    assumptions: Mapping[str, float] | None = None,
+    links: LinkModel | None = None,
+) -> Machine:
+    """Return a machine by the name of its GPU; network_gb_s: None: of the GPU's reference system.
+
+    Raises:
+        UserError: a GPU that is not in the table, a rate or an assumption that cannot be.
+    """
+    known = find_gpu(gpu)
+    rate = known.nic_gb_s if network_gb_s is None else network_gb_s
+    if not 0 < rate < math.inf:
+        raise UserError(f"--network-gb-s {rate:g}: must be above 0, and finite")
+    values = default_values() | _checked(assumptions or {})
+    return Machine(known, num_gpus, gpus_per_node, rate, values, links)
+
+
+def _checked(given: Mapping[str, float]) -> dict[str, float]:
+    """Return the given values of assumptions; raises UserError for an unknown name or a value that cannot be."""
+    for name, value in given.items():
+        if name not in ASSUMPTIONS:
+            raise UserError(
+                f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))}; allowed: {', '.join(ASSUMPTIONS)}"
+            )
+        one = ASSUMPTIONS[name]
+        above = one.low > 0 and one.least == 0
+        if not math.isfinite(value) or not one.least <= value <= one.most or (above and value == 0):
+            least = "above 0" if above else f"{one.least:g} or more"
+            most = f", at most {one.most:g}" if one.most < math.inf else ""
+            raise UserError(f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}")
+    return dict(given)
+
+
+class Cluster(Strict):
+    """GPUs of one kind. network_gb_s: of each GPU to other nodes. assumptions: values of
+    `fcsd.planning.cost.assumptions`."""
+
+    gpu: str
+    nodes: int = Field(1, gt=0)
+    gpus_per_node: int = Field(8, gt=0)
+    network_gb_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    assumptions: dict[str, float] = Field(default_factory=dict)
+
+
+def read_cluster(path: Path) -> dict[str, Any]:
+    """Read a cluster file, as settings of a plan.
+
+    Raises:
+        UserError: no such file, an unknown key, a value that no cluster has.
+    """
+    cluster = validate(Cluster, read_yaml(path), str(path))
+    find_gpu(cluster.gpu, f"{path}: gpu")
+    return cluster.model_dump()

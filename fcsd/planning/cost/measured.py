@@ -1,0 +1,214 @@
+"""Times that were measured instead of the roofline: what `times.json` holds, and what a plan makes of it.
+
+Of a training step with blocking exchanges: its seconds, those of each exchange, and its window, what was computed
+between its end and where its rows were needed. The overlapped step hides of each exchange what its window holds, so
+
+    overlapped = step - sum(min(seconds, window)) x (1 - slowdown)
+
+whatever the kernels do. Of a server: its time, and the share of it in which it only communicates.
+
+`fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and of a server `fcsd bench serve`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.base.strict import Strict, validate
+from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.parallel.overlap.schedule import beside
+from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.times import gain, plan_times, summary
+
+
+class ExchangeTime(Strict):
+    """One exchange of a step, and its window."""
+
+    layer: int = Field(ge=0)
+    kind: Literal["dispatch", "combine"]
+    backward: bool
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    window_s: float = Field(ge=0, allow_inf_nan=False)
+
+
+class Times(Strict):
+    """What was measured, and of what. step_s: a micro-batch forward and backward, or the time of a server.
+
+    connectivity: of the model whose windows or overlap these are. exchanges: in training. communication_s: of a server,
+    exposed in the regular model; overlap: share of it that is hidden in the converted one, null: what the plan says.
+    slowdown: null: the assumption.
+    """
+
+    version: Literal[1] = 1
+    phase: Literal["train", "prefill", "decode"] = "train"
+    model_type: str
+    num_layers: int = Field(gt=0)
+    connectivity: ConnectivityConfig
+    ranks: int = Field(gt=0)
+    batch: int = Field(gt=0)
+    length: int = Field(gt=0)
+    step_s: float = Field(gt=0, allow_inf_nan=False)
+    exchanges: list[ExchangeTime] = Field(default_factory=list)
+    communication_s: float | None = Field(None, ge=0, allow_inf_nan=False)
+    overlap: float | None = Field(None, ge=0, le=1)
+    slowdown: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_what_its_phase_needs(self) -> "Times":
+        if self.phase == "train" and not self.exchanges:
+            raise ValueError("exchanges: a training step needs at least one")
+        if self.phase == "train" and not self.communication_s == self.overlap is None:
+            raise ValueError("communication_s and overlap: of a server; a training step has exchanges")
+        if self.phase != "train" and self.communication_s is None:
+            raise ValueError(f"communication_s: needed of a server ({self.phase})")
+        if outside := [each.layer for each in self.exchanges if each.layer >= self.num_layers]:
+            raise ValueError(f"exchanges: layer {outside[0]}, but the model has {self.num_layers}, from 0 on")
+        if self.slowdown is not None and self.slowdown > 1:
+            raise ValueError(
+                f"slowdown: {self.slowdown:g} seconds of computation lost for each second that is hidden; at most 1, or"
+                " nobody would overlap"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _computes_what_it_hides(self) -> "Times":
+        sent = self.communication_s or sum(each.seconds for each in self.exchanges)
+        if sent >= self.step_s:
+            raise ValueError(f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}")
+        hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
+        # Of a server's two all-reduces a layer, one may hide the other.
+        hidden += sent * max(0.0, (self.overlap or 0.0) - 0.5)
+        if hidden > self.step_s - sent:
+            raise ValueError(
+                f"step_s: {self.step_s:g}, of which {sent:g} are communication; the {self.step_s - sent:g} s that are"
+                f" left cannot hide {hidden:g}"
+            )
+        return self
+
+
+def read_times(path: Path) -> Times:
+    """Read and check a file of times.
+
+    Raises:
+        UserError: it is no such file; the message says what is wrong with it.
+    """
+    return validate(Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path))
+
+
+def write_times(path: Path, times: Times) -> None:
+    """Write a file of times under a temporary name, then rename it."""
+    write_json(path, times.model_dump(mode="json"))
+
+
+def measured_times(times: Times, planned: Planned, layers: list[int] | None = None) -> dict[str, Any]:
+    """Return what `plan_times` does, from measured times.
+
+    Raises:
+        UserError: they were measured on another model, connectivity, number of ranks, batch, length or phase.
+    """
+    _check(times, planned)
+    slowdown = planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
+    if times.phase != "train":
+        return _served(times, planned, layers, slowdown)
+    spec, moe = planned.connectivity, planned.work.moe
+    chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
+    _check_layers(times, chosen, moe)
+    computed = beside(planned.facts(chosen))
+
+    def hides(each: ExchangeTime) -> bool:
+        return bool(computed[each.layer][each.kind])
+
+    shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
+    for each in times.exchanges:
+        share = shares["backward" if each.backward else "forward"]
+        share[0] += min(each.seconds, each.window_s) if hides(each) else 0.0
+        share[1] += each.seconds
+    hidden, sent = (sum(share[i] for share in shares.values()) for i in (0, 1))
+    forward = [each for each in times.exchanges if not each.backward]
+    windows = {(each.layer, each.kind): each.window_s if hides(each) else 0.0 for each in forward}
+    mean = {
+        kind: sum(found) / len(found)
+        for kind in ("dispatch", "combine")
+        if (found := [each.seconds for each in forward if each.kind == kind])
+    }
+    return summary(times.step_s - sent, sent, sent - hidden, slowdown) | {
+        "overlap": {name: done / total for name, (done, total) in shares.items() if total},
+        "exchange_s": mean,
+        "windows": [
+            {"layer": k, **{f"{kind}_s": windows.get((k, kind), 0.0) for kind in ("dispatch", "combine")}}
+            for k in sorted({layer for layer, _ in windows})
+        ],
+    }
+
+
+def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
+    assert times.communication_s is not None
+    spec, moe = planned.connectivity, planned.work.moe
+    chosen = resolve_layers(spec.layers, moe) if layers is None else layers
+    found = plan_times(planned, layers=layers)
+    share = times.communication_s / times.step_s
+    if times.overlap is None:
+        # Seconds of the roofline as parts of its communication; hidden ones cost computation a little.
+        sent, exposed = (
+            found[name] / (found["communication_s"] or 1.0)
+            for name in ("overlapped_communication_s", "exposed_s")
+        )
+        speed_up = 1 + gain(share, 1 - exposed - slowdown * (sent - exposed))
+    else:
+        if resolve_layers(times.connectivity.spec().layers, moe) != list(chosen):
+            raise UserError(
+                "--measured: overlap was measured with other layers rewired"
+                f" ({times.connectivity.layers}) than are planned; measure what is planned, or plan what was measured"
+            )
+        sent, exposed = 1.0, 1 - times.overlap
+        speed_up = 1 + gain(share, times.overlap)  # of a whole server, so that it has the slow-down in it
+    return found | {
+        "regular_s": times.step_s,
+        "overlapped_s": times.step_s / speed_up,
+        "speed_up": speed_up,
+        "compute_s": times.step_s - times.communication_s,
+        "communication_s": times.communication_s,
+        "overlapped_communication_s": times.communication_s * sent,
+        "exposed_s": times.communication_s * exposed,
+        "communication_share": share,
+        "overlap": {"forward": 1 - exposed / sent if sent else 0.0},
+    }
+
+
+def _check_layers(times: Times, chosen: set[int], moe: list[bool]) -> None:
+    """Refuse exchanges of a layer that has none, and a plan that rewires layers of which nothing was measured."""
+    known = {each.layer for each in times.exchanges}
+    if dense := sorted(k for k in known if not moe[k]):
+        raise UserError(f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE layer")
+    if missing := sorted(k for k in chosen if moe[k] and k not in known):
+        raise UserError(
+            f"--measured: the plan rewires layer {missing[0]}, and the file has no exchange of it; measure with it"
+            " rewired, or plan --layers that were measured"
+        )
+
+
+def _check(times: Times, planned: Planned) -> None:
+    for name, theirs, ours in _facts(times, planned):
+        if theirs != ours:
+            raise UserError(
+                f"--measured: {name} is {theirs} in the file and {ours} in the plan; measure what is planned, or plan"
+                " what was measured"
+            )
+
+
+def _facts(times: Times, planned: Planned) -> Iterator[tuple[str, Any, Any]]:
+    settings = planned.settings
+    train = settings.phase == "train"
+    yield "phase", times.phase, settings.phase
+    yield "model_type", times.model_type, planned.model_type
+    yield "num_layers", times.num_layers, len(planned.work.layers)
+    yield "attention", times.connectivity.attention, planned.connectivity.attention
+    yield "mlp", times.connectivity.mlp, planned.connectivity.mlp
+    yield "ranks", times.ranks, planned.expert_parallel if train else planned.tensor_parallel
+    yield "batch", times.batch, settings.batch
+    yield "length", times.length, settings.length

@@ -1,0 +1,131 @@
+"""Bytes and seconds of one rank, from a trace: whole copies, or shards."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fcsd.planning.cost.trace import Setting, Trace
+from fcsd.planning.cost.tracker import PERSISTENT
+
+Sharding = Literal["none", "fsdp2", "hsdp", "zero3", "optimizer"]
+"""optimizer: as Megatron shards, for the comparison with its runs: a rank has its weights whole, sent once a step."""
+SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "hsdp", "zero3")
+
+FRAGMENTATION = 0.10
+"""Assumption: share by which the caching allocator holds more than what lives, of all that comes and goes."""
+
+CONTEXT_BYTES = 1 << 30
+"""Assumption: the driver's context, kernels and communication buffers of one process."""
+
+GPUS_PER_NODE = 8
+
+# DeepSpeed's defaults: parameters that stay gathered, and the bucket that gradients are reduced in.
+ZERO3_LIVE_PARAMETERS = 10**9
+ZERO3_BUCKET = 5 * 10**8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of the models on the ranks.
+
+    offload: the optimiser's moments and the weights it updates lie in the host's memory. step_tokens: over all ranks,
+    those of an optimiser step whose teacher's hidden states are there before the student runs; 0 where each micro-batch
+    has its own only (objectives that compare more than the distributions). expert_parallel: ranks that share the
+    experts.
+    """
+
+    sharding: Sharding
+    num_gpus: int
+    offload: bool = False
+    step_tokens: int = 0
+    averages: bool = False
+    expert_parallel: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the models; with hsdp those of a node."""
+        if self.sharding == "none":
+            return 1
+        return min(self.num_gpus, GPUS_PER_NODE) if self.sharding == "hsdp" else self.num_gpus
+
+
+def compute_dtype(setting: Setting) -> torch.dtype:
+    """Return the dtype of a sharded model's matmuls: that of its gathered weights."""
+    return torch.bfloat16 if setting.autocast else setting.student_dtype
+
+
+def memory_parts(trace: Trace, setting: Setting, layout: Layout, *, freeze: bool = False) -> dict[str, int]:
+    """Split the bytes of one rank by what they are for, at the moment at which most are needed.
+
+    none: every rank holds student, gradients, AdamW's two moments and teacher whole; with several ranks DDP adds
+    buckets as large as the gradients. Gradients count as far as they are there when the step needs most.
+    fsdp2: parameters, gradients and moments in `student_dtype` over all ranks. Gathered is the head while the loss is
+    computed; in the backward pass two layers and the head, and the gradient of one of these, whole before it is reduced
+    in `student_dtype`.
+    hsdp: the same over the ranks of a node, a copy on each.
+    zero3: with autocast weights in bfloat16; gradients, master weights and moments in float32; DeepSpeed's buffers.
+    In both the teacher is sharded but for its head. freeze: estimate frozen embeddings and head from a trace without.
+    """
+    trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
+    if layout.sharding == "none":
+        parts = _whole_parts(trace, setting, layout, trained)
+        moving = {kind: n for kind, n in trace.peak.items() if kind not in PERSISTENT}
+    else:
+        parts = _sharded_parts(trace, setting, layout, trained)
+        moving = dict(trace.transient)
+    if setting.has_teacher:
+        each = trace.hidden_size * setting.teacher_dtype.itemsize
+        own = setting.num_rows * setting.num_tokens  # of the micro-batch that was traced
+        parts["teacher hidden states"] = each * max(own, layout.step_tokens // layout.num_gpus)
+        moving["teacher forward"] = max(0, moving.get("teacher forward", 0) - each * own)
+    parts |= {
+        "activations": sum(n for kind, n in moving.items() if kind != "loss"),
+        "loss": moving.get("loss", 0),
+    }
+    coming_and_going = parts["activations"] + parts["loss"]
+    others = ("gathered weights", "gradients being reduced", "teacher hidden states")
+    coming_and_going += sum(parts.get(name, 0) for name in others)
+    parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
+    parts["GPU context"] = CONTEXT_BYTES
+    return {name: number for name, number in parts.items() if number}
+
+
+def _whole_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -> dict[str, int]:
+    size, peak = setting.student_dtype.itemsize, trace.peak
+    return {
+        "student weights": peak["student"],
+        "gradients": min(peak.get("gradients", 0), trained * size),
+        "optimizer states": 0 if layout.offload else 2 * trained * size,
+        "averaged weights": 4 * trained if layout.averages else 0,
+        "teacher weights": peak.get("teacher", 0),
+        "DDP buckets": trained * size if layout.num_gpus > 1 else 0,
+    }
+
+
+def _sharded_parts(trace: Trace, setting: Setting, layout: Layout, trained: int) -> dict[str, int]:
+    size, ranks = setting.student_dtype.itemsize, layout.num_shards
+    computed, total = compute_dtype(setting).itemsize, trace.num_parameters
+    zero3 = layout.sharding == "zero3"
+    master = 4 * trained if zero3 and computed < size else 0
+    if zero3:
+        gathered = computed * min(ZERO3_LIVE_PARAMETERS, total)
+        reduced = computed * ZERO3_BUCKET
+    else:
+        # The head alone while the loss is computed; then, when the loss's tiles are gone, a layer's backward pass.
+        reduced = 0
+        in_backward = computed * (trace.head + 2 * trace.largest_layer)
+        in_backward += (computed + size) * max(trace.largest_layer, trace.head)
+        gathered = max(computed * trace.head, in_backward - trace.transient.get("loss", 0))
+    teacher = trace.peak.get("teacher", 0)
+    head = min(teacher, trace.head * setting.teacher_dtype.itemsize)
+    return {
+        "student weights": total * (computed if zero3 else size) // ranks,
+        "master weights": 0 if layout.offload else master // ranks,
+        "gradients": size * trained // ranks,
+        "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
+        "teacher weights": (teacher - head) // ranks,
+        "teacher head": head,
+        "gathered weights": gathered if ranks > 1 else 0,
+        "gradients being reduced": reduced if ranks > 1 and trained else 0,
+    }

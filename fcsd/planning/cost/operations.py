@@ -1,0 +1,276 @@
+"""The operations of a model's layers by submodule, from one forward pass of each kind of layer, without storage.
+
+The model is built on the meta device and run on tensors without storage; of layers that are alike, one is run. What a
+step of `fcsd.parallel.overlap.schedule` computes is told by the module that runs: attention before its core ("attention
+a"), the core, what follows it ("attention b"), router, experts, shared expert, a dense layer's MLP, the head.
+
+Not covered: what no matmul does (`fcsd.planning.cost.roofline` counts passes over memory for it); a sliding window,
+attention counts all pairs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
+from fcsd.model.families import Family, expert_counts, row_width, text_config
+from fcsd.model.families.structure import output_head
+from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
+
+WHOLE = ", whole"
+"""Ends the name of work that every tensor-parallel rank does: MLA's projections to the latents."""
+_LATENT = ("q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa")
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of the matmuls of one step of a layer, and the elements of the weights that it reads."""
+
+    flops: float = 0.0
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer's work by step.
+
+    scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all pairs; 0 where attention asks
+    for no core that an exchange could start before. causal: a mask leaves out half of the pairs. cache_bytes: keys and
+    values of earlier tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code runs them;
+    the step "experts" has those that a token chose.
+    """
+
+    moe: bool
+    steps: dict[str, Work]
+    core: float = 0.0
+    scores: float = 0.0
+    causal: bool = True
+    cache_bytes: float = 0.0
+    experts_run: float = 0.0
+
+    def work(self, name: str) -> Work:
+        """Return a step's work; none where the layer has no such step."""
+        return self.steps.get(name, Work())
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the sizes that exchanges depend on.
+
+    row_width: elements of a row that travels to an expert.
+    """
+
+    layers: tuple[LayerWork, ...]
+    head: Work
+    num_rows: int
+    num_tokens: int
+    hidden_size: int
+    row_width: int
+    num_experts: int
+    experts_per_token: int
+    num_parameters: int
+    num_expert_parameters: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass."""
+        return self.num_rows * self.num_tokens
+
+    @property
+    def runs_all(self) -> bool:
+        """The family's own code runs every expert on every token; ranks that share them run those that one chose."""
+        rows = self.experts_per_token * self.tokens / self.num_experts
+        return any(
+            layer.experts_run > 1.01 * 2 * rows * layer.work("experts").weights for layer in self.layers
+        )
+
+    @property
+    def moe(self) -> list[bool]:
+        """True for each MoE layer."""
+        return [layer.moe for layer in self.layers]
+
+
+@dataclass
+class _Seen:
+    """What the hooks of one layer have noted."""
+
+    weights: Counter[str] = field(default_factory=Counter)
+    core: float = 0.0
+    scores: float = 0.0
+
+
+def trace_layers(
+    build: Callable[[], Any], family: Family, where: str, num_rows: int, num_tokens: int
+) -> ModelWork:
+    """Run one forward pass of a regular model and count what each of its layers does.
+
+    Args:
+        build: makes the model; called on the meta device.
+
+    Raises:
+        UserError: no MoE layer; a family whose layers cannot be followed without data.
+    """
+    with torch.device("meta"):
+        model: Any = build()
+    nn.Module.to(model, torch.bfloat16).eval().requires_grad_(False)
+    model.config.use_cache = False
+    stack = decoder_layers(model, family)
+    config = text_config(model.config, family)
+    num_experts, top_k = expert_counts(config, family)
+    if not any(_is_moe(layer, family) for layer in stack) or not num_experts or not top_k:
+        raise UserError(f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped")
+    tracker, kinds = Tracker(), _kinds(stack, model.config)
+    seen = {first: _Seen() for first in kinds.values()}
+    for k, layer in enumerate(stack):
+        if kinds[k] == k:
+            _name_steps(layer, family, tracker, f"{k} ", seen[k])
+        else:
+            layer.forward = _as_if_run(stack[kinds[k]])
+    head = output_head(model)
+    tracker.counts_as(head, "head")
+    what = f"{where}: a layer of {family.model_type}"
+    with torch.no_grad(), counting(tracker, _core(tracker, seen), what):
+        give_fake_storage(model)
+        ids = torch.zeros((num_rows, num_tokens), dtype=torch.long)
+        model(input_ids=ids, use_cache=False)
+    flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
+    tokens = num_rows * num_tokens
+    rows = top_k * tokens / num_experts
+    found = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
+    return ModelWork(
+        layers=tuple(found[kinds[k]] for k in range(len(stack))),
+        head=Work(flops.get("head", 0.0), head.weight.numel()),
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        hidden_size=head.in_features,
+        row_width=row_width(config),
+        num_experts=num_experts,
+        experts_per_token=top_k,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
+    )
+
+
+def as_run(work: ModelWork) -> ModelWork:
+    """Return the work of a rank that has all experts, which runs them as the family's own code does."""
+    if not work.runs_all:
+        return work
+    layers = {
+        id(layer): replace(
+            layer,
+            steps=layer.steps | {"experts": replace(layer.work("experts"), flops=layer.experts_run)},
+        )
+        if layer.moe
+        else layer
+        for layer in work.layers
+    }
+    return replace(work, layers=tuple(layers[id(layer)] for layer in work.layers))
+
+
+def _is_moe(layer: Any, family: Family) -> bool:
+    return is_one_of(getattr(layer, family.moe), family.moe_block)
+
+
+def _experts(layer: Any, family: Family) -> Any:
+    """Return the module of a layer's routed experts: the first of its MoE block that has the name, or all of it."""
+    if not _is_moe(layer, family):
+        return None
+    block = getattr(layer, family.moe)
+    named = (module for name, module in block.named_modules() if name.rpartition(".")[2] == "experts")
+    return next(named, block)
+
+
+def _size(module: Any) -> int:
+    return sum(p.numel() for p in module.parameters()) if module is not None else 0
+
+
+def _kinds(stack: Any, config: Any) -> dict[int, int]:
+    """Return for each layer the first that is like it: same modules of the same shapes, same kind of attention."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    types = getattr(text, "layer_types", None) or [None] * len(stack)
+    first: dict[Any, int] = {}
+    return {
+        k: first.setdefault(
+            (type(layer), types[k], tuple((name, p.shape) for name, p in layer.named_parameters())), k
+        )
+        for k, layer in enumerate(stack)
+    }
+
+
+def _as_if_run(like: Any) -> Callable[..., Any]:
+    """Return a forward pass that gives its input back, in the form that the layer which was run gave."""
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = like.farskip_form
+        return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+    return forward
+
+
+def _name_steps(layer: Any, family: Family, tracker: Tracker, prefix: str, seen: _Seen) -> None:
+    """Let the tracker count what runs in a layer under the names of its steps."""
+    tracker.counts_as(layer, prefix + "attention a")
+    layer.register_forward_hook(lambda module, _, out: module.__dict__.update(farskip_form=out))
+    block, experts = getattr(layer, family.moe), _experts(layer, family)
+    if experts is not block:
+        kind = prefix + ("mlp" if experts is None else "router")
+        block.register_forward_pre_hook(lambda *_: _set(tracker, kind))
+    if experts is not None:
+        tracker.counts_as(experts, prefix + "experts")
+        for owner, name in ((block, family.block_shared), (layer, family.layer_shared)):
+            if name and getattr(owner, name, None) is not None:
+                tracker.counts_as(getattr(owner, name), prefix + "shared expert")
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] in _LATENT:
+            tracker.counts_as(module, prefix + "attention a" + WHOLE)
+        own = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
+        if own:
+            module.register_forward_pre_hook(
+                lambda *_, own=own: seen.weights.update({tracker.kind.removeprefix(prefix): own})
+            )
+
+
+def _set(tracker: Tracker, kind: str) -> None:
+    tracker.kind = kind
+
+
+def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
+    """Note the core of attention instead of running it; what follows in the layer is attention b."""
+
+    def core(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        k, _, step = tracker.kind.partition(" ")
+        if step.startswith("attention"):
+            noted = seen[int(k)]
+            heads = query.shape[1]
+            noted.scores += query.shape[0] * heads * query.shape[2] * key.shape[2]
+            noted.core = 2.0 * noted.scores * (query.shape[-1] + value.shape[-1])
+            tracker.kind = f"{k} attention b"
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+    return Interposed(core)
+
+
+def _read(
+    layer: Any,
+    family: Family,
+    k: int,
+    flops: dict[str, int],
+    seen: _Seen,
+    rows_per_expert: float,
+) -> LayerWork:
+    names = {name.removeprefix(f"{k} ") for name in flops if name.startswith(f"{k} ")} | set(seen.weights)
+    steps = {name: Work(float(flops.get(f"{k} {name}", 0)), seen.weights[name]) for name in names}
+    run = 0.0
+    if (experts := _experts(layer, family)) is not None:
+        # Some families run all experts on all tokens; what is dispatched is what tokens chose.
+        chosen = 2.0 * rows_per_expert * _size(experts)
+        run = steps["experts"].flops or chosen
+        steps["experts"] = Work(min(run, chosen), _size(experts))
+    return LayerWork(_is_moe(layer, family), steps, seen.core, seen.scores, experts_run=run)

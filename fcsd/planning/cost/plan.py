@@ -1,0 +1,132 @@
+"""What FarSkip connectivity will bring on a cluster, before any run: `fcsd plan`.
+
+    planned = prepare(PlanSettings("owner/name", nodes=4))   operations of its layers, from one traced pass
+    times = plan_times(planned)                              seconds: arithmetic on the operations
+    facts = plan(planned)                                    with memory, and how each assumption matters
+
+Not covered: pipeline parallelism, tensor parallelism in training, activation checkpointing, what a profiler would show
+(launches, the host's work, contention). Times that were measured do without the roofline
+(`fcsd.planning.cost.measured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import write_json
+from fcsd.base.text import size
+from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.planning.cost.assumptions import ASSUMPTIONS
+from fcsd.planning.cost.memory import CONTEXT_BYTES, memory_parts
+from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.times import plan_times
+from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
+
+OVER_PREDICTION = (1.3, 5.2)
+"""Times by which the roofline's gain in the time to the first token was more than what the paper measured: 1.3 to 1.6
+for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2 (`benchmarks/plan.py`). Decoding was compared with nothing."""
+
+
+def plan(planned: Planned) -> dict[str, Any]:
+    """Plan a step of training, the time to the first token, or the time between tokens.
+
+    Returns: JSON data: model, machine, settings, times (regular, overlapped, speed-up, exposed, windows of each layer,
+        equation 9), memory, sensitivity, assumptions.
+
+    Raises:
+        UserError: a batch beyond the memory.
+    """
+    times = plan_times(planned)
+    machine, rows = planned.machine, []
+    for name, one in ASSUMPTIONS.items():
+        given = machine.values[name]
+        ends = [min(one.low, given), max(one.high, given)]
+        at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
+        facts = {"what": one.what, "source": one.source}
+        rows.append({"name": name, "value": given, "range": ends, "speed_up": at, **facts})
+    names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
+    return {
+        "model": planned.training.where,
+        "model_type": planned.model_type,
+        "machine": {"gpu": asdict(machine.gpu)} | {name: getattr(machine, name) for name in names},
+        "settings": _settings(planned),
+        "times": times,
+        "memory": memory(planned) if planned.settings.sharding == "fsdp2" else None,
+        "sensitivity": rows,
+        "upper_bound": planned.settings.phase != "train",
+        "over_prediction": None if planned.settings.phase == "train" else list(OVER_PREDICTION),
+        "imbalance": machine.values["imbalance"],
+        "links": machine.links is not None,
+    }
+
+
+def _settings(planned: Planned) -> dict[str, Any]:
+    settings = planned.settings
+    names = ("phase", "batch", "global_batch", "length", "fp8", "fused_attention")
+    spec = planned.connectivity
+    return {name: getattr(settings, name) for name in names} | {
+        "expert_parallel": planned.expert_parallel,
+        "tensor_parallel": planned.tensor_parallel,
+        "micro_batches": planned.micro_batches,
+        "layers": resolve_layers(spec.layers, planned.work.moe),
+        "num_layers": len(planned.work.layers),
+        "attention": spec.attention,
+        "mlp": spec.mlp,
+    }
+
+
+def memory(planned: Planned) -> dict[str, Any]:
+    """Return the bytes of a rank, as `fcsd estimate` counts them; in serving weights and keys and values.
+
+    Raises:
+        UserError: more than the GPU has.
+    """
+    settings = planned.settings
+    parts = _training_memory(planned) if settings.phase == "train" else _serving_memory(planned)
+    needed, there = sum(parts.values()), int(planned.machine.gpu.memory_gb * 1e9)
+    if needed > there:
+        raise UserError(
+            f"--batch {settings.batch} --length {settings.length}: a rank needs {size(needed)}, the"
+            f" {planned.machine.gpu.name} has {size(there)} (mostly {max(parts, key=lambda name: parts[name])});"
+            " a smaller batch, shorter rows, more GPUs"
+        )
+    return {"parts": parts, "total_bytes": needed, "gpu_bytes": there}
+
+
+def _training_memory(planned: Planned) -> dict[str, int]:
+    setting = micro_batch_setting(planned.training, planned.layout, planned.micro_batches)
+    trace_of = tracer(planned.training)
+    if planned.expert_parallel > 1:
+        trace_of = spread(trace_of, planned.training, planned.work, planned.expert_parallel)
+    return memory_parts(trace_of(setting), setting, planned.layout)
+
+
+def _serving_memory(planned: Planned) -> dict[str, int]:
+    settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
+    return {
+        "weights": work.num_parameters * (1 if settings.fp8 else 2) // tp,
+        "keys and values": int(planned.cached),
+        "activations": work.tokens * work.hidden_size * 2 * 4,
+        "GPU context": CONTEXT_BYTES,
+    }
+
+
+def write_windows(facts: Mapping[str, Any], path: Path) -> None:
+    """Write the windows of the forward pass, seconds by MoE layer, for what steers routing by them."""
+    rows = facts["times"]["windows"]
+    write_json(
+        path,
+        {
+            "version": 1,
+            "model_type": facts["model_type"],
+            "num_layers": facts["settings"]["num_layers"],
+            "expert_parallel": facts["settings"]["expert_parallel"],
+            "layers": [row["layer"] for row in rows],
+            "dispatch_s": [row["dispatch_s"] for row in rows],
+            "combine_s": [row["combine_s"] for row in rows],
+        },
+    )

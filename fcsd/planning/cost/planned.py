@@ -1,0 +1,262 @@
+"""A model on a cluster as it is planned: settings checked, ranks dealt, layers traced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import size
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.families import text_config
+from fcsd.model.inspect.checkpoint import find_source
+from fcsd.model.inspect.memory import cache_bytes
+from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
+from fcsd.parallel.overlap.support import kept_inside
+from fcsd.planning.cost.machine import Machine, make_machine
+from fcsd.planning.cost.memory import Layout
+from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
+from fcsd.planning.cost.roofline import Precision, Roofline
+from fcsd.planning.cost.training import Training, built, config_of
+from fcsd.steering.network.links import LinkModel
+from fcsd.training.config import CrossEntropyObjectiveConfig, TrainConfig
+
+Phase = Literal["train", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What is planned.
+
+    batch: in training rows of a rank's micro-batch, in serving requests at once. global_batch: rows of an optimiser
+    step; None: one micro-batch of every rank. length: tokens of a row or prompt; in decode of the text so far.
+    expert_parallel, tensor_parallel: None: all GPUs where the phase uses it. connectivity: None: that of a converted
+    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system. sharding: fsdp2 as fcsd
+    trains; optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent
+    once a step, and no memory is planned.
+    """
+
+    model: str
+    revision: str | None = None
+    gpu: str = "h200"
+    nodes: int = 1
+    gpus_per_node: int = 8
+    network_gb_s: float | None = None
+    assumptions: Mapping[str, float] = field(default_factory=dict)
+    phase: Phase = "train"
+    expert_parallel: int | None = None
+    tensor_parallel: int | None = None
+    batch: int = 1
+    global_batch: int | None = None
+    length: int = 4096
+    fp8: bool = False
+    fused_attention: bool = True
+    connectivity: Connectivity | None = None
+    sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model as it is planned: its work, and who shares it.
+
+    inside: its layers keep their own combine (docs/overlap.md). cached: bytes of keys and values on a rank, in serving.
+    """
+
+    settings: PlanSettings
+    training: Training
+    connectivity: Connectivity
+    machine: Machine
+    work: ModelWork
+    model_type: str
+    inside: bool
+    expert_parallel: int
+    tensor_parallel: int
+    micro_batches: int
+    cached: float = 0.0
+
+    def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
+        """Return what the schedule of its layers depends on. layers: rewired ones instead of the planned ones."""
+        spec, work = self.connectivity, self.work
+        chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
+        rewired = [k in chosen for k in range(len(work.layers))]
+        splits: Any = ["core" if layer.core else "end" for layer in work.layers]
+        return layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside)
+
+    def assuming(self, **values: float) -> Planned:
+        """Return it with other values of some assumptions."""
+        return replace(self, machine=self.machine.assuming(values))
+
+    @property
+    def layout(self) -> Layout:
+        """Return who shares the weights of a training."""
+        num_gpus = self.machine.num_gpus
+        step_tokens = self.micro_batches * self.work.tokens * num_gpus
+        return Layout(
+            self.settings.sharding, num_gpus, step_tokens=step_tokens, expert_parallel=self.expert_parallel
+        )
+
+    @property
+    def roofline(self) -> Roofline:
+        """Return the cost of its operations."""
+        precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
+        return Roofline(self.machine, precision, self.settings.fused_attention, self.tensor_parallel)
+
+
+def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
+    """Check the settings and trace the model's layers."""
+    machine = _machine(settings, links)
+    for name in ("batch", "length"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name} {getattr(settings, name)}: must be 1 or more")
+    if settings.fp8 and machine.gpu.fp8_tflops is None:
+        raise UserError(f"--fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out")
+    if settings.global_batch is not None and settings.phase != "train":
+        raise UserError(
+            f"--global-batch: of an optimiser step, which --phase {settings.phase} has not; leave it out"
+        )
+    source = find_source(settings.model, settings.revision)
+    spec, config = settings.connectivity, config_of(source)
+    if spec is None:
+        own = config.get("farskip")
+        spec = Connectivity.from_field(own, source.where) if own else Connectivity()
+    training = _training(settings, config, source.where, spec)
+    family, build = built(training)
+    ep, tp = _ranks(settings, machine, links)
+    length = 1 if settings.phase == "decode" else settings.length
+    _check_size(settings, machine, config, length)
+    work = trace_layers(build, family, source.where, settings.batch, length)
+    if settings.phase == "train" and ep == 1:
+        work = as_run(work)
+    if work.num_experts % ep:
+        raise UserError(f"--ep {ep}: does not divide the {work.num_experts} experts of {source.where}")
+    cached = 0.0 if settings.phase == "train" else _cached(settings, text_config(_config(build), family), tp)
+    if settings.phase == "decode":
+        work = _decoding(work, settings.length, cached)
+    inside = kept_inside(family) is not None
+    return Planned(
+        settings, training, spec, machine, work, family.model_type, inside, ep, tp,
+        _micro_batches(settings, machine), cached,
+    )  # fmt: skip
+
+
+def _machine(settings: PlanSettings, links: LinkModel | None) -> Machine:
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be 1 or more")
+    return make_machine(
+        settings.gpu,
+        settings.nodes * settings.gpus_per_node,
+        settings.gpus_per_node,
+        settings.network_gb_s,
+        settings.assumptions,
+        links,
+    )
+
+
+def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:
+    """Return expert-parallel and tensor-parallel ranks."""
+    world, train = machine.num_gpus, settings.phase == "train"
+    tp, ep = settings.tensor_parallel, settings.expert_parallel
+    tp = (1 if train else world) if tp is None else tp
+    ep = (world if train else tp) if ep is None else ep
+    if train and tp > 1:
+        raise UserError(
+            f"--tp {tp}: training is planned without tensor parallelism, as fcsd trains; leave --tp out"
+        )
+    if tp < 1 or tp > world:
+        raise UserError(f"--tp {tp}: there are {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})")
+    if train and (ep < 1 or world % ep):
+        raise UserError(
+            f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+        )
+    if not train and ep not in (1, tp):
+        raise UserError(
+            f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel ranks (--ep {tp}), or not (--ep 1)"
+        )
+    if links is not None:
+        if not train:
+            raise UserError(
+                f"--links: measured for all-to-all; {settings.phase} is planned with all-reduces, leave it out"
+            )
+        if links.world_size != ep:
+            raise UserError(
+                f"--links: measured between {links.world_size} ranks, but {ep} share the experts (--ep; by default all"
+                f" GPUs); give --ep {links.world_size}, or links of {ep} ranks"
+            )
+        links.require(collective="all_to_all_single")  # what expert parallelism calls
+    return ep, tp
+
+
+def _check_size(settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int) -> None:
+    """Refuse what is far beyond the memory before it is traced, where sizes would overflow."""
+    text = config.get("text_config", config)
+    stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
+    if stream > machine.gpu.memory_gb * 1e9:
+        raise UserError(
+            f"--batch {settings.batch} --length {settings.length}: the stream of these tokens alone takes"
+            f" {size(stream)}, the {machine.gpu.name} has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch,"
+            " shorter rows"
+        )
+
+
+def _micro_batches(settings: PlanSettings, machine: Machine) -> int:
+    each = settings.batch * machine.num_gpus
+    rows = each if settings.global_batch is None else settings.global_batch
+    if settings.phase == "train" and (rows < 1 or rows % each):
+        raise UserError(
+            f"--global-batch {rows}: not a multiple of {each} rows, {settings.batch} on each of {machine.num_gpus} GPUs"
+        )
+    return rows // each if settings.phase == "train" else 1
+
+
+def _training(settings: PlanSettings, config: Mapping[str, Any], where: str, spec: Connectivity) -> Training:
+    train = TrainConfig(
+        max_steps=1,
+        warmup_steps=0,
+        batch_size_tokens=settings.batch * settings.length,
+        per_device_train_batch_size=settings.batch,
+        learning_rate=1e-5,
+        dtype="float32",
+        bf16=True,
+        gradient_checkpointing=False,
+    )
+    return Training(
+        name="plan",
+        config=config,
+        where=where,
+        connectivity=spec,
+        objective=CrossEntropyObjectiveConfig(name="ce"),
+        train=train,
+        max_length=settings.length,
+    )
+
+
+def _config(build: Any) -> Any:
+    with torch.device("meta"):
+        return build().config
+
+
+def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
+    """Return the bytes of keys and values on a rank: heads are spread over the ranks, MLA's latent is on each."""
+    heads = 1 if getattr(config, "kv_lora_rank", None) else getattr(config, "num_key_value_heads", None)
+    shared = min(tp, heads or tp)
+    return (cache_bytes(config, settings.length) or 0) * settings.batch / shared
+
+
+def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
+    """Return the work of one token a row behind `length` others, whose keys and values are read."""
+    layers = {
+        id(layer): replace(
+            layer,
+            core=layer.core * length,
+            causal=False,
+            scores=layer.scores * length,
+            cache_bytes=cached / len(work.layers),
+        )
+        for layer in work.layers
+    }
+    return replace(work, layers=tuple(layers[id(layer)] for layer in work.layers))

@@ -1,0 +1,207 @@
+"""Seconds of a layer's steps and of its exchanges, from operations, published figures and assumptions.
+
+Not covered: contention on links, launches of kernels, the host's work; anything that a profiler would show.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from fcsd.planning.cost.machine import Machine
+from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
+from fcsd.steering.network.simulate import Payload, simulate
+
+Precision = Literal["float32", "bfloat16", "fp8"]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Times of work on a machine.
+
+    precision: of the matmuls and what they read; fp8: those of attention's core, and activations, are bfloat16. fused:
+    attention is one kernel that skips what a causal mask leaves out; else batched matmuls with the scores in memory.
+    tensor_parallel: ranks that share each layer.
+    """
+
+    machine: Machine
+    precision: Precision = "bfloat16"
+    fused: bool = True
+    tensor_parallel: int = 1
+
+    def assuming(self, values: Mapping[str, float]) -> "Roofline":
+        """Return it with other values of some assumptions."""
+        return replace(self, machine=self.machine.assuming(values))
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Values of the assumptions."""
+        return self.machine.values
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 1 if self.precision == "fp8" else self.value_bytes
+
+    def _peak(self, precision: Precision) -> float:
+        gpu = self.machine.gpu
+        if precision == "float32":
+            return gpu.float32_tflops * 1e12
+        return ((gpu.fp8_tflops if precision == "fp8" else None) or gpu.bf16_tflops) * 1e12
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.machine.gpu.memory_gb_s * 1e9 * self.values["hbm"]
+
+    def matmul(self, work: Work, share: str, ranks: int, read: float = 1.0) -> float:
+        """Return the seconds of matmuls: of computing, or of reading weights, whichever is longer.
+
+        share: the assumption. ranks: over which they are spread. read: part of the weights that is used.
+        """
+        computing = work.flops / (self._peak(self.precision) * self.values[share])
+        reading = work.weights * read * self._weight_bytes / self._bytes_per_s
+        return max(computing, reading) / ranks
+
+    def passes(self, number: float, elements: float) -> float:
+        """Return the seconds of reading or writing so many elements so often."""
+        return number * elements * self.value_bytes / self._bytes_per_s
+
+    def core(self, layer: LayerWork) -> float:
+        """Return the seconds of attention between its projections."""
+        peak = self._peak("bfloat16" if self.precision == "fp8" else self.precision)
+        ranks = self.tensor_parallel
+        reading = layer.cache_bytes / self._bytes_per_s
+        if self.fused:
+            pairs = layer.core / 2 if layer.causal else layer.core
+            return max(pairs / (peak * self.values["fused_core"]) / ranks, reading)
+        scores = self.passes(self.values["score_passes"], layer.scores) / ranks
+        return max(layer.core / (peak * self.values["core"]) / ranks, reading) + scores
+
+    def layers(self, model: ModelWork, expert_parallel: int) -> list[dict[str, float]]:
+        """Return the seconds of the steps of every layer."""
+        known = {id(layer): self.steps(model, layer, expert_parallel) for layer in model.layers}
+        return [known[id(layer)] for layer in model.layers]
+
+    def steps(self, model: ModelWork, layer: LayerWork, expert_parallel: int) -> dict[str, float]:
+        """Return the seconds of a layer's steps in the forward pass, by the names of `fcsd.parallel.overlap.schedule`.
+
+        expert_parallel: ranks that share the experts and have tokens of their own each; 1 in serving, whose
+        tensor-parallel ranks have the same tokens.
+
+        Sorting rows before the dispatch counts as router, around the experts as experts, and summing up what the
+        combine brought as the next layer's arrive.
+        """
+        ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
+        whole = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
+        norms = self.passes(self.values["norm_passes"], stream)
+        found = {
+            "attention a": self.matmul(layer.work("attention a"), "gemm", ranks) + whole,
+            "attention b": self.core(layer) + self.matmul(layer.work("attention b"), "gemm", ranks),
+        }
+        if not layer.moe:
+            return found | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
+        uneven = self.values["imbalance"]
+        pairs = model.tokens * model.experts_per_token / ranks
+        rows = self.passes(self.values["row_passes"] / 4, pairs * model.row_width) * uneven
+        chosen = model.experts_per_token / model.num_experts
+        active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
+        experts = self.matmul(layer.work("experts"), "grouped", ranks, active / expert_parallel)
+        return found | {
+            "router": self.matmul(layer.work("router"), "gemm", 1) + norms + rows,
+            "experts": experts * uneven + 2 * rows,
+            "shared expert": self.matmul(layer.work("shared expert"), "gemm", ranks),
+            "arrive": rows,
+        }
+
+    def head(self, model: ModelWork) -> float:
+        """Return the seconds of the output head."""
+        return self.matmul(model.head, "gemm", self.tensor_parallel)
+
+    def optimizer(self, num_parameters: float, itemsize: int = 4) -> float:
+        """Return the seconds of updating so many parameters of a rank, whose states are of so many bytes."""
+        return num_parameters * self.values["optimizer_bytes"] * itemsize / 4 / self._bytes_per_s
+
+    def sharding(
+        self, model: ModelWork, ranks: int, expert_parallel: int, reduced: float = 4
+    ) -> tuple[float, float, float]:
+        """Return the seconds of gathering weights forward and backward, and of reducing gradients, all of them once.
+
+        Weights are gathered as they are computed with, gradients reduced in the dtype that is updated, layer by layer:
+        of the experts among the ranks that have the same ones, of everything else among all `ranks`. The head is kept
+        for the backward pass. reduced: bytes of a gradient.
+        """
+        same, moe, num_layers = ranks // expert_parallel, sum(model.moe), len(model.layers)
+        experts = model.num_expert_parameters / expert_parallel / moe
+        others, head = model.num_parameters - model.num_expert_parameters, model.head.weights
+
+        def sent(width: float, kept: float = 0.0) -> float:
+            between = moe * self.ring(width * experts, same, apart=expert_parallel)
+            return between + num_layers * self.ring(width * (others - kept) / num_layers, ranks)
+
+        return sent(self.value_bytes), sent(self.value_bytes, head), sent(reduced)
+
+    def loss(self, model: ModelWork, num_matmuls: int = 3) -> float:
+        """Return the seconds of head and loss, forward and backward: logits, and gradients of their two factors."""
+        logits = model.tokens * model.head.weights / model.hidden_size
+        return num_matmuls * self.head(model) + self.passes(
+            self.values["logit_passes"], logits * 4 / self.value_bytes
+        )
+
+    def exchange(self, model: ModelWork, ranks: int) -> tuple[float, float]:
+        """Return the seconds of a dispatch and of a combine over `ranks`, with even counts.
+
+        Each rank sends an equal share of its rows to each. With measured links: simulated from them.
+        """
+        pairs = model.tokens * model.experts_per_token * self.values["imbalance"]
+        if (links := self.machine.links) is not None:
+            counts = np.full((ranks, ranks), pairs / ranks)
+            times = simulate(links, counts, Payload(model.row_width, model.num_experts, self.value_bytes))
+            return float(times.metadata + times.dispatch), float(times.combine)
+        seconds = self._all_to_all(pairs * model.row_width * self.value_bytes, ranks)
+        return seconds, seconds
+
+    def _all_to_all(self, num_bytes: float, ranks: int) -> float:
+        machine, latency = self.machine, self.values["latency_us"] / 1e6
+        if ranks == 1:
+            return 0.0
+        found = machine.near(ranks, machine.num_gpus // ranks)  # a group may lie across nodes
+        each, least, most = num_bytes / ranks, min(found), max(found)
+        rate = self.values["link"] * 1e9
+        out = machine.gpu.link_gb_s * machine.gpu.payload
+        within = latency + max(each / machine.peer_gb_s, each * (most - 1) / out) / rate if most > 1 else 0.0
+        if least == ranks:
+            return within
+        return max(
+            within, 2 * latency + each * (ranks - least) / (machine.nic_gb_s * 1e9 * self.values["nic"])
+        )
+
+    def ring(self, num_bytes: float, ranks: int, apart: int = 1) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter of so many bytes: half an all-reduce.
+
+        A ring over several nodes uses the interface of each of its GPUs, within a node the links between them.
+        apart: how far one rank of the ring is from the next.
+        """
+        if ranks == 1:
+            return 0.0
+        machine = self.machine
+        found = machine.near(ranks, 1, apart)
+        least, gpu = min(found), machine.gpu
+        links = min(gpu.link_gb_s * gpu.payload, (least - 1) * machine.peer_gb_s) * self.values["link"]
+        interfaces = least * machine.nic_gb_s * self.values["nic"]
+        rate = links if len(found) == 1 else min(links, interfaces) if least > 1 else interfaces
+        return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
+
+    def all_reduce(self, model: ModelWork) -> float:
+        """Return the seconds of one all-reduce of the stream over the tensor-parallel ranks."""
+        return 2 * self.ring(model.tokens * model.hidden_size * self.value_bytes, self.tensor_parallel)
+
+
+def total(seconds: Mapping[str, float]) -> float:
+    """Return the seconds of all steps."""
+    return math.fsum(seconds.values())

@@ -1,0 +1,316 @@
+"""An estimate and a plan, for people."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fcsd.base.text import markdown, nats, size
+
+
+def _joined(parts: Iterable[list[str]]) -> str:
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _named(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    return [f"{name:<{width}} {text}" for name, text in rows]
+
+
+def _memory(memory: Mapping[str, Any], available: str = "") -> str:
+    rows = [[name, size(number)] for name, number in memory["parts"].items()]
+    return markdown(["memory of a rank", ""], [*rows, ["all", size(memory["total_bytes"]) + available]])
+
+
+def estimate_table(facts: Mapping[str, Any]) -> str:
+    """Format what `fcsd estimate` prints of `fcsd.planning.cost.estimate`."""
+    return _joined(_parts(facts))
+
+
+def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
+    yield _head(facts)
+    memory = facts["memory"]
+    yield [_memory(memory)]
+    yield [_fits(facts), *_activations(memory["activations"])]
+    if facts["changes"]:
+        rows = [
+            [row["change"], size(row["total_bytes"]), _yes(row["fits"]), _yes(row["supported"])]
+            for row in facts["changes"]
+        ]
+        yield [markdown(["change, on top of those above", "memory", "fits", "supported"], rows)]
+    yield [_disk(facts["disk"])]
+    flops = facts["flops"]
+    rows = [[name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()]
+    rows.append(["all", f"{sum(flops['per_token'].values()) / 1e9:.2f}"])
+    yield [markdown(["10^9 operations a token", ""], rows)]
+    yield _time(facts)
+    rows = [
+        [
+            row["stage"],
+            str(row["runs"]),
+            f"{row['steps']:,}",
+            f"{row['tokens']:.3g}",
+            _expected(row["expected_hours"], row["hours"]),
+        ]
+        for row in facts["totals"]
+    ]
+    yield [markdown(["", "runs", "steps each", "tokens", "hours"], rows)]
+    yield ["assumed:", *(f"- {text}" for text in facts["assumptions"])]
+
+
+def _head(facts: Mapping[str, Any]) -> list[str]:
+    hardware, settings, numbers = facts["hardware"], facts["settings"], facts["parameters"]
+    notes = [
+        name for name in ("gradient_checkpointing", "freeze_embeddings_and_head", "bf16") if settings[name]
+    ]
+    ranks = hardware["expert_parallel"]
+    spread = f", expert parallel {ranks}" if ranks > 1 else ""
+    supported = "" if hardware["supported"] else " (not with lora)"
+    rows = [
+        ("run", f"{facts['recipe']}: {facts['run']}, objective {settings['objective']}"),
+        ("model", f"{facts['model']}, {facts['model_type']}, {numbers['total']:,} parameters,"
+         f" {numbers['trained']:,} trained"),
+        ("hardware", f"{hardware['num_gpus']} x {hardware['name']}, sharding {hardware['sharding']}{spread}"
+         f"{supported}"),
+        ("micro-batch", f"{settings['rows']} x {settings['max_length']} tokens a rank,"
+         f" {settings['micro_batches']} a step"),
+        ("training", ", ".join([settings["dtype"], *notes, *(["lora"] if settings["lora"] else [])])),
+    ]  # fmt: skip
+    if settings["teacher"]:
+        rows.append(("teacher", settings["teacher"] + _cache(facts["cache"])))
+    return _named(rows, 13)
+
+
+def _cache(cache: Mapping[str, int] | None) -> str:
+    if cache is None:
+        return ""
+    return (
+        f": {size(cache['bytes_per_token'])} on disk a token with loss, {size(cache['at_most_bytes'])} for"
+        f" {cache['at_most_tokens']:.3g} of them, should the training read no row twice"
+    )
+
+
+def _fits(facts: Mapping[str, Any]) -> str:
+    memory = facts["memory"]
+    room = f"{size(memory['total_bytes'])} of {size(memory['gpu_bytes'])}"
+    if memory["fits"]:
+        return f"fits          {room}"
+    if not facts["changes"] or not facts["changes"][-1]["fits"]:
+        return f"DOES NOT FIT  {room}; no change below is enough: a larger GPU or a smaller model is needed"
+    return f"DOES NOT FIT  {room}; with the changes below it would"
+
+
+def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
+    without, checkpointed = values["without_checkpointing_bytes"], values["with_checkpointing_bytes"]
+    text = f"activations   {size(without or 0)} without activation checkpointing, "
+    if checkpointed is None:
+        yield text + "which this family does not support"
+        return
+    yield text + f"{size(checkpointed)} with it"
+    inputs, second = values["layer_inputs_bytes"], values["second_inputs_bytes"]
+    more = f", and {size(second)} for the second one of FarSkip layers" if second else ""
+    yield f"              checkpointed inputs of the layers {size(inputs or 0)}{more}"
+
+
+def _disk(disk: Mapping[str, int]) -> str:
+    parts = [f"{disk['num_checkpoints']} checkpoints of {size(disk['checkpoint_bytes'])}"]
+    if disk["best_bytes"]:
+        parts.append(f"{size(disk['best_bytes'])} for the best weights and those being written beside them")
+    parts.append(f"{size(disk['model_bytes'])} for the model")
+    return f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
+
+
+def _time(facts: Mapping[str, Any]) -> list[str]:
+    time, flops = facts["time"], facts["flops"]
+    step, rate = (
+        _expected(time[name], time[many])
+        for name, many in (("expected_s", "step_s"), ("expected_tokens_per_second", "tokens_per_second"))
+    )
+    parts = {
+        "compute": time["compute_s"],
+        "exchanges of experts": time["exchanges_s"],
+        "weights and gradients that nothing hides": time["sharding_s"],
+    }
+    lines = [
+        f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {step} s, {rate} tokens/s",
+        f"of that       {', '.join(f'{name} {seconds:.2g} s' for name, seconds in parts.items() if seconds)}",
+    ]
+    if flops["float32_share"] > 0:
+        lines.append(f"float32       {flops['float32_share']:.0%} of the operations run in float32")
+    tokens = facts["tokens"]
+    few, one = (f"{seconds / 60:,.2g}" for seconds in tokens["seconds"])
+    lines.append(
+        f"tokens        {tokens['num_tokens']:,} once for all trainings: {size(tokens['bytes'])} on disk,"
+        f" {few} min with {tokens['processes']} processes, {one} with one"
+    )
+    return lines
+
+
+def _expected(value: float, values: list[float]) -> str:
+    expected, ends = _number(value), _range(values)
+    return expected if expected == ends else f"{expected} ({ends})"
+
+
+def _range(values: list[float]) -> str:
+    low, high = map(_number, values)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def plan_table(facts: Mapping[str, Any]) -> str:
+    """Format what `fcsd plan` prints of `fcsd.planning.cost.plan`."""
+    return _joined(_plan_parts(facts))
+
+
+def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
+    yield _plan_head(facts)
+    yield [_result(facts["times"], facts["settings"]["phase"]), *_notes(facts)]
+    yield [_windows(facts["times"])]
+    if facts.get("study"):
+        yield [_study(facts["study"])]
+    if facts["memory"] is not None:
+        yield [_memory(facts["memory"], f" of {size(facts['memory']['gpu_bytes'])}")]
+    if facts["sensitivity"]:
+        yield [_sensitivity(facts["sensitivity"])]
+
+
+def _plan_head(facts: Mapping[str, Any]) -> list[str]:
+    machine, settings = facts["machine"], facts["settings"]
+    gpu = machine["gpu"]
+    rewired = f"{len(settings['layers'])} of {settings['num_layers']} layers rewired"
+    batch = f"{settings['batch']} x {settings['length']} tokens"
+    if settings["phase"] == "train":
+        ranks = f"expert parallel {settings['expert_parallel']}"
+        batch += f" a rank, micro-batches of a step: {settings['micro_batches']}"
+    else:
+        ranks = (
+            f"tensor parallel {settings['tensor_parallel']}, expert parallel {settings['expert_parallel']}"
+        )
+    network = "measured links" if facts["links"] else f"{machine['nic_gb_s']:g} GB/s a GPU between nodes"
+    rows = [
+        ("model", f"{facts['model']}, {facts['model_type']}, {rewired}"),
+        ("machine", f"{machine['num_nodes']} x {machine['gpus_per_node']} x {gpu['name']}, {network}"),
+        ("phase", f"{settings['phase']}, {ranks}, {batch}"),
+    ]
+    return _named(rows, 10)
+
+
+def _result(times: Mapping[str, Any], phase: str) -> str:
+    what = {"train": "step", "prefill": "time to first token", "decode": "time between tokens"}[phase]
+    columns = [f"{what}, ms", "communication", "exposed", "times as fast"]
+    share = times["communication_share"]
+    rows = [
+        ["regular", _ms(times["regular_s"]), f"{share:.1%}", f"{share:.1%}", "1.000"],
+        [
+            "overlapped",
+            _ms(times["overlapped_s"]),
+            f"{times['overlapped_communication_s'] / times['overlapped_s']:.1%}",
+            f"{times['exposed_s'] / times['overlapped_s']:.1%}",
+            f"{times['speed_up']:.3f}",
+        ],
+    ]
+    return markdown(["", *columns], rows)
+
+
+def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
+    times = facts["times"]
+    yield "hidden: " + ", ".join(f"{name} {share:.1%}" for name, share in times["overlap"].items())
+    if facts["upper_bound"]:
+        least, most = facts["over_prediction"]
+        gain = times["speed_up"] - 1
+        yield (
+            f"UPPER BOUND: measured gains in the time to the first token were {least:g} to {most:g} times smaller,"
+            f" which makes {gain:.1%} {gain / most:.1%} to {gain / least:.1%}: a server takes longer than its"
+            " roofline, and hides the same communication; measured times (--measured) give the gain f v / (1 - f v)"
+        )
+    elif facts["imbalance"] == 1 and "measured" not in facts:
+        yield (
+            "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to 5.1: `fcsd routing` measures"
+            " yours, --routing reads it"
+        )
+    if any(sharding := times.get("sharding_s", ())):
+        yield (
+            "FSDP2 gathers weights (forward, backward) and reduces gradients in every micro-batch; exposed of that:"
+            f" {_ms(sharding[0])} ms of the regular step, {_ms(sharding[1])} ms of the overlapped one"
+        )
+    if (ratio := times.get("equation_9")) is not None:
+        holds = "holds: necessary, not sufficient" if ratio <= 1 else "does not hold: something stays exposed"
+        yield f"equation 9: (dispatch + combine) / (layer - experts - router) = {ratio:.2f}, {holds}"
+
+
+def _windows(times: Mapping[str, Any]) -> str:
+    """Format the windows of layers, equal neighbours as one row."""
+    exchange, groups = times["exchange_s"], _groups(times["windows"])
+    kinds = [name for name in times["windows"][0] if name != "layer"]
+    rows = []
+    for first, last, row in groups:
+        layers = f"{first}" if first == last else f"{first}-{last}"
+        cells = []
+        for kind in kinds:
+            name = kind.removesuffix("_s")
+            cells += [_ms(exchange.get(name, exchange.get("all_reduce", 0.0))), _ms(row[kind])]
+        rows.append([layers, *cells])
+    names = {"attention_s": "attention's all-reduce", "routed_s": "routed all-reduce"}
+    header = ["MoE layers"]
+    for kind in kinds:
+        name = names.get(kind, kind.removesuffix("_s"))
+        header += [f"{name}, ms", "its window, ms"]
+    return markdown(header, rows)
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
+    found: list[tuple[int, int, Mapping[str, Any]]] = []
+    for row in rows:
+        alike = found and all(row[key] == found[-1][2][key] for key in row if key != "layer")
+        if alike and found[-1][1] == row["layer"] - 1:
+            found[-1] = (found[-1][0], row["layer"], found[-1][2])
+        else:
+            found.append((row["layer"], row["layer"], row))
+    return found
+
+
+def _study(rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = [
+        [
+            row["selection"],
+            row["weights"],
+            str(row["num_layers"]),
+            f"{row['speed_up']:.3f}",
+            nats(row["loss"]),
+        ]
+        for row in rows
+    ]
+    return markdown(["--layers", "weights", "rewired", "times as fast", rows[0]["metric"]], cells, left=2)
+
+
+def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
+    def reach(row: Mapping[str, Any]) -> float:
+        return float(abs(row["speed_up"][1] - row["speed_up"][0]))
+
+    ordered = sorted((row for row in rows if reach(row) >= 5e-4), key=lambda row: -reach(row))
+    without = ", ".join(row["name"] for row in rows if reach(row) < 5e-4)
+    cells = [
+        [
+            row["name"],
+            f"{row['value']:g}",
+            f"{row['range'][0]:g} to {row['range'][1]:g}",
+            f"{row['speed_up'][0]:.3f} to {row['speed_up'][1]:.3f}",
+        ]
+        for row in ordered
+    ]
+    table = markdown(["assumption", "value", "range", "times as fast"], cells)
+    return "\n".join(
+        [
+            table,
+            *([f"no effect on it: {without}"] if without else []),
+            "what each assumption is, and its source: --json, or fcsd/planning/cost/assumptions.py",
+        ]
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"

@@ -1,0 +1,239 @@
+"""Seconds of an optimiser step, or of a server's, regular and overlapped: arithmetic on the operations, nothing is run.
+
+`step_time` is the one model of a training step: `fcsd plan` asks it what overlap brings, `fcsd estimate` how long a
+recipe takes.
+
+Of an MoE layer k there are two windows, not one sum: its dispatch has what is computed between its start and its wait
+(the core of attention and the output projection), its combine the shared expert and the next layer's queries, keys and
+values: `fcsd.parallel.overlap.schedule.beside` says what. What an exchange takes beyond its own window is exposed,
+however much the other has left. In the backward pass every window is that of the forward pass doubled, as its
+computation is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.parallel.overlap.schedule import Computed, LayerFacts, served_beside
+from fcsd.parallel.overlap.schedule import beside as computed_beside
+from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
+from fcsd.planning.cost.operations import ModelWork
+from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.roofline import Roofline, total
+
+Seconds = Mapping[str, float]
+"""Seconds of a layer's steps by the names of `fcsd.parallel.overlap.schedule`; of a step that is not named 0."""
+
+BACKWARD = 2.0
+"""Backward computation over forward computation: gradients of inputs and of weights."""
+
+
+def window(computed: Computed, seconds: Sequence[Seconds]) -> float:
+    """Return the seconds of what is computed beside an exchange. seconds: of each layer."""
+    return sum((seconds[k].get(step, 0.0) for k, step in computed), 0.0)
+
+
+def exposed(seconds: float, window: float) -> float:
+    """Return the seconds of an exchange that nothing is computed beside."""
+    return max(0.0, seconds - window)
+
+
+def equation_9(exchanges: float, seconds: Seconds) -> float:
+    """Return (T_d + T_c) / (T_layer - T_experts - T_gate) of one layer (FarSkip paper): at most 1 where all could hide.
+
+    exchanges: T_d + T_c. Necessary for no exposed time, not sufficient.
+    """
+    overlappable = sum(
+        value for name, value in seconds.items() if name not in ("router", "experts", "arrive")
+    )
+    return exchanges / overlappable if overlappable else float("inf")
+
+
+def gain(exposed_share: float, overlap: float) -> float:
+    """Return regular / overlapped time - 1, f v / (1 - f v): a share f of the time is exposed, v of it gets hidden."""
+    hidden = exposed_share * overlap
+    return hidden / (1 - hidden)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimiser step: what a rank runs in each of its micro-batches, and with whom it shares the weights.
+
+    num_trained: parameters that are updated. trained_bytes: of one of them, and of its gradient. adapters: others than
+    the model's own, whose weights get no gradients. recomputes: layers run again for the backward pass. teacher: how
+    one runs, None: none does. loss_matmuls: of head and loss: logits, and the gradients of their two factors; a
+    teacher's logits are one more.
+    """
+
+    work: ModelWork
+    roofline: Roofline
+    layout: Layout
+    micro_batches: int
+    num_trained: int
+    trained_bytes: int = 4
+    adapters: bool = False
+    recomputes: bool = False
+    teacher: Roofline | None = None
+    loss_matmuls: int = 3
+
+    def assuming(self, values: Mapping[str, float]) -> Step:
+        """Return it with other values of some assumptions."""
+        teacher = None if self.teacher is None else self.teacher.assuming(values)
+        return replace(self, roofline=self.roofline.assuming(values), teacher=teacher)
+
+    @property
+    def backward(self) -> float:
+        """Backward computation over forward computation: without adapters, gradients of inputs and of weights."""
+        return BACKWARD / 2 if self.adapters else BACKWARD
+
+    @property
+    def loss_s(self) -> float:
+        """Seconds of head and loss of a micro-batch."""
+        return self.roofline.loss(self.work, self.loss_matmuls)
+
+
+def step_time(
+    step: Step, facts: Sequence[LayerFacts | None] | None = None, last_combine: float = 1.0
+) -> dict[str, Any]:
+    """Return the seconds of a step whose exchanges block, and of one whose layers run as the schedule says.
+
+    Everything runs in turn but exchanges, and weights and gradients that are sent beside computation. A teacher, and
+    layers that are run again, exchange with nothing beside it.
+
+    facts: of each layer for the schedule; None: no layer is rewired. last_combine: share of what is computed beside the
+    last layer's combine that hides it.
+    """
+    work, roofline, ranks = step.work, step.roofline, step.layout.expert_parallel
+    facts = [None] * len(work.layers) if facts is None else facts
+    seconds = roofline.layers(work, ranks)
+    found = [
+        (window(each["dispatch"], seconds), window(each["combine"], seconds))
+        for each in computed_beside(facts)
+    ]
+    beside = [*found[:-1], (found[-1][0], found[-1][1] * last_combine)]
+    dispatch, combine = roofline.exchange(work, ranks)
+    moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
+    total_each = len(moe) * (dispatch + combine)
+    left = {
+        name: sum(
+            exposed(dispatch, times * beside[k][0]) + exposed(combine, times * beside[k][1]) for k in moe
+        )
+        for name, times in (("forward", 1.0), ("backward", step.backward))
+    }
+    forward = sum(map(total, seconds))
+    teacher = 0.0 if step.teacher is None else sum(map(total, step.teacher.layers(work, ranks)))
+    blocking = (step.recomputes + (step.teacher is not None)) * total_each
+    once = roofline.optimizer(step.num_trained / step.layout.num_shards, step.trained_bytes)
+    layers = (1 + step.backward + step.recomputes) * forward + teacher
+    compute = step.micro_batches * (layers + step.loss_s) + once
+    communication = step.micro_batches * (2 * total_each + blocking)
+    remaining = step.micro_batches * (sum(left.values()) + blocking)
+    hidden = [total_each - each for each in left.values()]
+    sharding = [_sharding(step, forward, teacher, each) for each in ([0.0, 0.0], hidden)]
+    first = moe[len(moe) // 2]  # one in the middle stands for all
+    return summary(compute, communication, remaining, roofline.values["slowdown"], sharding=sharding) | {
+        "overlap": {name: 1 - each / total_each if total_each else 0.0 for name, each in left.items()},
+        "exchange_s": {"dispatch": dispatch, "combine": combine},
+        "outside_layers_s": once + step.micro_batches * step.loss_s,
+        "windows": [{"layer": k, "dispatch_s": found[k][0], "combine_s": found[k][1]} for k in moe],
+        "equation_9": equation_9(dispatch + combine, seconds[first]),
+        "layer_s": seconds[first],
+    }
+
+
+def _sharding(step: Step, forward: float, teacher: float, hidden: Sequence[float]) -> float:
+    """Return the exposed seconds of a step in which weights are gathered and gradients reduced.
+
+    In shards both are done in every micro-batch, a layer ahead of the computation that hides them; a second of
+    computation hides one second of communication. Whole copies make their gradients equal once, beside the last
+    backward pass. forward, teacher: seconds of their layers. hidden: seconds of exchanges beside the forward and the
+    backward pass.
+    """
+    roofline, layout, share = step.roofline, step.layout, step.roofline.values["prefetch"]
+    backward = (step.backward + step.recomputes) * forward
+    if layout.sharding == "none":
+        sent = 2 * roofline.ring(step.num_trained * step.trained_bytes, layout.num_gpus)
+        return exposed(sent, share * (backward - hidden[1]))
+    ranks, expert_parallel = layout.num_shards, layout.expert_parallel
+    reduced = step.trained_bytes * step.num_trained / step.work.num_parameters
+    gather, again, reduce = roofline.sharding(step.work, ranks, expert_parallel, reduced)
+    if layout.sharding == "optimizer":
+        return gather + reduce
+    if (
+        copies := layout.num_gpus // ranks
+    ) > 1:  # each rank makes its shard equal to its peers' on other nodes
+        sent = step.num_trained * step.trained_bytes / ranks
+        reduce += 2 * roofline.ring(sent, copies, apart=GPUS_PER_NODE)
+    ways = [(gather, forward, hidden[0]), (again + reduce, backward, hidden[1])]
+    if step.teacher is not None:
+        ways.append((step.teacher.sharding(step.work, ranks, expert_parallel)[0], teacher, 0.0))
+    return step.micro_batches * sum(exposed(sent, share * (time - beside)) for sent, time, beside in ways)
+
+
+def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return the times of a step, regular and overlapped; layers: rewired ones instead of the planned ones."""
+    if planned.settings.phase != "train":
+        return _serving_times(planned, layers)
+    facts, values = planned.facts(layers), planned.machine.values
+    in_flight = facts[-1] is not None and planned.connectivity.attention == "partial" and not planned.inside
+    step = Step(
+        planned.work, planned.roofline, planned.layout, planned.micro_batches, planned.work.num_parameters
+    )
+    return step_time(step, facts, values["last_combine"] if in_flight else 1.0)
+
+
+def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
+    spec, work, roofline = planned.connectivity, planned.work, planned.roofline
+    chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
+    rewired = [k in chosen for k in range(len(work.layers))]
+    seconds = roofline.layers(work, 1)
+    shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
+    computed = served_beside(rewired, work.moe, spec.attention, spec.mlp, shared)
+    found = [[window(each, seconds) for each in layer] for layer in computed]
+    each = roofline.all_reduce(work)
+    communication = 2 * len(work.layers) * each
+    remaining = sum(exposed(each, window) for beside in found for window in beside)
+    # One less of a dense layer, one more where shared experts have their own.
+    sent = each * sum(map(len, found))
+    # What only an exchange brings there is nothing to sum up of.
+    compute = sum(total(one) - one.get("arrive", 0.0) for one in seconds) + roofline.head(work)
+    moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
+    return summary(compute, communication, remaining, roofline.values["slowdown"], sent=sent) | {
+        "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
+        "exchange_s": {"all_reduce": each},
+        "windows": [{"layer": k, "attention_s": found[k][0], "routed_s": found[k][1]} for k in moe],
+        "layer_s": seconds[moe[len(moe) // 2]],
+    }
+
+
+def summary(
+    compute: float,
+    communication: float,
+    remaining: float,
+    slowdown: float,
+    *,
+    sent: float | None = None,
+    sharding: Sequence[float] = (0.0, 0.0),
+) -> dict[str, Any]:
+    """Sum up both steps.
+
+    sent: what the rewired model communicates; None: as much as the regular one. sharding: what is exposed of gathers
+    and reductions in both.
+    """
+    sent = communication if sent is None else sent
+    regular = compute + communication + sharding[0]
+    overlapped = compute + remaining + slowdown * (sent - remaining) + sharding[1]
+    return {
+        "regular_s": regular,
+        "overlapped_s": overlapped,
+        "speed_up": regular / overlapped,
+        "compute_s": compute,
+        "communication_s": communication,
+        "overlapped_communication_s": sent,
+        "exposed_s": remaining,
+        "sharding_s": list(sharding),
+        "communication_share": communication / regular,
+    }

@@ -1,0 +1,306 @@
+"""One optimiser step of fcsd's own code on tensors without storage: which bytes live when, which matmuls run.
+
+The models are built on the meta device and moved to fake tensors, so any family and any size takes seconds. What is
+run is the product's own: the rewired student, `fcsd.training.losses.head`, the fused loss, transformers' checkpointing.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fcsd.model.autocast import autocast_experts
+from fcsd.model.families.structure import output_head
+from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
+from fcsd.training.config import KLWithL2ObjectiveConfig
+from fcsd.training.losses.fused import Kernels
+from fcsd.training.losses.head import attach_loss_head, body_hidden, final_hidden
+from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.training.prepare import freeze_embeddings_and_head
+from fcsd.training.teachers.lora import as_original
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The settings that memory and matmuls of a micro-batch depend on.
+
+    objective: a name of `fcsd.training.config.ObjectiveConfig`; divergence: its temperature, jsd_beta and clip.
+    sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
+    on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a CPU.
+    accumulates: the step has several micro-batches, so that gradients are there when one begins.
+    teacher: its back-end (`fcsd.model.config.TeacherConfig`). adapters: the student is a LoRA student,
+    its own weights in `teacher_dtype`, the adapters in `student_dtype`.
+    """
+
+    objective: str
+    num_rows: int
+    num_tokens: int
+    student_dtype: torch.dtype
+    teacher_dtype: torch.dtype
+    autocast: bool
+    sharded: bool
+    checkpointing: bool
+    freeze_embeddings_and_head: bool
+    accumulates: bool
+    on_gpu: bool
+    divergence: tuple[tuple[str, float], ...] = ()
+    vocab_size: int | None = None
+    teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
+    adapters: bool = False
+
+    @property
+    def runs_teacher_model(self) -> bool:
+        """True when a second model is in memory."""
+        return self.has_teacher and self.teacher == "sharded"
+
+    @property
+    def has_teacher(self) -> bool:
+        """True when the student is compared with a teacher."""
+        return self.objective not in ("sft", "ce")
+
+
+@dataclass
+class Trace:
+    """The needs of one optimiser step.
+
+    peak: kind -> bytes at the moment at which most live; transient: the same at the moment at which most live beside
+    `PERSISTENT`, without those. flops: phase -> dtype -> operations of one micro-batch. num_pairs: layers that are
+    given the pair (o, o - routed), whose checkpointed input is twice as large. Other numbers are of parameters.
+    """
+
+    peak: dict[str, int]
+    transient: dict[str, int]
+    flops: dict[str, dict[str, int]]
+    num_trainable: int
+    num_parameters: int
+    largest_layer: int
+    embeddings_and_head: int
+    head: int
+    num_layers: int
+    num_pairs: int
+    hidden_size: int
+
+
+def trace_step(
+    build: Callable[[], nn.Module],
+    rewire: Callable[[nn.Module], Any],
+    layers: Any,
+    setting: Setting,
+    *,
+    adapt: Callable[[nn.Module], Any] | None = None,
+    progress: Callable[[], Any] | None = None,
+    what: str = "the training step",
+) -> Trace:
+    """Run one optimiser step without storage, as `fcsd.training.trainer` does.
+
+    Args:
+        build: makes the regular model; it is called on the meta device, for the teacher once more.
+        rewire: gives the student its connectivity, in place.
+        layers: the decoder layers of a model.
+        adapt: puts the adapters of a LoRA student in, in place; needed with `setting.adapters`.
+        progress: called after every layer's forward pass.
+        what: is traced, for an error.
+
+    Raises:
+        UserError: the model's code needs data.
+    """
+    tracker = Tracker()
+    interposed = _fused(tracker)
+    student = _student_on_meta(build, rewire, adapt, setting, interposed)
+    teacher = _teacher_on_meta(build, setting) if setting.runs_teacher_model else None
+    if progress is not None:
+
+        def layer_done(*_: Any) -> None:
+            progress()
+
+        for model in (student,) if teacher is None else (student, teacher):
+            for layer in layers(model):
+                layer.register_forward_hook(layer_done)
+    with counting(tracker, interposed, what):
+        with tracker.making("student"):
+            give_fake_storage(student)
+        head: Any = output_head(student)
+        head.kernels = _CountedKernels(tracker, on_gpu=setting.on_gpu)
+        with tracker.making("teacher"):
+            if teacher is not None:
+                give_fake_storage(teacher)
+                head = output_head(teacher)
+            elif setting.has_teacher and setting.teacher == "cache":
+                head = _head_like(head, setting.teacher_dtype)
+        trainable = [p for p in student.parameters() if p.requires_grad]
+        with tracker.making("optimizer"):
+            moments = [torch.empty_like(p) for p in trainable for _ in range(2)]
+        for parameter in trainable:
+            if setting.accumulates:
+                with tracker.making("gradients"):
+                    parameter.grad = torch.empty_like(parameter)
+            parameter.register_post_accumulate_grad_hook(lambda p: tracker.becomes(p.grad, "gradients"))
+        tracker.counts_as(output_head(student), "loss")
+        _micro_batch(student, teacher, head, tracker, setting)
+        trace = _read_trace(tracker, student, layers(student))
+        del moments
+    return trace
+
+
+def _student_on_meta(
+    build: Callable[[], nn.Module],
+    rewire: Callable[[nn.Module], Any],
+    adapt: Callable[[nn.Module], Any] | None,
+    setting: Setting,
+    interposed: Interposed,
+) -> Any:
+    with torch.device("meta"):
+        student: Any = build()
+    rewire(student)
+    if setting.adapters:
+        assert adapt is not None
+        nn.Module.to(student, setting.teacher_dtype)
+        adapt(student)
+    else:
+        gathered = setting.sharded and setting.autocast
+        nn.Module.to(student, torch.bfloat16 if gathered else setting.student_dtype)
+    if setting.freeze_embeddings_and_head:
+        freeze_embeddings_and_head(student)
+    student.train()
+    student.config.use_cache = False
+    if setting.checkpointing:
+        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), interposed)}
+        student.activation_checkpointing_enable(again)
+    attach_loss_head(student, setting.vocab_size)
+    return student
+
+
+def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
+    with torch.device("meta"):
+        teacher: Any = build()
+    nn.Module.to(teacher, setting.teacher_dtype).eval().requires_grad_(False)
+    teacher.config.use_cache = False
+    return teacher
+
+
+def _head_like(head: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    made = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, dtype=dtype)
+    return made.requires_grad_(False)
+
+
+def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
+    """Put together what the tracker has counted, and what of the student's size the estimate needs."""
+    plans = [getattr(layer, "farskip_plan", None) for layer in stack]
+    modules = (student.get_input_embeddings(), student.get_output_embeddings())
+    ends = {id(p): p.numel() for module in modules for p in module.parameters()}
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
+    total = sum(p.numel() for p in student.parameters())
+    head = output_head(student).weight
+    return Trace(
+        peak={kind: n for kind, n in tracker.peak.items() if n},
+        transient={kind: n for kind, n in tracker.transient.items() if n},
+        flops={kind: dict(counts) for kind, counts in tracker.flops.items()},
+        num_trainable=sum(p.numel() for p in student.parameters() if p.requires_grad),
+        num_parameters=total,
+        largest_layer=max(sizes),
+        embeddings_and_head=sum(ends.values()),
+        head=head.numel(),
+        num_layers=len(sizes),
+        num_pairs=sum(plan is not None and plan.carry for plan in plans),
+        hidden_size=head.shape[1],
+    )
+
+
+def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting) -> None:
+    """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
+    shape = (setting.num_rows, setting.num_tokens)
+    terms = None
+    if setting.objective == "kl+l2":
+        terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
+
+    def watched(model: Any) -> Any:
+        return terms.captured(model) if terms else contextlib.nullcontext(Captured())
+
+    autocast_experts()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded)
+    with tracker.making("activations"):
+        ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
+        extra: dict[str, Any] = {"labels": keep, "objective": "ce"}
+    if setting.has_teacher:
+        original = watched(student if teacher is None else teacher)
+        with tracker.making("teacher forward"), torch.no_grad(), original as teacher_captured:
+            if teacher is not None:
+                hidden = final_hidden(teacher, ids, positions, keep)
+            elif setting.teacher == "adapter_off":
+                with as_original(student):
+                    hidden = body_hidden(student, ids, positions, None, keep)
+            else:
+                hidden = torch.empty((len(keep), head.in_features), dtype=setting.teacher_dtype)
+        name = setting.objective.removesuffix("+l2")
+        extra = {"teacher_hidden": hidden, "teacher_head": head, "objective": name}
+        extra |= setting.divergence
+    with tracker.making("activations"), autocast, watched(student) as captured:
+        loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
+    if terms is not None:
+        with tracker.making("loss"):
+            loss = loss + terms.values(captured, teacher_captured, keep, ["l2"])["l2"]
+    with tracker.making("backward"):
+        torch.autograd.backward(loss)  # not `loss.backward()`, a call that the mode would see as one
+
+
+class _CountedKernels(Kernels):
+    """Count the loss's matmuls instead of running them, with the chunks and dtypes of the device that is estimated.
+
+    They write into given tensors and allocate nothing, whatever the dtype of their operands.
+    """
+
+    def __init__(self, tracker: Tracker, *, on_gpu: bool):
+        self.tracker, self.device = tracker, torch.device("cuda" if on_gpu else "cpu")
+
+    def chunk_tokens(
+        self, bytes_per_token: int, chunk_bytes: int | None, device: torch.device, trains_head: bool
+    ) -> int:
+        return super().chunk_tokens(bytes_per_token, chunk_bytes, self.device, trains_head)
+
+    def widens(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return super().widens(self.device, dtype)
+
+    def mm(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        self.tracker.add_flops(a.dtype, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+
+    def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+        self.mm(a, b, accumulator)
+
+
+def _fused(tracker: Tracker) -> Interposed:
+    """Let attention whose values are narrower than its keys (MLA) be one operation, as it is on GPUs.
+
+    A CPU has no such kernel: there it would be bmm in float32, with all scores in memory.
+    """
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if query.shape[-1] == value.shape[-1]:
+            return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+        return _Attention.apply(query, key, value, tracker)
+
+    return Interposed(attention)
+
+
+class _Attention(torch.autograd.Function):
+    """Allocate and count what the fused operation does: inputs, output and one number a row of scores are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tracker: Tracker) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.tracker = tracker
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        tracker.add_attention(q, k, v)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.tracker.add_attention(q, k, v, gradient=gradients[0])
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None

@@ -1,0 +1,211 @@
+"""Count the bytes of live storages and the FLOPs of what runs, without storage.
+
+Nothing is patched: what a CPU would run otherwise than a GPU is handed over by a mode, in this thread and inside its
+`with` alone.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fcsd.base.errors import UserError, one_line
+
+PERSISTENT = ("student", "teacher", "gradients", "optimizer")
+"""Kinds of bytes that live from one micro-batch to the next."""
+
+
+@dataclass
+class _Live:
+    reference: Any
+    kind: str
+    num_bytes: int
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of live storages by the kind under which they were made, and the matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "other"
+        self.live: dict[int, _Live] = {}
+        self.now: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self.transient: dict[str, int] = {}
+        self.flops: dict[str, Counter[str]] = {}
+        self._peak = self._transient = 0
+
+    @contextlib.contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """Count what is allocated and computed inside as `kind`."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def counts_as(self, module: nn.Module, kind: str) -> None:
+        """Count as `kind` what runs in a module's forward pass, until something in it says otherwise."""
+        before: list[str] = []
+
+        def enter(*_: Any) -> None:
+            before.append(self.kind)
+            self.kind = kind
+
+        def leave(*_: Any) -> None:
+            self.kind = before.pop()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
+
+    def becomes(self, tensor: Tensor, kind: str) -> None:
+        """Count a live tensor's storage as `kind` from now on."""
+        entry = self.live.get(id(tensor.untyped_storage()))
+        if entry is not None:
+            self.now[entry.kind] -= entry.num_bytes
+            self.now[kind] += entry.num_bytes
+            entry.kind = kind
+
+    def add_flops(self, dtype: torch.dtype, number: int) -> None:
+        """Count operations of the present kind."""
+        self.flops.setdefault(self.kind, Counter())[str(dtype).removeprefix("torch.")] += number
+
+    def add_attention(self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor | None = None) -> None:
+        """Count one fused attention, or its backward pass; k and v may have fewer heads than q."""
+        k_shape, v_shape = ((*t.shape[:1], q.shape[1], *t.shape[2:]) for t in (k, v))
+        if gradient is None:
+            number = int(sdpa_flop_count(q.shape, k_shape, v_shape))
+        else:
+            number = int(sdpa_backward_flop_count(gradient.shape, q.shape, k_shape, v_shape))
+        self.add_flops(q.dtype, number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._track(tensor.untyped_storage())
+        count = _FLOPS.get(func._overloadpacket)
+        if count is not None:
+            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.add_flops(dtype, int(count(*args, **(kwargs or {}), out_val=out)))
+        return out
+
+    def _track(self, storage: Any) -> None:
+        key = id(storage)
+        if key in self.live:
+            return
+        entry = _Live(None, self.kind, storage.nbytes())
+
+        def gone(_: Any) -> None:
+            del self.live[key]
+            self.now[entry.kind] -= entry.num_bytes
+
+        entry.reference = weakref.ref(storage, gone)
+        self.live[key] = entry
+        self.now[entry.kind] += entry.num_bytes
+        total = sum(self.now.values())
+        if total > self._peak:
+            self._peak, self.peak = total, dict(self.now)
+        transient = total - sum(self.now[kind] for kind in PERSISTENT)
+        if transient > self._transient:
+            self._transient = transient
+            self.transient = {kind: n for kind, n in self.now.items() if kind not in PERSISTENT}
+
+
+class Interposed(TorchFunctionMode):
+    """Hands attention over, and grouped matmuls to transformers' fallback, which has a shape function for every dtype.
+
+    attention: called as torch's, which it may call itself. Where a layer is run again in a backward pass, the mode has
+    to be entered again (`torch.utils.checkpoint`, context_fn).
+    """
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self.attention(*args, **kwargs)
+        if func is torch._grouped_mm:
+            return torch.ops.transformers.grouped_mm_fallback(*args[:2], kwargs["offs"])
+        if func is Tensor.data_ptr:
+            return 0  # transformers looks whether weights are aligned before it calls the matmul
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
+    """Run what is inside on tensors without storage, and count it.
+
+    Raises:
+        UserError: `what`, whose code needs data.
+    """
+    try:
+        with FakeTensorMode(), tracker, interposed:
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # any part of a family's code may
+        raise UserError(
+            f"{what} cannot be followed without data: {type(error).__name__}: {one_line(error)[:200]};"
+            " `fcsd inspect` tells what its weights need"
+        ) from error
+
+
+def give_fake_storage(model: nn.Module) -> None:
+    """Replace every meta tensor by a fake one; must run in a FakeTensorMode."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * input.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+def _grouped_backward(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _grouped(input, weight)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+def _flop_counts() -> dict[Any, Callable[..., Any]]:
+    """Return torch's own FLOP formulas, and those of the matmuls that it does not know."""
+    import transformers.integrations.moe  # noqa: F401, registers the grouped matmuls
+
+    aten, own = torch.ops.aten, torch.ops.transformers
+    return dict(flop_registry) | {
+        own.grouped_mm_fallback: _grouped,
+        own.grouped_mm_fallback_backward: _grouped_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+
+
+_FLOPS = _flop_counts()

@@ -1,0 +1,237 @@
+"""Say which training of a recipe is estimated, and trace its optimiser step."""
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import progress_bar
+from fcsd.model.config import AdapterConfig
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
+from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.families import Family, family_of
+from fcsd.model.inspect import inspect_model
+from fcsd.model.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source
+from fcsd.model.load import dtype_of, load_tokenizer
+from fcsd.parallel.engine import checkpoints_activations
+from fcsd.planning.cost.memory import Layout
+from fcsd.planning.cost.operations import ModelWork
+from fcsd.planning.cost.trace import Setting, Trace, trace_step
+from fcsd.recipe.recipe import Recipe
+from fcsd.training.config import CrossEntropyObjectiveConfig, ObjectiveConfig, TrainConfig
+from fcsd.training.teachers.lora import add_adapters
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of a recipe, with what its models are built from."""
+
+    name: str
+    config: Mapping[str, Any]
+    where: str
+    connectivity: Any
+    objective: ObjectiveConfig
+    train: TrainConfig
+    max_length: int
+    teacher_dtype: torch.dtype = torch.bfloat16
+    attention: str | None = None
+    num_active: int | None = None
+    left_dtype: torch.dtype = torch.bfloat16  # of the checkpoint that the training leaves
+    keeps_best: bool = False
+    teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
+    lora: AdapterConfig | None = None
+    data_tokens: int = 0  # tokenized for it, and for the trainings that share its data
+
+
+def config_of(source: Source) -> Mapping[str, Any]:
+    """Return a checkpoint's config, a connectivity in another project's keys in ours; raises UserError as that does."""
+    keys = has_instella_keys(source.config)
+    return translate_instella(source.config, source.where) if keys else source.config
+
+
+def distillation(recipe: Recipe, variant: str | None) -> Training:
+    if variant is not None:
+        if variant not in recipe.variants:
+            known = ", ".join(recipe.variants) or "none"
+            raise UserError(f"recipe {recipe.name}: has no variant '{variant}'; allowed: {known}")
+        recipe = recipe.variant(variant)
+    if recipe.model.path:
+        source = find_source(recipe.model.path, recipe.model.revision)
+        config, where = config_of(source), source.where
+        parameters = inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
+        num_active = parameters.get("active")
+        dtype = checkpoint_dtype(config) if recipe.model.dtype == "auto" else recipe.model.dtype
+    else:
+        config, where, num_active = _pretrain_config(recipe), "pretrain.config", None
+        assert recipe.pretrain is not None
+        dtype = recipe.pretrain.train.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
+    return Training(
+        name=f"distill, variant {variant}" if variant else "distill",
+        config=config,
+        where=where,
+        connectivity=recipe.connectivity,
+        objective=recipe.objective,
+        train=recipe.train,
+        max_length=recipe.data.max_length,
+        teacher_dtype=dtype_of(dtype),
+        attention=recipe.model.attn_implementation,
+        num_active=num_active,
+        left_dtype=dtype_of(dtype),
+        keeps_best=recipe.early_stopping is not None,
+        teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
+        lora=recipe.lora,
+        data_tokens=recipe.training_tokens,
+    )
+
+
+def only_pretrains(recipe: Recipe) -> bool:
+    """Tell whether a recipe is about its pre-training alone: it says nothing of a training that would follow."""
+    return recipe.pretrain is not None and "train" not in recipe.model_fields_set
+
+
+def pretraining(recipe: Recipe) -> Training:
+    plan = recipe.pretrain
+    if plan is None:
+        raise UserError(f"recipe {recipe.name}: has no `pretrain` section; leave --pretrain out")
+    return Training(
+        name="pretrain",
+        config=_pretrain_config(recipe),
+        where="pretrain.config",
+        connectivity=plan.connectivity,
+        objective=CrossEntropyObjectiveConfig(name="ce"),
+        train=plan.train,
+        max_length=plan.data.max_length,
+        left_dtype=dtype_of(plan.train.dtype),
+        data_tokens=plan.train.max_steps * plan.train.batch_size_tokens,
+    )
+
+
+def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
+    assert recipe.pretrain is not None
+    config = dict(recipe.pretrain.config)
+    if "vocab_size" not in config:
+        if not Path(recipe.pretrain.tokenizer).is_dir():
+            raise UserError(
+                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} is not there yet, and the vocabulary's size comes"
+                " from it; make it first, or --set pretrain.config.vocab_size=N"
+            )
+        config["vocab_size"] = len(load_tokenizer(recipe.pretrain.tokenizer))
+    return config
+
+
+def built(training: Training) -> tuple[Family, Callable[[], Any]]:
+    """Return the family, and what builds its regular model from the config."""
+    left = ("experts_implementation", "quantization_config")
+    family = family_of(training.config)
+    cls = base_model_class(family)
+    raw = {key: value for key, value in training.config.items() if key not in left}
+    config = config_object(cls.config_class, raw, family.model_type, training.where)
+    try:
+        family_of(config)
+    except UserError as error:
+        raise UserError(f"{training.where}: {error}") from None
+    attention = "eager" if training.attention == "eager" else "sdpa"
+    if not getattr(cls, "_supports_sdpa", True):
+        attention = "eager"
+    return family, lambda: cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+
+
+def tracer(training: Training) -> Callable[[Setting], Trace]:
+    """Return `trace_step` for this run; a setting is traced once."""
+    family, build = built(training)
+    section = training.connectivity
+    known: dict[Setting, Trace] = {}
+
+    def adapt(model: Any) -> None:
+        assert training.lora is not None
+        add_adapters(model, training.lora, seed=0, dtype=dtype_of(training.train.dtype))
+
+    def rewire(model: Any) -> None:
+        if section.layers != "none":
+            convert_model(model, Connectivity(section.layers, section.attention, section.mlp))
+
+    def trace(setting: Setting) -> Trace:
+        if setting not in known:
+            with progress_bar(
+                desc="Tracing a step", unit="layer", leave=False, shown=sys.stderr.isatty()
+            ) as bar:
+                known[setting] = trace_step(
+                    build,
+                    rewire,
+                    lambda model: decoder_layers(model, family),
+                    setting,
+                    adapt=adapt,
+                    progress=bar.update,
+                    what=f"{training.where}: the training step of {family.model_type}",
+                )
+        return known[setting]
+
+    return trace
+
+
+def spread(
+    trace_of: Callable[[Setting], Trace], training: Training, work: ModelWork, ranks: int
+) -> Callable[[Setting], Trace]:
+    """Return `trace_of` of ranks that share the experts: each gathers its own, and keeps what its tokens chose.
+
+    work: of the regular model.
+    """
+    chosen_of = tracer(_with_chosen(training, work)) if work.runs_all else trace_of
+    experts = max(layer.work("experts").weights for layer in work.layers)
+
+    def trace(setting: Setting) -> Trace:
+        whole = trace_of(setting)
+        gathered = whole.largest_layer - experts + experts // ranks
+        return replace(whole, largest_layer=gathered, transient=chosen_of(setting).transient)
+
+    return trace
+
+
+def _with_chosen(training: Training, work: ModelWork) -> Training:
+    """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
+    name = built(training)[0].num_experts
+
+    def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+        return found | ({name: work.experts_per_token} if name in config else {})
+
+    return replace(training, config=fewer(training.config))
+
+
+def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:
+    """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights, whole copies cast by autocast."""
+    return Setting(
+        objective=training.objective.name,
+        num_rows=training.train.per_device_train_batch_size,
+        num_tokens=training.max_length,
+        student_dtype=dtype_of(training.train.dtype),
+        teacher_dtype=training.teacher_dtype,
+        autocast=training.train.bf16,
+        sharded=layout.sharding != "none",
+        checkpointing=_checkpointing(training),
+        freeze_embeddings_and_head=training.objective.freeze_embeddings_and_head,
+        accumulates=micro_batches > 1,
+        on_gpu=True,
+        divergence=tuple(
+            (name, value)
+            for name in ("temperature", "jsd_beta", "clip")
+            if (value := getattr(training.objective, name)) is not None
+        ),
+        vocab_size=training.objective.vocab_size,
+        teacher=training.teacher,
+        adapters=training.lora is not None,
+    )
+
+
+def _checkpointing(training: Training) -> bool:
+    if training.train.gradient_checkpointing is not None:
+        return training.train.gradient_checkpointing
+    with torch.device("meta"):
+        return checkpoints_activations(training.train, built(training)[1]())

@@ -1,0 +1,301 @@
+"""The layer study: quality of the untrained model against which layers are rewired (paper 3.1 and Fig. 3).
+
+    OUT/layers.json     all points so far, written again after each of them
+    OUT/layers.png      the figure, when the study is finished
+    OUT/stage.json, manifest.json
+
+The model is loaded once and rewired in place between the points. `first` and `last` count layers from the start and
+from the end, `single` rewires one layer alone: its sensitivity. With a text to calibrate on every point is measured a
+second time, with calibrated weights (`fcsd.training.calibration`).
+
+On several ranks each has the whole model, and its share of the rows and items.
+
+Not covered: weights that are sharded over ranks; a proposal from the sensitivities, that is
+`fcsd.planning.layers.proposal`.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.base.stats import ratio, standard_error
+from fcsd.base.text import progress_bar
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.dataset import build_dataset, heldout_rows
+from fcsd.data.local import data_fingerprint
+from fcsd.evaluation.config import EvaluationConfig
+from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.stage import test_set_fingerprints
+from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
+from fcsd.model.connectivity.checkpoint import read_checkpoint
+from fcsd.model.connectivity.load import load_config
+from fcsd.model.families import moe_mask
+from fcsd.model.families.structure import packing_of
+from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
+from fcsd.parallel.launch import Launch
+from fcsd.planning.layers.calibrated import Calibrations
+from fcsd.planning.layers.settings import KL, Study, metrics, selections, suite_of
+from fcsd.training.calibration.checkpoint import take_rows
+from fcsd.training.losses.kl import kl_by_row, read_original
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Value:
+    """One metric of one selection: nats per token of the KL, or the mean score of a task, with its standard error."""
+
+    value: float
+    stderr: float
+    num_items: int  # tokens of the KL, items of a task
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything one selection was measured on.
+
+    items: per metric, for the KL (sum, tokens) of each row, for a task the score of each item; what a paired comparison
+        needs.
+    """
+
+    values: dict[str, Value]
+    items: dict[str, list[Any]]
+
+
+class Measure(Protocol):
+    """Rewires these layers of the model in place and measures it, its weights copied or calibrated."""
+
+    def __call__(self, layers: Sequence[int], *, calibrated: bool = False) -> Measured: ...
+
+
+def study_layers(
+    study: Study,
+    model: ModelFolder,
+    folder: Path,
+    launch: Launch,
+    draw: Callable[[dict[str, Any], Path], None],
+) -> Stage:
+    """Measure every point of `study`; a killed study continues where it was.
+
+    model: the original checkpoint that `study.model` names.
+    draw: makes the figure of the result (`fcsd.report.study_plots.plot_layers`).
+
+    Raises:
+        UserError: a launch that shards the weights; unknown task; no text; a count that the model does not have; a
+            converted checkpoint; a folder whose study had other settings or another model.
+    """
+    check_copies(launch)
+    ranks = launch.ranks
+    mask = layer_mask(model)
+    plan = selections(study, len(mask))
+    stage = ranks.from_first(lambda: layers_stage(study, model, folder))
+    if launch.begin(stage) == "finished":
+        return stage
+    found = folder / "layers.json"
+    done = ranks.from_first(lambda: _read(found)["points"] if found.is_file() else [])
+    with measuring(study, model, launch) as measure:
+        weights = ["values", "calibrated"] if study.calibrated is not None else ["values"]
+        known = {tuple(point["layers"]): {key: point[key] for key in weights} for point in done}
+        result: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "study": study.model_dump(mode="json"),
+            "model_type": model.load_config().model_type,
+            "num_hidden_layers": len(mask),
+            "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
+            "metrics": metrics(study),
+            "points": [],
+        }
+        # Zero rewired layers have no KL, but tasks have a score.
+        wanted = [("none", []), *plan] if study.tasks else plan
+        num_new = len({tuple(layers) for _, layers in wanted} - known.keys())
+        with progress_bar(
+            total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
+        ) as bar:
+            for side, layers in wanted:
+                if (key := tuple(layers)) not in known:
+                    bar.set_postfix_str(f"{side} {layers[0] if side == 'single' else len(layers)}")
+                    known[key] = {
+                        which: _as_dicts(measure(layers, calibrated=which == "calibrated"))
+                        for which in weights
+                    }
+                    bar.update()
+                point = {"side": side, "num_layers": len(layers), "layers": list(layers), **known[key]}
+                result["points"].append(point)
+                if len(result["points"]) > len(done) and ranks.first:
+                    write_json(folder / "layers.json", result)
+    if ranks.first:
+        draw(result, folder / "layers.png")
+    launch.finish(stage, {})
+    return stage
+
+
+def _as_dicts(measured: Measured) -> dict[str, Any]:
+    return {name: asdict(value) for name, value in measured.values.items()}
+
+
+def check_copies(launch: Launch) -> None:
+    """Raise UserError in a launch that shards the weights."""
+    if launch.engine.shards:
+        raise UserError(
+            "the layer study rewires whole copies of the model, and this launch shards the weights; launch copies"
+            " (accelerate launch --multi_gpu, configs/cpu_2.yaml), or one process"
+        )
+
+
+def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
+    """Return the folder of a study, with everything that its points depend on."""
+    suite = suite_of(study)
+    left_out = {"model", "suite", "data_root", "allow_weak_sandbox"}
+    if study.calibrated is None:  # a study that was begun before there was a choice goes on
+        left_out |= {"calibrated", "calibration_tokens"}
+    settings = study.model_dump(mode="json", exclude=left_out)
+    settings |= {
+        "model": {"dtype": study.model.dtype},
+        "tasks": [row.model_dump(mode="json") for row in suite.tasks] if suite is not None else [],
+    }
+    data_root = Path(study.data_root) if study.data_root is not None else None
+    inputs = {
+        "original": model.weights,
+        **test_set_fingerprints(suite.tasks if suite is not None else [], data_root, study.text),
+    }
+    if study.calibrated is not None:
+        inputs["calibrated"] = data_fingerprint(study.calibrated.path, study.calibrated.revision)
+    return Stage(folder, "layers", settings, inputs)
+
+
+def layer_mask(model: ModelFolder) -> list[bool]:
+    """Return one entry a decoder layer of an original checkpoint, True for an MoE layer; weights are not read."""
+    checkpoint = read_checkpoint(model.folder)
+    if checkpoint.connectivity is not None:
+        raise UserError(
+            f"{model.folder}: this checkpoint is already converted; the study needs the original that it was made from"
+        )
+    assert checkpoint.family is not None
+    return list(moe_mask(load_config(checkpoint), checkpoint.family))
+
+
+@contextlib.contextmanager
+def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Measure]:
+    """Load the model and the data; gives the function that rewires the model in place and measures it."""
+    ranks = launch.ranks
+    suite = suite_of(study)
+    tokenizer = load_tokenizer(source.folder, trust_remote_code=source.config.trust_remote_code)
+    model = to_device(load_checkpoint(source), study.model.path, launch.device)
+    packing = study.packing and packing_of(model.config) != "leaks"
+    calibrations = None
+    if study.calibrated is not None:
+        found = build_dataset(
+            [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
+            loss_on=study.loss_on, bad_rows=BadRows(setting=None),
+            num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
+        )  # fmt: skip
+        calibrations = Calibrations(model, take_rows(found, study.calibration_tokens), ranks)
+    rows = None
+    if study.text is not None:
+        if not hasattr(model, "lm_head"):
+            raise UserError(
+                f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
+                " its own; study the text model of this family"
+            )
+        rows = heldout_rows(
+            study.text,
+            tokenizer,
+            num_examples=study.text_examples,
+            max_length=study.max_length,
+            packing=packing,
+            loss_on=study.loss_on,
+        )
+    with contextlib.ExitStack() as stack:
+        evaluate = None
+        if suite is not None:
+            plan = EvaluationConfig(
+                data_root=study.data_root,
+                batch_size=study.batch_size,
+                limit=study.limit,
+                allow_weak_sandbox=study.allow_weak_sandbox,
+            )
+            evaluate = stack.enter_context(
+                prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
+            )
+        known = read_original(model, rows, ranks=ranks) if rows is not None else None
+
+        def measure(layers: Sequence[int], *, calibrated: bool = False) -> Measured:
+            if layers:
+                wired = Connectivity(list(layers), study.attention, study.mlp)
+                convert_model(model, wired, regular_ok=True)
+            else:
+                unconvert_model(model)
+            if not calibrated:
+                return as_it_is(layers)
+            assert calibrations is not None
+            with calibrations.folded():
+                return as_it_is(layers)
+
+        def as_it_is(layers: Sequence[int]) -> Measured:
+            values: dict[str, Value] = {}
+            items: dict[str, list[Any]] = {}
+            if rows is not None and known is not None:
+                sums, counts = kl_by_row(known, model, rows, ranks=ranks)
+                items[KL] = list(zip(sums, counts, strict=True))
+                values[KL] = kl_value(items[KL], study.model.path, layers)
+            if evaluate is not None:
+                result, samples = evaluate(model, study.model.path)
+                for task, row in result["tasks"].items():
+                    values[task] = Value(row["value"], row["stderr"] or 0.0, row["num_items"])
+                    items[task] = [sample["score"] for sample in samples[task]]
+            return Measured(values, items)
+
+        yield measure
+
+
+def kl_value(items: Sequence[tuple[float, int]], model: str, layers: Sequence[int]) -> Value:
+    """Return nats per token of (sum, tokens) per row."""
+    found = ratio([total for total, _ in items], [count for _, count in items])
+    if found["kl"] is None or not math.isfinite(found["kl"]):
+        raise UserError(
+            f"{model}: the KL to the original with layers {list(layers)} rewired is {found['kl']}"
+        )
+    return Value(found["kl"], found["stderr"] or 0.0, int(found["num_tokens"] or 0))
+
+
+def difference(one: Measured, other: Measured, metric: str) -> Value:
+    """one - other of a metric with its paired standard error: both were measured on the same rows or items."""
+    pairs = list(zip(one.items[metric], other.items[metric], strict=True))
+    if metric == KL:
+        found = ratio([a[0] - b[0] for a, b in pairs], [a[1] for a, _ in pairs])
+        return Value(found["kl"] or 0.0, found["stderr"] or 0.0, int(found["num_tokens"] or 0))
+    deltas = [a - b for a, b in pairs]
+    return Value(math.fsum(deltas) / len(deltas), standard_error(deltas) or 0.0, len(deltas))
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """Return the finished study in `folder`: what `layers.json` holds.
+
+    Raises:
+        UserError: not a study, one that is not finished, or one of another version.
+    """
+    if not (folder / "layers.json").is_file():
+        raise UserError(f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote")
+    study = _read(folder / "layers.json")
+    if not (folder / "manifest.json").is_file():
+        raise UserError(
+            f"{folder}: the study is not finished; run the same `fcsd layers` command again, it goes on"
+        )
+    return study
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    version = found.get("schema_version") if isinstance(found, Mapping) else None
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema_version is {version}, this fcsd reads {SCHEMA_VERSION}; remove the folder and run"
+            " `fcsd layers` again"
+        )
+    return dict(found)

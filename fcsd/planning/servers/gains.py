@@ -1,0 +1,148 @@
+"""What `fcsd plan --measured` makes of a server's times, beside the gain that was measured.
+
+    f = exposed / seconds     of a run of all requests: what a rank only communicates in, and what the run takes
+    v = hidden / total        of what is communicated in the overlapped row's run
+    gain = f v / (1 - f v)    regular / overlapped time - 1
+
+f is the regular row's: stock by a trace, or FarSkip blocking, whose ranks say what they communicate (`--comm timed`;
+those of stock do not, and an emulated network is not theirs). Prefill is the run of one token each, decoding the run of
+whole answers less that one, which it begins with. Ranks count the warm-up too, which is the same work once more.
+
+A file has the time to the first token, or between tokens, and f of that as communication. So it does not matter in how
+many steps a server takes its requests, as long as each step communicates the same share.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families import base_model_type
+from fcsd.planning.servers.summary import FIGURES, Runs, emulated, spread
+
+_FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
+_OVERLAPPED = "farskip_overlapped"
+
+Traces = Mapping[str, Mapping[str, Any]]
+
+
+class _Spent(NamedTuple):
+    """Seconds of a run of all requests, and of a rank's communication in it."""
+
+    seconds: float
+    total_s: float
+    exposed_s: float
+
+
+def served_gains(
+    settings: Mapping[str, Any], config: Mapping[str, Any], runs: Runs, traces: Traces
+) -> list[dict[str, Any]]:
+    """Return by length and phase the regular row's times, and regular / overlapped as planned and as measured.
+
+    Only where that row's communication is known; `planned` is None where the overlapped row's is not.
+
+    Args:
+        settings: of the benchmark.
+        config: of the converted model, as in its `config.json`.
+        runs: a row's runs in the order of the rounds.
+        traces: what `fcsd.planning.servers.trace.read_trace` says of a row's prefill of the first length.
+    """
+    regular = ["farskip_blocking"] if emulated(settings["comm"]) else ["stock", "farskip_blocking"]
+    served = {
+        "model_type": base_model_type(str(config["model_type"])),
+        "connectivity": asdict(Connectivity.from_field(config["farskip"])),
+        "num_layers": (config.get("text_config") or config).get("num_hidden_layers"),
+        "ranks": settings["tensor_parallel"],
+        "batch": settings["requests"],
+    }
+    found = []
+    for place, prompt in enumerate(settings["prompt_tokens"]):
+        points = {name: [run["points"][place] for run in each] for name, each in runs.items()}
+        halfway = prompt + settings["output_tokens"] // 2  # the text, with half of its answer
+        for phase, length, traced in (("prefill", prompt, {} if place else traces), ("decode", halfway, {})):
+            spent = {
+                name: _spent(each, phase, served["ranks"], traced.get(name)) for name, each in points.items()
+            }
+            known = [name for name in regular if _share(spent.get(name, ())) is not None]
+            if known and served["num_layers"]:
+                times = served | {"phase": phase, "length": length}
+                gain = _gain(times, points, spent, known[0])
+                found += [] if gain is None else [{"prompt_tokens": prompt} | gain]
+    return found
+
+
+def _gain(
+    served: dict[str, Any],
+    points: Mapping[str, Sequence[Any]],
+    spent: Mapping[str, list[_Spent]],
+    regular: str,
+) -> dict[str, Any] | None:
+    """Return one row; None where noise makes more hidden than the computation beside it could hide."""
+    from fcsd.planning.cost.measured import Times  # brings torch, which nothing else here needs
+    from fcsd.planning.cost.times import gain
+
+    phase, name, _ = FIGURES[_FIGURES[served["phase"]]]
+    seconds, ours = (
+        [point[phase][name] / 1000 for point in points.get(row, ())] for row in (regular, _OVERLAPPED)
+    )
+    share, overlap = _share(spent[regular]), _overlap(spent.get(_OVERLAPPED, ()))
+    assert share is not None
+    step_s = statistics.median(seconds)
+    try:
+        times = Times(**served, step_s=step_s, communication_s=share * step_s, overlap=overlap)
+    except ValueError:
+        return None
+    return {
+        "phase": phase,
+        "regular": regular,
+        "file": f"times-{phase}-{times.length}.json",
+        "times": times.model_dump(mode="json"),
+        "planned": None if overlap is None else 1 + gain(share, overlap),
+        "measured": spread([a / b for a, b in zip(seconds, ours, strict=True)]) if ours else None,
+    }
+
+
+def write_gains(gains: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write the files that `fcsd plan --measured` reads."""
+    if gains:
+        from fcsd.planning.cost.measured import Times, write_times
+
+        for each in gains:
+            write_times(folder / each["file"], Times(**each["times"]))
+
+
+def _spent(
+    points: Sequence[Mapping[str, Any]], phase: str, ranks: int, trace: Mapping[str, Any] | None
+) -> list[_Spent]:
+    """Return what was spent in those rounds of which it is known."""
+    if trace is not None:  # without warm-up, of one rank
+        return [_Spent(point[phase]["duration"], trace["total_s"], trace["exposed_s"]) for point in points]
+    found = []
+    for point in points:
+        whole, first = (_told(point[each], ranks) for each in (phase, "prefill"))
+        if whole is not None and first is not None:
+            rest = _Spent(*(a - b for a, b in zip(whole, first, strict=True)))
+            found.append(whole if phase == "prefill" else rest)
+    return found
+
+
+def _told(run: Mapping[str, Any], ranks: int) -> _Spent | None:
+    told = run.get("communication")
+    if told is None or told["ranks"] != ranks:
+        return None
+    counted = 2 * ranks  # with the warm-up
+    return _Spent(run["duration"], told["total_s"] / counted, told["exposed_s"] / counted)
+
+
+def _share(spent: Sequence[_Spent]) -> float | None:
+    """Return the share of the time that is only communication; None where no round knows one."""
+    shares = [each.exposed_s / each.seconds for each in spent if 0 < each.exposed_s < each.seconds]
+    return statistics.median(shares) if shares else None
+
+
+def _overlap(spent: Sequence[_Spent]) -> float | None:
+    """Return the share of communication that is hidden; None where no round knows one."""
+    shares = [min(1.0, max(0.0, 1 - each.exposed_s / each.total_s)) for each in spent if each.total_s > 0]
+    return statistics.median(shares) if shares else None

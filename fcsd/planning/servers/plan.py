@@ -1,0 +1,67 @@
+"""What of a benchmark of servers makes no sense, told before any server is started."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.model.families import PREFIX, base_model_type
+from fcsd.model.inspect.checkpoint import find_source
+from fcsd.planning.servers.settings import Benchmark
+
+
+def check_models(benchmark: Benchmark) -> dict[str, Any]:
+    """Return the converted model's config.
+
+    Raises:
+        UserError: a model that is not converted, an original that is, or of another model; a prompt that does not fit.
+    """
+    model, original = find_source(benchmark.model), find_source(benchmark.against)
+    converted, base = str(model.config.get("model_type")), str(original.config.get("model_type"))
+    if not converted.startswith(PREFIX):
+        raise UserError(
+            f"{model.where}: model_type '{converted}': MODEL is not converted; `fcsd convert` makes a FarSkip"
+            " checkpoint of it"
+        )
+    if base.startswith(PREFIX):
+        raise UserError(
+            f"{original.where}: --against is converted, too; give the original of {benchmark.model}"
+        )
+    if base_model_type(converted) != base:
+        raise UserError(
+            f"{original.where}: model_type '{base}' is not what {benchmark.model} was converted from,"
+            f" '{base_model_type(converted)}'"
+        )
+    mine, theirs = _sizes(model.config), _sizes(original.config)
+    if differ := [name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]]:
+        name = min(differ)
+        raise UserError(
+            f"{original.where}: {name} is {theirs[name]}, that of {benchmark.model} is {mine[name]}: this is not its"
+            " original"
+        )
+    longest = max(benchmark.prompt_tokens) + benchmark.output_tokens
+    context = _context(benchmark.serve_args, mine)
+    if context is not None and longest > context:
+        raise UserError(
+            f"--prompt-tokens {max(benchmark.prompt_tokens)} and --output-tokens {benchmark.output_tokens} make"
+            f" {longest} tokens; the context of {benchmark.model} is {context}"
+        )
+    return model.config
+
+
+def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
+    """Return the whole numbers of a config by their dotted keys, without ids of tokens."""
+    found: dict[str, int] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key != "farskip":
+            found |= _sizes(value, f"{prefix}{key}.")
+        elif isinstance(value, int) and not isinstance(value, bool) and not key.endswith(("_id", "_index")):
+            found[prefix + key] = value
+    return found
+
+
+def _context(words: list[str], sizes: Mapping[str, int]) -> int | None:
+    flags = [word for given in words for word in given.split("=", 1)]
+    if "--max-model-len" in flags[:-1] and (given := flags[flags.index("--max-model-len") + 1]).isdigit():
+        return int(given)
+    name = "max_position_embeddings"
+    return next((value for key, value in sizes.items() if key.rpartition(".")[2] == name), None)

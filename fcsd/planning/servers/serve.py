@@ -1,0 +1,213 @@
+"""`fcsd bench serve`: servers of vLLM against each other, one at a time, in turns.
+
+    OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
+    OUT/logs/ROUND-ROW.log        what that server printed
+    OUT/traces/ROW.json           with `trace`: what it overlapped by the trace of vLLM's profiler, which lies beside
+    OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
+    OUT/times-PHASE-LENGTH.json   for `fcsd plan --measured`, where the communication is known
+    OUT/stage.json, manifest.json
+
+A round has all rows once, each round beginning with another one, so that a machine that slows down slows down all. The
+prompts are random tokens, the same for all rows, others in every round, and no server keeps prefixes. A length is
+measured twice: one token each for the time to the first, then a whole answer for the time between tokens.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import hold_folder, read_json, release_folder, write_json, write_text
+from fcsd.base.text import progress_bar
+from fcsd.planning.servers.gains import served_gains, write_gains
+from fcsd.planning.servers.plan import check_models
+from fcsd.planning.servers.rows import Row, make_rows
+from fcsd.planning.servers.server import NotServed, Server, Vllm, find_vllm, measure, running_server, tail_of
+from fcsd.planning.servers.settings import Benchmark
+from fcsd.planning.servers.summary import summarise, table
+from fcsd.planning.servers.times import TIMES_VARIABLE, communication_between, settled_times
+from fcsd.planning.servers.trace import TRACED, profiler_flags, read_trace
+
+
+def bench_serve(
+    benchmark: Benchmark, program: str, folder: Path, draw: Callable[[dict[str, Any], Path], None]
+) -> dict[str, Any]:
+    """Measure all rows and return the result; a benchmark that was cut off continues where it was.
+
+    Args:
+        program: `vllm`, its path or its name on PATH.
+        draw: makes the figures of the result in the folder (`fcsd.report.study_plots.plot_serving`).
+
+    Raises:
+        UserError: models that do not belong together, prompts that are too long, an environment without vLLM or
+            plugin, a folder of another benchmark, a server that fails and is no rival, which may be missing.
+    """
+    config = check_models(benchmark)
+    vllm = find_vllm(program, benchmark.comm)
+    if vllm.warning:
+        print(f"fcsd bench: warning: {vllm.warning}", file=sys.stderr)
+    bench = _Bench(benchmark, vllm, folder)
+    if benchmark.trace and not vllm.devices:
+        raise UserError(
+            "--trace: a trace tells the overlap of GPUs, and there is none here; --comm timed tells it on a CPU"
+        )
+    stage = bench.stage(config)
+    if stage.state() == "finished":
+        print(f"fcsd bench: finished before, in {folder}", file=sys.stderr)
+        return dict(read_json(folder / "serving.json"))
+    for part in ("rounds", "logs", *(["traces"] if benchmark.trace else [])):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    hold_folder(folder)
+    stage.start()
+    rows = make_rows(benchmark.rows, config, vllm.devices, benchmark.tensor_parallel, benchmark.comm)
+    missing = bench.measure_rounds(rows)
+    measured = {
+        row.name: [read_json(bench.file(number, row)) for number in range(1, benchmark.rounds + 1)]
+        for row in rows
+        if row.name not in missing
+    }
+    settings = benchmark.model_dump(mode="json")
+    facts = {"settings": settings, "versions": bench.versions, "warning": vllm.warning}
+    traces = {name: bench.traced(row) for row in rows if (name := row.name) in TRACED and benchmark.trace}
+    gains = served_gains(settings, config, measured, traces)
+    result = summarise(facts, rows, measured, missing, traces) | {"gains": gains}
+    write_gains(gains, folder)
+    write_json(folder / "serving.json", result)
+    write_text(folder / "serving.md", table(result) + "\n")
+    draw(result, folder)
+    stage.finish({})
+    release_folder(folder)
+    if gains:
+        print(f"fcsd bench: times for `fcsd plan --measured`: {folder}/times-*.json", file=sys.stderr)
+    return result
+
+
+@dataclass(frozen=True)
+class _Bench:
+    benchmark: Benchmark
+    vllm: Vllm
+    folder: Path
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        return {
+            "vllm": self.vllm.version,
+            "fcsd-serving": self.vllm.plugin,
+            "devices": list(self.vllm.devices),
+        }
+
+    def stage(self, config: Mapping[str, Any]) -> Stage:
+        """Return the folder, with everything that the times depend on; weights do not count."""
+        text = json.dumps(config, sort_keys=True)
+        inputs = {"config": hashlib.sha256(text.encode()).hexdigest()}
+        return Stage(
+            self.folder, "bench serve", self.benchmark.model_dump(mode="json") | self.versions, inputs
+        )
+
+    def file(self, number: int, row: Row) -> Path:
+        return self.folder / "rounds" / f"{number}-{row.name}.json"
+
+    def measure_rounds(self, rows: list[Row]) -> dict[str, str]:
+        """Measure what is not there yet; return why rows cannot be had."""
+        missing = {row.name: row.missing for row in rows if row.missing is not None}
+        rounds = self.benchmark.rounds
+        steps = 1 + 2 * len(self.benchmark.prompt_tokens)  # the start of a server, and its measurements
+        with progress_bar(total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1) as bar:
+            for number in range(1, rounds + 1):
+                first = (number - 1) % len(rows)
+                for index, row in enumerate([*rows[first:], *rows[:first]]):
+                    if row.name not in missing and not self.file(number, row).is_file():
+                        where = f"round {number} of {rounds}, {row.title}"
+                        try:
+                            found = self.measure_row(row, number, _Progress(bar, where))
+                            write_json(self.file(number, row), found)
+                        except NotServed as failure:
+                            if not row.exact or number > 1:
+                                raise UserError(
+                                    f"the server of row {row.name} failed: {failure.reason}; the last lines of"
+                                    f" {self.log(number, row)}: {failure.tail}"
+                                ) from None
+                            missing[row.name] = failure.reason
+                    bar.update(((number - 1) * len(rows) + index + 1) * steps - bar.n)
+        return missing
+
+    def words(self, row: Row) -> list[str]:
+        model = self.benchmark.model if row.farskip else self.benchmark.against
+        return [model, "--no-enable-prefix-caching", *self.benchmark.serve_args, *row.flags]
+
+    def traced(self, row: Row) -> dict[str, Any]:
+        """Return what the profiler saw of a row's prompts of the first length, with a server of its own."""
+        folder, log = self.folder / "traces" / row.name, self.folder / "logs" / f"trace-{row.name}.log"
+        file = folder.with_suffix(".json")
+        if not file.is_file():
+            print(f"fcsd bench: trace of {row.title}", file=sys.stderr)
+            folder.mkdir(exist_ok=True)
+            words = [*self.words(row), *profiler_flags(folder)]
+            shape = {"input": self.benchmark.prompt_tokens[0], "output": 1, "seed": 0}
+            try:
+                with running_server(self.vllm, words, row.environment, log) as server:
+                    self.measure_phase(server, None, shape, "--profile")
+                write_json(file, read_trace(folder))
+            except NotServed as failure:
+                raise UserError(
+                    f"the traced server of row {row.name} failed: {failure.reason}; the last lines of {log}:"
+                    f" {failure.tail or tail_of(log.read_text(encoding='utf-8', errors='replace'))}"
+                ) from None
+        return dict(read_json(file))
+
+    def log(self, number: int, row: Row) -> Path:
+        return self.folder / "logs" / f"{number}-{row.name}.log"
+
+    def measure_row(self, row: Row, number: int, progress: "_Progress") -> dict[str, Any]:
+        """Start a row's server, measure it at every length, end it."""
+        words = self.words(row)
+        log, environment = self.log(number, row), dict(row.environment)
+        times = None
+        if row.farskip:
+            times = log.with_suffix(".times")
+            times.mkdir(exist_ok=True)
+            for left in times.iterdir():
+                left.unlink()
+            environment[TIMES_VARIABLE] = str(times.resolve())
+        progress.next("starting")
+        with running_server(self.vllm, words, environment, log, row.signs) as server:
+            points = []
+            for index, length in enumerate(self.benchmark.prompt_tokens):
+                point: dict[str, Any] = {"prompt_tokens": length}
+                for phase, tokens in (("prefill", 1), ("decode", self.benchmark.output_tokens)):
+                    progress.next(f"{phase}, {length} tokens", step=True)
+                    shape = {"input": length, "output": tokens, "seed": 1000 * number + index}
+                    point[phase] = self.measure_phase(server, times, shape)
+                points.append(point)
+        return {"row": row.name, "round": number, "start_s": server.start_s, "points": points}
+
+    def measure_phase(
+        self, server: Server, times: Path | None, shape: Mapping[str, int], *more: str
+    ) -> dict[str, Any]:
+        """Measure one length and number of tokens, with what the ranks' communication did meanwhile."""
+        flags = {
+            "random-input-len": shape["input"],
+            "random-output-len": shape["output"],
+            "seed": shape["seed"],
+        }
+        before = settled_times(times) if times is not None else None
+        found = measure(self.vllm, server, self.benchmark.against, flags, self.benchmark.requests, *more)
+        if times is not None and before is not None:
+            found["communication"] = communication_between(before, settled_times(times))
+        return found
+
+
+class _Progress:
+    """What a row is at, beside the bar."""
+
+    def __init__(self, bar: Any, where: str) -> None:
+        self.bar, self.where = bar, where
+
+    def next(self, what: str, *, step: bool = False) -> None:
+        self.bar.set_postfix_str(f"{self.where}: {what}")
+        self.bar.update(int(step))

@@ -1,0 +1,102 @@
+"""What `fcsd bench serve` is asked to measure."""
+
+import shlex
+from typing import Annotated, Any, get_args
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from fcsd.base.strict import Strict, option, parse_yaml
+from fcsd.planning.servers.rows import RowName
+
+_OURS = (
+    "--additional-config",
+    "--all2all-backend",
+    "--data-parallel-size",
+    "--enable-dbo",
+    "--enable-prefix-caching",
+    "--host",
+    "--model",
+    "--port",
+    "--profiler-config",
+    "--served-model-name",
+    "--tensor-parallel-size",
+    "-dp",
+    "-tp",
+)
+"""Flags that the rows set."""
+
+
+class Benchmark(Strict):
+    """What is measured, of which servers."""
+
+    model: str
+    against: str = option(..., "what it was converted from, hub id or local folder", metavar="ORIGINAL")
+    tensor_parallel: int = option(
+        1, "ranks of a server; the experts are spread over them, too", metavar="N", gt=0
+    )
+    comm: dict[str, Any] = option(
+        {},
+        "what the overlapped row communicates by: stream, c10d, timed, or the plugin's settings such as"
+        ' \'{"comm": "timed", "latency_ms": 2}\' (default: what the plugin takes)',
+        metavar="NAME|JSON",
+    )
+    serve_args: list[str] = option(
+        [],
+        "flags of `vllm serve` for every server, in one word: --serve-args='--quantization fp8'",
+        metavar="FLAGS",
+    )
+    prompt_tokens: list[Annotated[int, Field(gt=0)]] = option(
+        [512, 1024, 2048], "lengths of the prompts", metavar="N,…", min_length=1
+    )
+    requests: int = option(16, "sent at once, in every measurement", metavar="N", gt=0)
+    output_tokens: int = option(128, "of an answer, for the time between tokens", metavar="N", gt=1)
+    rounds: int = option(3, "how often every server is started and measured", metavar="N", gt=0)
+    trace: bool = option(
+        False,
+        "start stock and FarSkip once more under vLLM's profiler: overlap from its trace, and a figure of one layer"
+        " (GPUs)",
+    )
+    rows: list[RowName] = option(
+        list(get_args(RowName)),
+        f"only these: {', '.join(get_args(RowName))} (default: all)",
+        metavar="A,B,…",
+        min_length=1,
+    )
+
+    @field_validator("prompt_tokens", "rows", mode="before")
+    @classmethod
+    def _listed(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read `512,1024`."""
+        if not isinstance(value, str):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        if info.field_name == "prompt_tokens" and (wrong := [word for word in words if not word.isdigit()]):
+            raise ValueError(f"{wrong[0]!r} is not a number; write for example 512,1024,2048")
+        return words
+
+    @field_validator("comm", mode="before")
+    @classmethod
+    def _named_or_whole(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return parse_yaml(value, "--comm") if value.lstrip().startswith("{") else {"comm": value}
+
+    @field_validator("serve_args", mode="before")
+    @classmethod
+    def _one_word(cls, value: Any) -> Any:
+        return shlex.split(value) if isinstance(value, str) else value
+
+    @field_validator("serve_args")
+    @classmethod
+    def _leaves_rows_alone(cls, words: list[str]) -> list[str]:
+        for word in words:
+            if (flag := word.partition("=")[0]) in _OURS:
+                raise ValueError(f"{flag} is set by the benchmark; leave it out")
+        return words
+
+    @field_validator("prompt_tokens", "rows")
+    @classmethod
+    def _once_each(cls, values: list[Any]) -> list[Any]:
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise ValueError(f"{twice[0]} is given twice")
+        return values

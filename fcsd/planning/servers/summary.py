@@ -1,0 +1,219 @@
+"""Medians, spreads and speed-ups of servers from their runs, and the table of them.
+
+A figure is the median over the rounds, with the lowest and the highest; within a round it is vLLM's own median over the
+requests (of the throughput, the total). A speed-up is the median of the ratios to stock within a round, above 1 better;
+of FarSkip over an emulated network, which stock does not have, to FarSkip blocking.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fcsd.base.text import markdown
+from fcsd.planning.servers.rows import Row
+
+SCHEMA_VERSION = 1
+# Name -> the phase it is measured in, vLLM's name of it, whether less is better.
+FIGURES = {
+    "ttft_ms": ("prefill", "median_ttft_ms", True),
+    "tbt_ms": ("decode", "median_itl_ms", True),
+    "output_tokens_per_s": ("decode", "output_throughput", False),
+}
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def summarise(
+    facts: Mapping[str, Any],
+    rows: Sequence[Row],
+    runs: Runs,
+    missing: Mapping[str, str],
+    traces: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the result as `serving.json` holds it.
+
+    Args:
+        facts: settings and versions, which are taken over.
+        runs: a row's runs in the order of the rounds.
+        missing: why a row cannot be had.
+        traces: what `fcsd.planning.servers.trace.read_trace` says of a row.
+    """
+
+    def base(row: Row) -> Sequence[Mapping[str, Any]]:
+        limited = row.farskip and emulated(facts["settings"]["comm"])
+        return runs.get("farskip_blocking" if limited else "stock", ())
+
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **facts,
+        "rows": [
+            {
+                "name": row.name,
+                "title": row.title,
+                "exact": row.exact,
+                "serves": "MODEL" if row.farskip else "ORIGINAL",
+                "flags": list(row.flags),
+                "environment": dict(row.environment),
+                "missing": missing.get(row.name),
+                "trace": traces.get(row.name),
+                "points": _points(runs[row.name], base(row)) if row.name in runs else [],
+            }
+            for row in rows
+        ],
+    }
+
+
+def _points(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for place, first in enumerate(runs[0]["points"]):
+        point: dict[str, Any] = {"prompt_tokens": first["prompt_tokens"]}
+        for figure, (phase, name, less) in FIGURES.items():
+            mine = [run["points"][place][phase][name] for run in runs]
+            theirs = [run["points"][place][phase][name] for run in base]
+            point[figure] = spread(mine)
+            pairs = zip(theirs, mine, strict=True) if less else zip(mine, theirs, strict=True)
+            point[figure]["speedup"] = spread([a / b for a, b in pairs]) if base else None
+        for phase in ("prefill", "decode"):
+            told = [run["points"][place][phase].get("communication") for run in runs]
+            known = [each["overlap"] for each in told if each is not None]
+            point[f"overlap_{phase}"] = spread(known) if known else None
+        found.append(point)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median, the lowest and the highest of a figure's rounds."""
+    return {
+        "median": statistics.median(values),
+        "lowest": min(values),
+        "highest": max(values),
+        "rounds": list(values),
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Format a result as Markdown."""
+    settings, versions = result["settings"], result["versions"]
+    devices = versions["devices"]
+    where = f"{len(devices)} x {devices[0]}" if devices else "CPU"
+    rounds = settings["rounds"]
+    parts = [
+        f"# Served: {settings['model']} against {settings['against']}",
+        f"vLLM {versions['vllm']}, fcsd-serving {versions['fcsd-serving']}, {where}, tensor parallel"
+        f" {settings['tensor_parallel']}; {settings['requests']} requests at once, {settings['output_tokens']} tokens"
+        f" each for the time between tokens. Median of {rounds} {'round' if rounds == 1 else 'rounds'} in turns"
+        " (lowest to highest), without warm-up; x is the speed-up over stock in the same round.",
+        *([f"**{result['warning']}.**"] if result.get("warning") else []),
+        _measured(result),
+    ]
+    if emulated(settings["comm"]):
+        parts.append(
+            "The FarSkip rows run over an emulated network, stock does not: compare them with each other only. Their x"
+            " is the speed-up over FarSkip, blocking."
+        )
+    more = (_against_best(result), _traced(result), _planned(result), _missing(result))
+    parts += [text for text in more if text]
+    return "\n\n".join(parts)
+
+
+def emulated(comm: Mapping[str, Any]) -> bool:
+    """Tell whether the FarSkip rows communicate over an emulated network."""
+    return bool(comm.get("latency_ms") or comm.get("bandwidth_gb_per_s"))
+
+
+def _measured(result: Mapping[str, Any]) -> str:
+    header = ["server", "prompt", "TTFT ms", "x", "TBT ms", "x", "tokens/s", "x", "overlap prefill", "decode"]
+    lines = []
+    for row in result["rows"]:
+        for point in row["points"]:
+            cells = [row["title"], f"{point['prompt_tokens']}"]
+            for figure in FIGURES:
+                cells += [_figure(point[figure]), _times(point[figure]["speedup"])]
+            cells += [_percent(point[f"overlap_{phase}"]) for phase in ("prefill", "decode")]
+            lines.append(cells)
+    return markdown(header, lines)
+
+
+def _figure(value: Mapping[str, Any]) -> str:
+    median, lowest, highest = (_number(value[name]) for name in ("median", "lowest", "highest"))
+    return median if len(value["rounds"]) == 1 else f"{median} ({lowest} to {highest})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _times(value: Mapping[str, Any] | None) -> str:
+    return "" if value is None else f"{value['median']:.2f}"
+
+
+def _percent(value: Mapping[str, Any] | None) -> str:
+    return "" if value is None else _share(value["median"])
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _against_best(result: Mapping[str, Any]) -> str:
+    """Set FarSkip against the fastest row that computes what stock does, at each length."""
+    ours = next(
+        (row for row in result["rows"] if row["name"] == "farskip_overlapped" and row["points"]), None
+    )
+    rivals = [row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]]
+    if ours is None or not rivals or emulated(result["settings"]["comm"]):
+        return ""
+    lines = []
+    for place, point in enumerate(ours["points"]):
+        said = []
+        for figure, unit in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT")):
+            best = min(rivals, key=lambda row: row["points"][place][figure]["median"])
+            ratio = best["points"][place][figure]["median"] / point[figure]["median"]
+            said.append(f"{unit} x {ratio:.2f} ({best['title']})")
+        lines.append(f"- {point['prompt_tokens']} tokens: {', '.join(said)}")
+    return "\n".join(["FarSkip, overlapped, against the fastest server with stock's results:\n", *lines])
+
+
+def _traced(result: Mapping[str, Any]) -> str:
+    lines = [
+        f"- {row['title']}: {100 * trace['overlap']:.1f} % of {1000 * trace['total_s']:.1f} ms"
+        for row in result["rows"]
+        if (trace := row["trace"]) is not None
+    ]
+    of = f"prompts of {result['settings']['prompt_tokens'][0]} tokens"
+    return (
+        "\n".join([f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines])
+        if lines
+        else ""
+    )
+
+
+def _planned(result: Mapping[str, Any]) -> str:
+    """Set what `fcsd plan` says of the regular server's times beside what was measured."""
+    gains = result.get("gains")
+    if not gains:
+        return ""
+    titles = {row["name"]: row["title"] for row in result["rows"]}
+    columns = "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
+    lines = []
+    for each in gains:
+        times, planned = each["times"], each["planned"]
+        step_s, overlap = times["step_s"], times["overlap"]
+        cells = [each["phase"], f"{each['prompt_tokens']}", titles[each["regular"]], _number(1000 * step_s)]
+        cells += [_share(times["communication_s"] / step_s), "" if overlap is None else _share(overlap)]
+        cells += ["" if planned is None else f"{planned:.2f}", _times(each["measured"]), each["file"]]
+        lines.append(cells)
+    return "\n\n".join(
+        [
+            "What `fcsd plan` says of the regular server's times, beside what was measured: that server over FarSkip,"
+            " overlapped. It only communicates in a share of its time, of which FarSkip hides a share; without warm-up,"
+            " and decoding without the prompts.",
+            markdown(columns.split(", "), lines),
+            f"    fcsd plan {result['settings']['model']} --phase {times['phase']} --tp {times['ranks']}"
+            f" --batch {times['batch']} --length {times['length']} --measured {each['file']}",
+        ]
+    )
+
+
+def _missing(result: Mapping[str, Any]) -> str:
+    lines = [f"- {row['title']}: {row['missing']}" for row in result["rows"] if row["missing"] is not None]
+    return "\n".join(["Not available here:\n", *lines]) if lines else ""

@@ -1,0 +1,63 @@
+"""What a server overlaps, by the trace of vLLM's profiler, and how one layer ran (paper Fig. 10)."""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.planning.servers.server import NotServed
+
+ALL_REDUCE = r"all_?reduce|cross_device_reduce|ncclDevKernel_Generic"
+"""Kernels of NCCL, vLLM's own, FlashInfer's; RCCL has one name for all collectives."""
+Interval = tuple[float, float]
+TRACED = ("stock", "farskip_blocking", "farskip_overlapped")
+
+
+def profiler_flags(folder: Path) -> list[str]:
+    """Return the flags with which `vllm serve` writes its traces into a folder."""
+    chosen = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(folder.resolve()),
+        "torch_profiler_with_stack": False,
+    }
+    return ["--profiler-config", json.dumps(chosen)]
+
+
+def read_trace(folder: Path) -> dict[str, Any]:
+    """Return the overlap of the all-reduces of rank 0, and when it computed and reduced within one layer, in ms.
+
+    Raises:
+        NotServed: no trace of rank 0, or none with all-reduces among its kernels.
+    """
+    from fcsd.parallel.overlap.measure import (  # brings torch, which nothing else here needs
+        from_trace,
+        timeline,
+    )
+
+    files = sorted(folder.glob("*rank0.*.pt.trace.json*"))
+    if not files:
+        raise NotServed("its profiler left no trace of rank 0", "")
+    packed = files[-1].read_bytes()
+    text = gzip.decompress(packed) if files[-1].suffix == ".gz" else packed
+    events = json.loads(text)["traceEvents"]
+    found = from_trace(events, ALL_REDUCE).get("all")
+    if found is None or not any(event.get("cat") == "kernel" for event in events):
+        raise NotServed(f"no all-reduce among the kernels of {files[-1]}", "")
+    return {
+        "total_s": found.total,
+        "exposed_s": found.exposed,
+        "overlap": found.overlap,
+        "layer": one_layer(timeline(events, ALL_REDUCE)),
+    }
+
+
+def one_layer(rows: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
+    """Return the intervals of a layer in the middle of a timeline: from one all-reduce to the second after it."""
+    computing, reducing = rows.values()
+    middle = (len(reducing) - 1) // 2
+    begin, end = reducing[middle][0], reducing[min(middle + 2, len(reducing) - 1)][1]
+    return {
+        name: [(max(a, begin) - begin, min(b, end) - begin) for a, b in each if a < end and b > begin]
+        for name, each in (("computation", computing), ("all-reduce", reducing))
+    }

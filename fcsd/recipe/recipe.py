@@ -1,0 +1,293 @@
+"""A recipe: one strict YAML file that names everything a run depends on, and is the record of that run.
+
+A recipe is complete: no flag beside it, no inheritance, every default in the schema below
+(`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys. Relative paths are relative to the
+folder in which the command runs. `--set train.learning_rate=4e-5` replaces one value by its dotted key.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Strict, did_you_mean, option, validate
+from fcsd.base.unions import choice_of, drop_foreign_keys
+from fcsd.data.config import DataConfig
+from fcsd.evaluation.config import EvaluationConfig
+from fcsd.model.config import (
+    AdapterConfig,
+    ConnectivityConfig,
+    ModelConfig,
+    ShardedTeacherConfig,
+    TeacherConfig,
+)
+from fcsd.recipe.overrides import set_dotted
+from fcsd.recipe.stopping import EarlyStoppingConfig
+from fcsd.training.config import (
+    DivergenceObjectiveConfig,
+    KLObjectiveConfig,
+    ObjectiveConfig,
+    SafetyConfig,
+    SweepConfig,
+    TrainConfig,
+)
+from fcsd.training.config_calibration import CalibrationConfig
+
+_VARIANT_SECTIONS = (
+    "connectivity",
+    "calibration",
+    "data",
+    "objective",
+    "teacher",
+    "lora",
+    "train",
+    "early_stopping",
+    "seed",
+)
+
+# Transformers' spellings and those of published configurations: router_aux_loss_coef (most), aux_loss_coef (jetmoe),
+# aux_loss_alpha and seq_aux (deepseek), moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).
+_ROUTER_LOSS = re.compile(
+    r"aux_loss|aux_alpha|seq_aux|router_z_loss|moe_z_loss|load_balanc|output_router_logits"
+)
+
+
+class PretrainConfig(Strict):
+    """A model from scratch (paper App. A): `config` is a transformers model configuration with its model_type."""
+
+    config: dict[str, Any]
+    tokenizer: str
+    connectivity: ConnectivityConfig = ConnectivityConfig(layers="none")
+    data: DataConfig
+    train: TrainConfig
+
+    @field_validator("config")
+    @classmethod
+    def _config_names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "model_type" not in value:
+            raise ValueError("model_type is required (for example 'qwen3_moe')")
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _no_loss_of_the_routers_is_asked_for(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if keys := router_loss_keys(value):
+            raise ValueError(
+                f"{', '.join(keys)}: a pre-training minimises cross-entropy alone and adds no auxiliary loss of the"
+                " routers, so this would balance nothing; leave it out (`fcsd routing` counts how evenly a model uses"
+                " its experts)"
+            )
+        return value
+
+
+def router_loss_keys(config: dict[str, Any]) -> list[str]:
+    """Return the dotted keys, with a value that asks for something, by which configurations set a routers' loss."""
+    keys = []
+    for key, value in config.items():
+        if isinstance(value, dict):  # the text model of a multimodal one
+            keys += [f"{key}.{inner}" for inner in router_loss_keys(value)]
+        elif value and _ROUTER_LOSS.search(str(key)):
+            keys.append(key)
+    return keys
+
+
+def _has_teacher(objective: Any) -> bool:
+    choice = choice_of(ObjectiveConfig)
+    kind = choice.member(objective) if choice is not None else None
+    return kind is None or issubclass(kind, DivergenceObjectiveConfig)  # None: an error of its own
+
+
+class PublicationConfig(Strict):
+    """What the model card of the published folder says beyond what was measured."""
+
+    repo_id: str | None = None
+    license: str | None = option(
+        None, "for a checkpoint without README.md: instead of the licence on the original's card"
+    )
+    base_model: str | None = option(
+        None, "for a checkpoint without README.md: hub id or folder of the original"
+    )
+    language: list[str] = Field(default_factory=list)
+
+
+class Recipe(Strict):
+    """Everything a run depends on; sections that are null are stages that the run does not have."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: str
+    seed: int = Field(0, ge=0)
+    pretrain: PretrainConfig | None = None
+    model: ModelConfig = ModelConfig()
+    connectivity: ConnectivityConfig = ConnectivityConfig()
+    calibration: CalibrationConfig | None = None
+    data: DataConfig
+    objective: ObjectiveConfig = KLObjectiveConfig()
+    teacher: TeacherConfig | None = None  # null: backend sharded, where the objective has a teacher
+    lora: AdapterConfig | None = None  # null: all weights are trained
+    train: TrainConfig = TrainConfig()
+    safety: SafetyConfig = SafetyConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    sweep: SweepConfig | None = None
+    # Further distillations of the same model, each this recipe with some dotted keys replaced:
+    # {sft: {objective.name: sft}, last-50: {connectivity.layers: {last: 50%}}}
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    evaluation: EvaluationConfig = EvaluationConfig()
+    publication: PublicationConfig = PublicationConfig()
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "Recipe":
+        if not self.model.path and self.pretrain is None:
+            raise ValueError("model.path is required (or a `pretrain` section that makes the model)")
+        if self.model.path and self.pretrain is not None:
+            raise ValueError("model.path and pretrain are both given; leave one out")
+        return self
+
+    @field_validator("teacher")
+    @classmethod
+    def _divergences_have_one(cls, value: TeacherConfig | None, info: ValidationInfo) -> TeacherConfig | None:
+        objective = info.data.get("objective")  # not there where it is wrong itself
+        if value is None and objective is not None and objective.has_teacher:
+            return ShardedTeacherConfig()
+        return value
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> "Recipe":
+        teacher = self.teacher
+        if teacher is None:
+            pass
+        elif not self.objective.has_teacher:
+            raise ValueError(
+                f"teacher: objective {self.objective.name!r} compares with no teacher; leave the section out"
+            )
+        elif teacher.backend == "adapter_off" and self.lora is None:
+            raise ValueError(
+                "teacher.backend adapter_off needs a `lora` section: without adapters the trained weights are no"
+                " longer the teacher's; use sharded or cache"
+            )
+        elif teacher.backend == "cache" and self.objective.has_hidden_terms:
+            what = "objective kl+l2" if self.objective.name == "kl+l2" else "objective.router_kl_coefficient"
+            raise ValueError(
+                f"teacher.backend cache holds final hidden states, {what} compares those of every layer;"
+                " use sharded" + (" or adapter_off" if self.lora is not None else "")
+            )
+        if teacher is not None and teacher.backend == "adapter_off" and self.starts_calibrated:
+            raise ValueError(
+                "teacher.backend adapter_off takes the student's own weights for the original's, which calibration has"
+                " changed; use sharded or cache, or set calibration.starts_training: false"
+            )
+        for key in ("freeze_embeddings_and_head", "freeze_routers"):
+            if self.lora is not None and getattr(self.objective, key):
+                raise ValueError(
+                    f"objective.{key} has no meaning with lora, which freezes all weights; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _stopping_has_its_text(self) -> "Recipe":
+        stopping = self.early_stopping
+        if stopping is not None and stopping.metric == "heldout_kl" and self.data.heldout is None:
+            raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
+        if self.evaluation.layer_study and self.data.heldout is None:
+            raise ValueError("evaluation.layer_study needs data.heldout, the text on which KL is measured")
+        if (bias := self.evaluation.router_bias) is not None:
+            if self.data.heldout is None:
+                raise ValueError(
+                    "evaluation.router_bias needs data.heldout, the text on which time and KL are measured"
+                )
+            if taken := sorted(bias.names.keys() & self.variants.keys()):
+                raise ValueError(f"variants.{taken[0]}: is the name of a model of evaluation.router_bias")
+        return self
+
+    @model_validator(mode="after")
+    def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
+        if (plan := self.sweep) is None:
+            return self
+        for batch in plan.batch_size_tokens:
+            steps = plan.steps_of(batch, self.train)
+            warmup = plan.steps_of(batch, self.train, plan.warmup_steps)
+            if (decay := self.train.num_decay_steps(steps)) > steps - warmup:
+                of = f" of {batch} tokens" if plan.equal == "tokens" else ""
+                raise ValueError(
+                    f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps ({warmup}) and"
+                    f" train.lr_scheduler_kwargs.num_decay_steps ({decay}), of which a number below 1 is a share"
+                )
+            steps, warmup = self.steps_with(batch), self.train.warmup_steps
+            if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
+                raise ValueError(
+                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch} tokens is {steps} steps, fewer"
+                    f" than train.warmup_steps ({warmup}){f' and the {decay} of the decay' if decay else ''}; change"
+                    " one of them"
+                )
+        return self
+
+    def steps_with(self, batch_size_tokens: int) -> int:
+        """Return the steps of the main distillation with this batch size: those of `sweep.train_tokens`, if given."""
+        if self.sweep is None or self.sweep.train_tokens is None:
+            return self.train.max_steps
+        return math.ceil(self.sweep.train_tokens / batch_size_tokens)
+
+    @property
+    def training_tokens(self) -> int:
+        """The tokens that the longest training reads, of the sweep, the distillation that it chooses, and variants."""
+        train = self.train
+        found = [train.max_steps * train.batch_size_tokens]
+        for one in (self.variant(name).train for name in self.variants):
+            found.append(one.max_steps * one.batch_size_tokens)
+        for size in self.sweep.batch_size_tokens if self.sweep is not None else ():
+            assert self.sweep is not None
+            found.append(size * max(self.steps_with(size), self.sweep.steps_of(size, train)))
+        return max(found)
+
+    @property
+    def starts_calibrated(self) -> bool:
+        """Whether trainings start from calibrated weights."""
+        return self.calibration is not None and self.calibration.starts_training
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output_dir)
+
+    @property
+    def model_path(self) -> str:
+        """The original checkpoint: `model.path`, or what the pre-training stage leaves."""
+        return self.model.path or str(self.folder / "pretrain" / "model")
+
+    @property
+    def teacher_model(self) -> tuple[str, ModelConfig]:
+        """The teacher's checkpoint, and how it is loaded: as the student's original but for path and revision."""
+        if self.teacher is None or self.teacher.path is None:
+            return self.model_path, self.model
+        changed = {"path": self.teacher.path, "revision": self.teacher.revision}
+        return self.teacher.path, self.model.model_copy(update=changed)
+
+    def dump(self) -> dict[str, Any]:
+        """Return the whole recipe as plain data, defaults included."""
+        return self.model_dump(mode="json")
+
+    def variant(self, name: str) -> "Recipe":
+        """Return this recipe with the replacements of `variants[name]`, and without variants or sweep of its own.
+
+        A variant with another `objective.name`, `teacher.backend`, `early_stopping.metric` or
+        `early_stopping.task.kind` does not inherit the keys that only the former one has; one whose objective has no
+        teacher inherits none.
+        """
+        raw = self.dump()
+        raw["variants"], raw["sweep"] = {}, None
+        where = f"recipe {self.name}: variants.{name}"
+        changes = self.variants[name]
+        for key, value in changes.items():
+            section = key.split(".")[0]
+            if section not in _VARIANT_SECTIONS:
+                raise UserError(
+                    f"{where}: {key}: a variant is another distillation of the same model and can change only"
+                    f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
+                )
+            set_dotted(raw, key, value, where)
+        drop_foreign_keys(Recipe, raw, changes)
+        if not _has_teacher(raw["objective"]) and not any(key.split(".")[0] == "teacher" for key in changes):
+            raw["teacher"] = None
+        return validate(Recipe, raw, where)

@@ -1,0 +1,202 @@
+"""Write the model card of a checkpoint (`README.md`), and its results as data (`.eval_results/`)."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, eval_result_entries_to_yaml
+
+from fcsd.base.files import write_text
+from fcsd.base.text import items_text, nats, plus_minus, scored_row, stopping_text
+from fcsd.model.connectivity.modeling import supported_transformers
+from fcsd.model.connectivity.spec import CALIBRATED
+from fcsd.model.families import FAMILIES, base_model_type, serve_command
+from fcsd.report.comparison import settings_line
+from fcsd.report.publish.facts import CARD, Facts, hub_id
+from fcsd.report.publish.results import RESULTS, model_index, result_entries
+from fcsd.report.table import narrow_table, score_table
+from fcsd.report.verdict import quick_look, verdict
+
+_TEMPLATE = Path(__file__).with_name("card.md")
+
+
+def write_card(facts: Facts, folder: Path) -> None:
+    """Write `README.md`, and a file a task in `.eval_results/` for what was measured on data sets of the Hub."""
+    facts = dataclasses.replace(facts, licence=_linked(facts, folder))
+    write_text(folder / CARD, str(model_card(facts)))
+    for name, entry in result_entries(facts.result).items():
+        (folder / RESULTS).mkdir(exist_ok=True)
+        text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)
+        write_text(folder / RESULTS / f"{name}.yaml", text)
+
+
+def _linked(facts: Facts, folder: Path) -> dict[str, Any]:
+    """Return the licence with a link that leads to the file beside the original's card, unless that is here."""
+    link = str(facts.licence.get("license_link") or "")
+    if not link or "://" in link or (folder / link).is_file():
+        return dict(facts.licence)
+    there = f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
+    return {**facts.licence, "license_link": there}
+
+
+def model_card(facts: Facts) -> ModelCard:
+    """Write the card: what FarSkip is, which layers, results with their settings, recipe, limits, how to load."""
+    heads = [name for name in facts.config.get("auto_map", {}) if name.startswith("AutoModelFor")]
+    auto = heads[0] if heads and "AutoModelForCausalLM" not in heads else "AutoModelForCausalLM"
+    text_only = auto == "AutoModelForCausalLM"
+    reader, pipeline = ("tokenizer", "text-generation") if text_only else ("processor", "image-text-to-text")
+    index = model_index(facts.result)
+    data = ModelCardData(
+        language=list(facts.language) or None,
+        license=facts.licence.get("license"),
+        license_name=facts.licence.get("license_name"),
+        license_link=facts.licence.get("license_link"),
+        base_model=facts.base,
+        base_model_relation="finetune" if facts.base else None,
+        datasets=_datasets(facts.training) or None,
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["farskip", "moe", *(["self-distillation"] if _distilled(facts.training) else [])],
+        model_name=facts.name if index else None,
+        eval_results=index,
+    )
+    text_config = facts.config.get("text_config") or facts.config
+    return ModelCard.from_template(
+        data,
+        str(_TEMPLATE),
+        facts=facts,
+        farskip=facts.config["farskip"],
+        num_layers=text_config["num_hidden_layers"],
+        untrained=_untrained(facts),
+        auto=auto,
+        reader=reader,
+        supported=_supported(facts.config),
+        transformers=importlib.metadata.version("transformers"),
+        serve=serve_command(str(facts.config.get("model_type")), facts.where),
+        result=_result(facts),
+        training=_training(facts),
+    )
+
+
+def _supported(config: Mapping[str, Any]) -> str:
+    family = FAMILIES.get(base_model_type(str(config.get("model_type"))))
+    return supported_transformers(family) if family else ">=5.23,<6"
+
+
+def _result(facts: Facts) -> dict[str, str] | None:
+    """Return what was measured, in words; None where nothing was."""
+    result, comparison = facts.result, facts.comparison
+    if result is None:
+        return None
+    kl = (result.get("kl_to_original") or {}).get("kl")
+    is_code = any(row["kind"] == "code" for row in result["tasks"].values())
+    return {
+        "look": quick_look(result["settings"]["limit"]),
+        "verdict": verdict(facts.name.split("/")[-1], comparison) if comparison else "",
+        "table": narrow_table(comparison) if comparison else score_table(result).partition("\n\n")[0],
+        "settings": settings_line(result),
+        "sandbox": _layers(result.get("sandbox") or {}) if is_code else "",
+        "kl": "" if kl is None else nats(kl),
+    }
+
+
+def _layers(sandbox: Mapping[str, Any]) -> str:
+    """Describe `namespaces user pid net, landlock_abi 7, seccomp, without rlimits`."""
+    words = []
+    for name, value in sandbox.items():
+        if isinstance(value, bool):
+            words.append(name if value else f"without {name}")
+        else:
+            words.append(f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}")
+    return ", ".join(words) or "its layers are not recorded"
+
+
+def _untrained(facts: Facts) -> bool:
+    return facts.untrained or (facts.training is not None and facts.training["stage"] == "convert")
+
+
+def _distilled(training: Mapping[str, Any] | None) -> bool:
+    return training is not None and training["stage"] == "distill" and _objective(training) != "sft"
+
+
+def _objective(training: Mapping[str, Any]) -> str:
+    return str(training["settings"].get("objective", {}).get("name", "ce"))
+
+
+def _training(facts: Facts) -> str:
+    training = facts.training
+    if (calibrated := _calibrated(facts)) and (training is None or training["stage"] == "calibrate"):
+        sources = _sources(training["settings"]) if training is not None else ""
+        return f"Rewired with fcsd, not trained. {calibrated}{sources}"
+    if _untrained(facts):
+        return "Rewired with fcsd, not trained: the weights are those of the original."
+    if training is None:
+        return "How the weights were trained after the conversion, if they were, is not recorded."
+    settings, results = training["settings"], training["results"]
+    train = settings.get("train", {})
+    how = {
+        "ce": "Trained from scratch with cross-entropy",
+        "sft": "Fine-tuned on the answers of the data (SFT)",
+    }
+    inputs, lora = training.get("inputs", {}), settings.get("lora")
+    own = inputs.get("teacher", inputs.get("original")) == inputs.get("original")
+    teacher = "the original checkpoint" if own else "another checkpoint than the original"
+    fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{_objective(training)}`"
+    lines = [
+        f"{how.get(_objective(training), fcsd)}, {results.get('steps', 0)} steps of"
+        f" {train.get('batch_size_tokens')} tokens, learning rate {train.get('learning_rate', 0):g}"
+        + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
+    ]
+    if results.get("best_step") is not None:
+        stopping = dict(scored_row(settings.get("early_stopping") or {}))
+        found = results.get("early_stopping") or {}
+        if stopping.get("dataset"):
+            stopping |= {"dataset": _public(stopping["dataset"])}
+        lines.append(f"The checkpoint of step {results['best_step']} was chosen by {stopping_text(stopping)}")
+        if found:
+            score = plus_minus(results["best_score"], found["best_stderr"])
+            items = items_text(stopping["metric"], found["num_items"], found["num_items_total"])
+            lines[-1] += f" ({score} on {items})"
+        lines[-1] += "."
+    if calibrated:
+        lines.append(f"Before the training: {calibrated}")
+    if sources := _sources(settings).strip():
+        lines.append(sources)
+    if left_out := (results.get("decontamination") or {}).get("num_left_out"):
+        lines.append(f"{left_out} examples that overlap with test items were left out.")
+    if bad := (results.get("bad_rows") or {}).get("num_left_out"):
+        lines.append(f"{bad} examples that could not be tokenized were left out.")
+    if facts.report:
+        lines.append("The whole recipe, versions and per-item comparisons are in `report.md`.")
+    return " ".join(lines)
+
+
+def _calibrated(facts: Facts) -> str:
+    """Say how a calibration changed the weights; "" where there was none."""
+    found = facts.config.get(CALIBRATED)
+    if found is None:
+        return ""
+    return (
+        f"Calibrated with fcsd: closed-form maps, solved on {found['tokens']:,} tokens against the original, are folded"
+        f" into the weights of {len(found['layers'])} layers, which are therefore not the original's."
+    )
+
+
+def _sources(settings: Mapping[str, Any]) -> str:
+    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
+    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
+    return f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
+
+
+def _public(location: str) -> str:
+    """Return a data set's hub id, or the last name of a local path: a card names no place of a machine."""
+    return location if hub_id(location) else Path(location).name
+
+
+def _datasets(training: Mapping[str, Any] | None) -> list[str]:
+    sources = training["settings"].get("data", {}).get("train", []) if training is not None else []
+    # One may give several splits.
+    return list(dict.fromkeys(source["path"] for source in sources if hub_id(source["path"])))

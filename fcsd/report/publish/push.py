@@ -1,0 +1,352 @@
+"""`fcsd push`: a checkpoint with its card to the Hub, or the exact folder that would go there.
+
+    push(Path("runs/x"), "me/x", private=True)          # publish folder of a run
+    push(Path("OUT"), "me/x", dry_run=Path("x-hub"))    # a converted checkpoint; nothing is sent
+
+Everything is checked, and the folder assembled from named kinds of files, before the Hub is asked anything.
+`huggingface_hub.upload_folder` sends it: with hf_xet in a stream of commits, without it through LFS; either way what
+arrived before an interruption is not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
+is killed). It reads the token (HF_TOKEN, `hf auth login`); fcsd keeps none.
+
+Not covered: pull requests, branches, data sets.
+"""
+
+import contextlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
+from fcsd.base.temporary import scratch_folder
+from fcsd.evaluation.lm_eval.read import read_results
+from fcsd.evaluation.scores import compare
+from fcsd.model.connectivity.carried import CARRIED
+from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, read_checkpoint
+from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.report.publish.card import write_card
+from fcsd.report.publish.facts import (
+    CARD,
+    HERE,
+    LICENCE_KEYS,
+    Facts,
+    front_matter,
+    has_chat_template,
+    hub_id,
+    inherited_from,
+)
+from fcsd.report.publish.folder import place
+from fcsd.report.publish.hub import upload
+from fcsd.report.publish.places import PLACE, public_text
+from fcsd.report.publish.results import RESULTS
+from fcsd.report.publish.secrets import refuse_secrets
+
+_REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
+_OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
+
+
+@dataclass(frozen=True)
+class NewCard:
+    """The facts of a card that the checkpoint does not know; for folders without `README.md`.
+
+    base: hub id or folder of the original. licence: overrules the one inherited from `base`.
+    results: folders of `fcsd evaluate` for the original and for this checkpoint.
+    """
+
+    base: str | None = None
+    licence: str | None = None
+    results: tuple[Path, Path] | None = None
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    dry_run: Path | None = None,
+    card: NewCard | None = None,
+) -> str:
+    """Upload `folder` to the model repository `owner/name`, which is created if there is none.
+
+    Args:
+        folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a FarSkip checkpoint.
+        dry_run: write the folder that would be uploaded to this new folder, and send nothing.
+
+    Returns:
+        The repository's address, or the folder of the dry run.
+
+    Raises:
+        UserError: before anything is sent: no repository id, no FarSkip checkpoint, weights that do not fit their
+            index or config, remote code missing, a token in a text file; then what the Hub refuses.
+    """
+    _check_repo_id(repo_id)
+    checkpoint = _checked(find_checkpoint(folder))
+    card = card or NewCard()
+    if dry_run is not None:
+        if dry_run.exists() and (not dry_run.is_dir() or any(dry_run.iterdir())):
+            raise UserError(f"{dry_run}: exists already; choose a new folder for the dry run")
+        with new_folder(dry_run) as new:
+            _assemble(checkpoint, repo_id, new, card, place)
+        return str(dry_run)
+    with scratch_folder("fcsd-push") as new:
+        # Links: nothing of the weights is written a second time, on whatever disk they are.
+        _assemble(checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve()))
+        return upload(new, repo_id, private)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Find the checkpoint in a run, a stage, or `folder` itself."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a run, its publish folder, or a FarSkip checkpoint")
+    for found in (folder, folder / "publish", folder / "model"):
+        if (found / CONFIG).is_file():
+            return found
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder}: holds adapters, not a model; give the folder of the stage, which has a model with them merged"
+            " into the weights (`fcsd distill` leaves it), or upload them as they are with `hf upload`"
+        )
+    stages = [name for name in ("distill", "convert") if (folder / name / "model" / CONFIG).is_file()]
+    if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
+        has = f"; {folder / stages[0]} can be pushed as it is, without a report" if stages else ""
+        raise UserError(
+            f"{folder}: the run has not come to its publish folder yet; `fcsd run RECIPE` continues with it{has}"
+        )
+    raise UserError(
+        f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give the folder that"
+        " `fcsd convert`, `fcsd distill` or `fcsd run` left"
+    )
+
+
+def _check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"'{repo_id}' is no repository id: {str(error).splitlines()[0]}") from None
+    if repo_id.count("/") != 1:
+        raise UserError(
+            f"'{repo_id}' is no repository id: owner/name is needed, for example me/my-model-farskip"
+        )
+
+
+def _checked(source: Path) -> Checkpoint:
+    """Check that config, index, shards, tensor shapes and remote code belong together."""
+    checkpoint = read_checkpoint(source)
+    if checkpoint.connectivity is None or checkpoint.foreign:
+        raise UserError(
+            f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd convert`), or upload it as it is"
+            " with `hf upload`"
+        )
+    check_tensors(checkpoint, *config_and_class(checkpoint))
+    for name in _modules(checkpoint.config):
+        if not (source / name).is_file():
+            raise UserError(
+                f"{source / name}: no such file, though auto_map in {CONFIG} names it; without it nobody can load the"
+                " model; convert the original again, or copy the file from the folder it was converted to"
+            )
+    if (source / CARD).is_file():
+        front_matter(source / CARD)
+    return checkpoint
+
+
+def _modules(config: dict[str, Any]) -> list[str]:
+    values = (config.get("auto_map") or {}).values()
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return sorted({f"{name.split('.')[0]}.py" for name in names if name and "--" not in name})
+
+
+def _assemble(checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any) -> None:
+    """Fill `new` with what goes to the Hub, and print it; kinds of files that are not named here stay behind."""
+    source = checkpoint.folder
+    for file in _files(checkpoint):
+        target = new / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file.parent == source and file.name.startswith(("report.", "comparison.")):
+            write_text(target, public_text(file.name, file.read_text(encoding="utf-8")))
+        else:
+            link(file, target)
+    if not (source / CARD).is_file():
+        write_card(_facts(checkpoint, repo_id, card), new)
+    else:
+        if card != NewCard():
+            raise UserError(
+                f"{source / CARD}: exists; --base-model, --license and --results are for a new card: leave them out"
+                " and edit this one, or remove it"
+            )
+        text = (source / CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
+        if (source / "report.json").is_file():
+            # The repository id that the recipe of a publish folder wrote into its card.
+            publication = (read_json(source / "report.json").get("recipe") or {}).get("publication") or {}
+            if other := publication.get("repo_id"):
+                text = text.replace(f'"{other}"', f'"{repo_id}"')
+        write_text(new / CARD, text)
+    for file in sorted(new.rglob("*")):
+        if file.is_file() and file.suffix not in (".safetensors", ".png"):
+            refuse_secrets(file, source / file.relative_to(new))
+    _say(checkpoint, new, repo_id)
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    source = checkpoint.folder
+    names = {CONFIG, *checkpoint.weight_files, *_modules(checkpoint.config)}
+    if (source / INDEX).is_file():
+        names.add(INDEX)
+    for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+        if (source / name).is_file():
+            names |= {module for module in _modules(read_json(source / name)) if (source / module).is_file()}
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    for name in [name for name in names if name.endswith(".py")]:
+        names |= {Path(file).name for file in get_relative_import_files(source / name)}
+    found = {source / name for name in names}
+    for pattern in (*CARRIED, *_OTHER):
+        found |= {file for file in source.glob(pattern) if file.is_file()}
+    return sorted(found)
+
+
+def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
+    """Collect what is known about a checkpoint without a card: its config, its stage's manifest, what the user says."""
+    source = checkpoint.folder
+    stage = source.name == "model"
+    manifest = (source.parent if stage else source) / "manifest.json"
+    record = read_json(manifest) if manifest.is_file() else {}
+    origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
+    # What the user names and what the record names may be one model, on the Hub and on this machine.
+    named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
+    places: list[tuple[str, str | None]] = [(path, revision) for path, revision in named if path is not None]
+    places.sort(key=lambda place: not Path(place[0]).is_dir())
+    base = card.base or origin.get("path")
+    made = record.get("outputs", {}).get("model")
+    if made is not None and made != weights_fingerprint(source):
+        raise UserError(
+            f"{manifest}: describes other weights ({made[:12]}…) than those in {source}; copy these to a folder of"
+            " their own and push that"
+        )
+    # `fcsd convert` left its record among the weights, which may have been trained there since.
+    training = record if record and (stage or record["stage"] != "convert") else None
+    inherited: dict[str, Any] = next((found for place in places if (found := _inherited(*place))), {})
+    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
+    if card.licence is not None:
+        licence = {"license": card.licence}
+    result = comparison = None
+    if card.results is not None:
+        result, comparison = _results(source, *card.results)
+    return Facts(
+        name=repo_id.split("/")[1],
+        where=repo_id,
+        config=checkpoint.config,
+        base=hub_id(base) if base is not None else None,
+        licence=licence,
+        language=tuple(inherited.get("language", [])),
+        training=training,
+        untrained=training is None and any(_same_weights(source, *place) for place in places),
+        chat=has_chat_template(source),
+        result=result,
+        comparison=comparison,
+    )
+
+
+def _inherited(base: str, revision: str | None) -> dict[str, Any]:
+    """Read licence and languages of the original: from the card in its folder, or in its repository."""
+    if Path(base).is_dir():
+        return inherited_from(Path(base))
+    if hub_id(base) is None:
+        return {}
+    try:
+        return inherited_from(Path(hf_hub_download(base, CARD, revision=revision)).parent)
+    except UserError:
+        raise
+    except Exception as error:  # offline, no such repository, no card: said below, with what to do
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"fcsd push: note: the card of {base} cannot be read: {reason}", file=sys.stderr)
+        return {}
+
+
+def _same_weights(source: Path, base: str, revision: str | None) -> bool:
+    """Tell whether the weight files are those of the original, where that lies on this machine. A converted checkpoint
+    shares them as links, which is seen at once; others are read."""
+    folder = Path(base)
+    if not folder.is_dir() and hub_id(base) is not None:
+        with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache
+            folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
+    if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
+        return False
+    mine, its = ({file.name: file for file in each.glob("*.safetensors")} for each in (source, folder))
+    sizes = [{name: file.stat().st_size for name, file in files.items()} for files in (mine, its)]
+    pairs = [(file, its.get(name, file)) for name, file in sorted(mine.items())]
+    return (
+        bool(mine)
+        and sizes[0] == sizes[1]
+        and all(one.samefile(other) or file_sha256(one) == file_sha256(other) for one, other in pairs)
+    )
+
+
+def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
+    manifest = converted / "manifest.json"
+    if manifest.is_file():
+        measured = read_json(manifest)["inputs"].get("model")
+        if measured is not None and measured != weights_fingerprint(source):
+            raise UserError(
+                f"{converted}: was measured on other weights than those in {source}; evaluate them again"
+            )
+    else:
+        print(
+            f"fcsd push: note: {converted}: says nothing of its weights (lm_eval's results do not); make sure that"
+            f" it was measured on {source}",
+            file=sys.stderr,
+        )
+    result, samples = read_results(converted)
+    before, old = read_results(original, like=result)
+    return result, compare({"result": before, "samples": old}, {"result": result, "samples": samples})
+
+
+def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
+    """Print what goes, what stays behind, and what a reader of the page would miss."""
+    source, notes = checkpoint.folder, []
+    sent = {
+        str(file.relative_to(new)): file.stat().st_size for file in sorted(new.rglob("*")) if file.is_file()
+    }
+    for name, size in sent.items():
+        print(f"{size:>15,}  {name}")
+    print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
+    kept = {Path(name).parts[0] for name in sent} | {"stage.json", "manifest.json"}
+    left = [file.name + "/" * file.is_dir() for file in sorted(source.iterdir()) if file.name not in kept]
+    if left:
+        notes.append(f"left out, no part of a published checkpoint: {', '.join(left)}")
+    card = front_matter(new / CARD)
+    if not any(name.startswith("tokenizer") or name.endswith(".model") for name in sent):
+        notes.append("no tokenizer; copy the original's tokenizer files beside the weights")
+    if "generation_config.json" not in sent:
+        notes.append("no generation_config.json: generation uses transformers' defaults")
+    old = (source / CARD).is_file()  # it is kept as it is, and was made by a recipe or by hand
+    where = f"edit {source / CARD}"
+    if old and (source / "report.json").is_file():
+        where += ", or publication in the recipe and `fcsd run` it again"
+    if not card.get("license"):
+        notes.append(
+            f"no licence on the card: {where if old else '--license, or a base model whose card has one'}"
+        )
+    if not card.get("base_model"):
+        notes.append(f"no base model on the card, the original's hub id: {where if old else '--base-model'}")
+    if not card.get("model-index"):
+        how = "`fcsd evaluate` without --limit, for the original and for this one"
+        notes.append(f"no results on the card: {how}{'' if old else ', then --results ORIGINAL MODEL'}")
+    loaded = set(
+        re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', (new / CARD).read_text(encoding="utf-8"))
+    )
+    if others := sorted(loaded - {repo_id, card.get("base_model")}):
+        notes.append(f"{CARD} loads {', '.join(others)}, not {repo_id}")
+    for name in sent:
+        if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith("tokenizer"):
+            words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
+            if here := [word for word in sorted(words) if Path(word).exists()]:
+                notes.append(f"{name}: names places of this machine: {here[0]}{', …' if here[1:] else ''}")
+    for note in notes:
+        print(f"fcsd push: note: {note}", file=sys.stderr)

@@ -1,0 +1,156 @@
+"""Links between endpoints as a file: latency and seconds a byte of each direction and phase, rates of shared ports.
+
+The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts Inference, section 3.1):
+T_uv(B) = alpha_uv + beta_uv * B, for each phase of an expert-parallel exchange: metadata (counts of tokens), dispatch
+(hidden states and routing weights), combine (hidden states on their way back).
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.base.strict import Strict, validate
+
+Array = NDArray[np.float64]
+Phase = Literal["metadata", "dispatch", "combine"]
+Collective = Literal["p2p", "all_to_all_single"]
+"""p2p: every irecv posted, then every isend, so that both directions of a pair run at once. all_to_all_single: the
+backend's own; gloo's serves the two directions of a pair one after another."""
+
+_LONGEST_S = 1e6  # of a latency or a byte; beyond, sums of times are infinite sooner or later
+
+PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
+
+
+class PhaseLinks(Strict):
+    """The fitted links of one phase; rows are sources, columns are destinations, the diagonal is 0.
+
+    r2 of an edge is null where it was not fitted from measurements; refined tells that it was measured under
+    contention, too (phase 2 of the profile); without that it keeps what was measured alone.
+    """
+
+    alpha_s: list[list[float]]
+    beta_s_per_byte: list[list[float]]
+    r2: list[list[float | None]]
+    refined: list[list[bool]]
+    repeats: int = Field(ge=1)
+
+
+class Ports(Strict):
+    """Seconds a byte of what an endpoint sends to all others together, or receives; null where edges do not share."""
+
+    egress_s_per_byte: list[float | None]
+    ingress_s_per_byte: list[float | None]
+
+
+class LinkModel(Strict):
+    """Links between N endpoints; `endpoints` names them in the order of ranks."""
+
+    version: Literal[1] = 1
+    endpoints: list[str] = Field(min_length=2)
+    collective: Collective
+    backend: str
+    world_size: int = Field(ge=2)
+    libraries: dict[str, str]
+    metadata: PhaseLinks
+    dispatch: PhaseLinks
+    combine: PhaseLinks
+    ports: Ports
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_version(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("version", 1) != 1:
+            raise ValueError(
+                f"links of version {value['version']}; this fcsd reads version 1, measure them again"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _square_and_not_negative(self) -> "LinkModel":
+        size = len(self.endpoints)
+        if len(set(self.endpoints)) != size:
+            raise ValueError("endpoints: a name stands twice")
+        if self.world_size != size:
+            raise ValueError(f"world_size {self.world_size}, but {size} endpoints are named")
+        for phase in PHASES:
+            links: PhaseLinks = getattr(self, phase)
+            for name in ("alpha_s", "beta_s_per_byte", "r2", "refined"):
+                rows = getattr(links, name)
+                if len(rows) != size or any(len(row) != size for row in rows):
+                    raise ValueError(f"{phase}.{name}: needs {size} rows of {size}, an edge is missing")
+            for name in ("alpha_s", "beta_s_per_byte"):
+                for u, row in enumerate(getattr(links, name)):
+                    for v, value in enumerate(row):
+                        if value < 0:
+                            raise ValueError(f"{phase}.{name}: edge {u} -> {v} is negative ({value:g})")
+                        if value > _LONGEST_S:
+                            raise ValueError(f"{phase}.{name}: edge {u} -> {v} is no time ({value:g} s)")
+        for name in ("egress_s_per_byte", "ingress_s_per_byte"):
+            rates = getattr(self.ports, name)
+            if len(rates) != size:
+                raise ValueError(f"ports.{name}: needs {size} values")
+            if any(rate is not None and rate < 0 for rate in rates):
+                raise ValueError(f"ports.{name}: a value is negative")
+        return self
+
+    @property
+    def half_duplex(self) -> bool:
+        """Whether the two directions of a pair run one after the other."""
+        return self.backend == "gloo" and self.collective == "all_to_all_single"
+
+    def require(self, size: int | None = None, collective: Collective | None = None) -> None:
+        """Refuse links between another number of endpoints, or that were measured with another collective.
+
+        Raises:
+            UserError: they are.
+        """
+        if size is not None and size != len(self.endpoints):
+            raise UserError(
+                f"the links are between {len(self.endpoints)} endpoints, {size} are asked for; measure those with `fcsd"
+                " profile-network`"
+            )
+        if collective is not None and collective != self.collective:
+            raise UserError(
+                f"the links were measured with {self.collective}, the exchanges are {collective}; measure them with"
+                f" `fcsd profile-network --collective {collective}`"
+            )
+
+    def alpha(self, phase: Phase) -> Array:
+        """Return the latencies in seconds, [N, N], 0 on the diagonal."""
+        return _without_diagonal(getattr(self, phase).alpha_s)
+
+    def beta(self, phase: Phase) -> Array:
+        """Return the seconds a byte, [N, N], 0 on the diagonal."""
+        return _without_diagonal(getattr(self, phase).beta_s_per_byte)
+
+    def port(self, direction: Literal["egress", "ingress"]) -> Array:
+        """Return the seconds a byte of each endpoint's port, [N]; 0 where its edges share none."""
+        rates = getattr(self.ports, f"{direction}_s_per_byte")
+        return np.array([0.0 if rate is None else rate for rate in rates])
+
+
+def read_links(path: str | Path) -> LinkModel:
+    """Read and check a links file.
+
+    Raises:
+        UserError: it is no such file, or a value is missing, negative or not a number; the message names the edge.
+    """
+    value = read_json(Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"])
+    return validate(LinkModel, value, str(path))
+
+
+def write_links(path: str | Path, links: LinkModel) -> None:
+    """Write a links file under a temporary name, then rename it."""
+    write_json(Path(path), links.model_dump(mode="json"))
+
+
+def _without_diagonal(rows: list[list[float]]) -> Array:
+    matrix = np.array(rows, dtype=np.float64)
+    np.fill_diagonal(matrix, 0)
+    return matrix

@@ -1,0 +1,110 @@
+"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes it."""
+
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fcsd.base.artifact import versions
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
+from fcsd.base.text import progress_bar
+from fcsd.parallel.launch import Launch
+from fcsd.steering.network.compare import REPEATS, Comparison, measure_and_simulate, patterns
+from fcsd.steering.network.exchange import GroupExchange
+from fcsd.steering.network.links import Array, Collective, LinkModel, read_links, write_links
+from fcsd.steering.network.profile import num_exchanges, profile
+
+LARGEST_BYTES = {"cpu": 1 << 20}
+"""Of the sizes that an edge is measured with, by kind of device; 16 MiB on any other."""
+
+
+def profile_launch(
+    launch: Launch,
+    path: Path,
+    *,
+    collective: Collective,
+    largest_bytes: int | None = None,
+    check: bool = False,
+) -> tuple[LinkModel, Comparison | None]:
+    """Measure the links between all ranks and write them to `path`; every rank calls this.
+
+    check: exchange 18 patterns afterwards, and simulate them.
+
+    Raises:
+        UserError: there is one rank, or nothing to write to.
+    """
+    ranks, device = launch.ranks, launch.device
+    if ranks.size < 2:
+        raise UserError(
+            "profile-network measures links between ranks and was started as one; start it with `accelerate launch"
+            " --num_processes N -m fcsd profile-network LINKS` (configs/cpu_2.yaml without GPUs), or give --nccl-tests"
+        )
+    largest = LARGEST_BYTES.get(device.type, 1 << 24) if largest_bytes is None else largest_bytes
+    if largest < 1024:
+        raise UserError(f"--max-bytes {largest}: at least 1024; below, only the latency is seen")
+    ranks.from_first(lambda: check_file_place(path, read_links))
+    facts = {
+        "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
+        "collective": collective,
+        "backend": dist.get_backend(),
+        "libraries": versions() | _communication_library(device),
+    }
+    exchange = GroupExchange(None, collective, device)
+    given = patterns(ranks.size, largest) if check else []
+    total = num_exchanges(ranks.size) + REPEATS * len(given)
+    with progress_bar(total=total, desc="links", unit="exchange", shown=ranks.first) as bar:
+
+        def timed(num_bytes: Array) -> float:
+            seconds = exchange(num_bytes)
+            bar.update()
+            return seconds
+
+        links = profile(timed, facts, largest_bytes=largest)
+        comparison = measure_and_simulate(links, timed, given) if check else None
+    ranks.from_first(lambda: write_links(path, links))
+    return links, comparison
+
+
+def _communication_library(device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return {}
+    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def _rate(seconds_per_byte: float) -> str:
+    """Return a rate in Gb/s; none where no time went with the bytes, as in noise."""
+    return f"{8e-9 / seconds_per_byte:.3g} Gb/s" if seconds_per_byte > 1e-13 else "more than was seen"
+
+
+def describe(links: LinkModel) -> str:
+    """Return what stands in a links file in a few lines."""
+    size = len(links.endpoints)
+    edges = [(u, v) for u in range(size) for v in range(size) if u != v]
+    alpha, beta = links.alpha("dispatch"), links.beta("dispatch")
+    ms = sorted(alpha[edge] * 1e3 for edge in edges)
+    rates = sorted((beta[edge] for edge in edges), reverse=True)
+    fits = [r2 for u, v in edges if (r2 := links.dispatch.r2[u][v]) is not None]
+    lines = [
+        f"{size} endpoints, {links.collective} of {links.backend}: latency {ms[0]:.3g} to {ms[-1]:.3g} ms, rate"
+        f" {_rate(rates[0])} to {_rate(rates[-1])}, R² at least {min(fits):.4f}"
+    ]
+    refined = sum(map(sum, links.dispatch.refined))
+    lines.append(f"{refined} of {len(edges)} edges were measured under contention, too; the others alone")
+    for direction in ("egress", "ingress"):
+        for name, rate in zip(links.endpoints, getattr(links.ports, f"{direction}_s_per_byte"), strict=True):
+            if rate is not None:
+                lines.append(f"{name}: edges share its {direction}, {_rate(rate)} together")
+    poor = [
+        f"{links.endpoints[u]} -> {links.endpoints[v]}"
+        for u, v in edges
+        if (links.dispatch.r2[u][v] or 0) < 0.9
+    ]
+    if poor:
+        named = ", ".join([*poor[:3], *["…"] * (len(poor) > 3)])
+        lines.append(
+            f"R² below 0.9 on {len(poor)} edges ({named}): the machine or the network was busy;"
+            " measure again, or with larger --max-bytes"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""The time of an expert-parallel exchange from the links and the counts of tokens (CAMoE, equations 8 and 9)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fcsd.base.errors import UserError
+from fcsd.steering.network.links import Array, LinkModel, Phase
+
+Model = Literal["edge", "pair", "port"]
+"""edge: the slowest edge decides (equation 9). pair: both directions of a pair one after another (half duplex).
+port: the slowest of edges, of what leaves an endpoint and of what reaches it, where ports have rates of their own.
+
+gloo's all_to_all_single needs `pair`, everything else one of the others; without a model that is chosen."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The bytes of one token on the wire.
+
+    row_width: elements of a row that an expert reads (`fcsd.model.families.row_width`). row_width x value_bytes travel
+    either way, weight_bytes more on the way out; num_experts counts of count_bytes each precede them.
+    """
+
+    row_width: int
+    num_experts: int
+    value_bytes: int = 2
+    weight_bytes: int = 4
+    count_bytes: int = 8
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """Bytes of one (token, expert) pair on its way to the expert."""
+        return self.row_width * self.value_bytes + self.weight_bytes
+
+    @property
+    def combine_bytes(self) -> int:
+        """Bytes of one (token, expert) pair on its way back."""
+        return self.row_width * self.value_bytes
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of the counts from one endpoint to another."""
+        return self.num_experts * self.count_bytes
+
+
+@dataclass(frozen=True)
+class ExchangeTimes:
+    """Seconds of the three phases, each of the shape of the counts' leading axes."""
+
+    metadata: Array
+    dispatch: Array
+    combine: Array
+
+    @property
+    def total(self) -> Array:
+        """T_A2A of equation 9."""
+        return self.metadata + self.dispatch + self.combine
+
+
+def endpoint_counts(counts: NDArray[np.generic], placement: NDArray[np.integer]) -> Array:
+    """Sum counts [..., N, E] of (source, expert) over the experts of each endpoint: [..., N, N] (equation 8).
+
+    placement [E] or [..., E] names the endpoint of each expert.
+    """
+    num_endpoints = counts.shape[-2]
+    one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)  # [..., E, N]
+    return np.asarray(counts.astype(np.float64) @ one_hot)
+
+
+def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
+    """Return alpha + beta * B for each edge, [..., N, N]; 0 on the diagonal: what stays needs no link."""
+    off = ~np.eye(len(links.endpoints), dtype=bool)
+    return np.where(off, links.alpha(phase) + links.beta(phase) * num_bytes, 0.0)
+
+
+def path_times(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+    """Return the seconds of each (source, destination) of an exchange of num_bytes [..., N, N]; 0 on the diagonal.
+
+    That of an edge, or of the pair or the shared port that it is a part of, whichever is slower.
+
+    Raises:
+        UserError: the links were measured between others, or with a collective that the model does not describe.
+    """
+    links.require(num_bytes.shape[-1])
+    model = model or ("pair" if links.half_duplex else "port")
+    if (model == "pair") != links.half_duplex:
+        raise UserError(
+            f"model {model!r} does not describe links that were measured with {links.collective} of {links.backend}:"
+            + (
+                " both directions of a pair take turns there; use 'pair'"
+                if links.half_duplex
+                else " use 'port' or 'edge'"
+            )
+        )
+    times = edge_times(links, phase, num_bytes)
+    if model == "edge":
+        return times
+    off = ~np.eye(len(links.endpoints), dtype=bool)
+    alpha, sent = links.alpha(phase), np.where(off, num_bytes, 0.0)
+    if model == "pair":
+        wire = links.beta(phase) * sent
+        return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
+    egress = np.where(links.port("egress") > 0, alpha.max(1) + links.port("egress") * sent.sum(-1), 0.0)
+    ingress = np.where(links.port("ingress") > 0, alpha.max(0) + links.port("ingress") * sent.sum(-2), 0.0)
+    return np.where(off, np.maximum(times, np.maximum(egress[..., :, None], ingress[..., None, :])), 0.0)
+
+
+def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+    """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
+
+    Raises:
+        UserError: what `path_times` refuses.
+    """
+    return np.asarray(path_times(links, phase, num_bytes, model).max((-2, -1)))
+
+
+def simulate(links: LinkModel, counts: Array, payload: Payload, model: Model | None = None) -> ExchangeTimes:
+    """Price an MoE layer's exchanges: counts [..., N, N] of (token, expert) pairs from source to the experts' endpoint.
+
+    Counts after dropping, where tokens are dropped: those are what travels. Combine carries them back.
+    """
+    everywhere = np.broadcast_to(np.float64(payload.metadata_bytes), counts.shape)
+    return ExchangeTimes(
+        metadata=exchange_time(links, "metadata", everywhere, model),
+        dispatch=exchange_time(links, "dispatch", counts * payload.dispatch_bytes, model),
+        combine=exchange_time(links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes, model),
+    )

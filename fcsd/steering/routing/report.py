@@ -1,0 +1,133 @@
+"""The routing study as a page: Markdown that also reads well in a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fcsd.base.text import markdown, nats
+
+_PLACEMENTS = {"contiguous": "in order", "balanced": "by load", "topology_aware": "by traffic and links"}
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Return the page of what `routing.json` holds."""
+    first = result["models"][0]
+    where = ", ".join(result["endpoints"] or []) or "no links given, so no times"
+    parts = [
+        f"# Routing of {first['name']}",
+        f"{first['num_tokens']} tokens in {result['num_batches']} batches; {len(first['layers'])} MoE layers, top"
+        f" {first['top_k']} of {first['num_experts']} experts; {result['num_endpoints']} endpoints ({where}). Batch"
+        f" j is at endpoint j mod {result['num_endpoints']}; experts are placed in order unless a"
+        " table says otherwise.",
+        "## Loads\n\n" + _loads(result["models"]),
+        "![share of each expert](loads.png)",
+    ]
+    if (found := result["comparison"]) is not None:
+        parts += [_shift(result, found), "![what changed by layer](shift.png)"]
+    parts += [
+        "## Traffic\n\n"
+        + "\n\n".join(_traffic(facts, result["num_endpoints"]) for facts in result["models"]),
+        "![traffic matrix](traffic.png)",
+        "## Capacity\n\n"
+        "An expert takes factor × K × tokens / experts of a batch; a pair beyond that is dropped and gives zero."
+        " Times are those of what is left.\n\n" + "\n\n".join(_capacity(facts) for facts in result["models"]),
+    ]
+    if first["placements"]:
+        parts.append(
+            "## Placement\n\nDecided on the first half of the batches, timed on the second: T_A2A of one MoE layer"
+            " (dispatch, combine and counts), mean and 95th percentile.\n\n" + _placement(result["models"])
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _loads(models: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            facts["name"],
+            f"{facts['cv']:.3f}",
+            f"{facts['avg_layer_cv']:.3f}",
+            f"{_mean(facts['switch_balance_loss']):.3f}",
+            *_times(facts),
+        ]
+        for facts in models
+    ]
+    head = ["model", "cv", "avg_layer_cv", "Switch balance loss"]
+    text = markdown([*head, *_time_heads(models[0])], rows)
+    return f"{text}\n\nThe Switch loss is 1 for an even routing."
+
+
+def _shift(result: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    model, base = (facts["name"] for facts in result["models"])
+    rows = [
+        [str(layer), f"{moved:.2%}", nats(kl), f"{one:.3f}", f"{other:.3f}"]
+        for layer, moved, kl, one, other in zip(
+            result["models"][0]["layers"],
+            found["layer_moved"],
+            found["layer_kl"],
+            result["models"][1]["layer_cv"],
+            result["models"][0]["layer_cv"],
+            strict=True,
+        )
+    ]
+    return (
+        f"## What changed against {base}\n\n"
+        f"{found['routes_moved']:.2%} of the (token, expert) pairs of {base} are not among those of {model}, on the"
+        f" same tokens. KL of the experts' loads {nats(found['kl'])}, by layer and averaged"
+        f" {nats(found['avg_layer_kl'])} nats (epsilon {result['epsilon']:g} pairs).\n\n"
+        + markdown(["layer", "routes moved", "KL", "cv before", "cv"], rows)
+        + "\n\nAfter drops:\n\n"
+        + markdown(
+            ["capacity factor", "KL", "avg_layer_kl"],
+            [[f"{r['factor']:g}", nats(r["kl"]), nats(r["avg_layer_kl"])] for r in found["capacity"]],
+        )
+    )
+
+
+def _traffic(facts: Mapping[str, Any], num_endpoints: int) -> str:
+    total = sum(map(sum, facts["traffic"]))
+    rows = [
+        [f"from {u}", *[f"{pairs / total:.2%}" for pairs in row]] for u, row in enumerate(facts["traffic"])
+    ]
+    table = markdown(["share of all pairs", *[f"to {v}" for v in range(num_endpoints)]], rows)
+    return f"{facts['name']}:\n\n{table}"
+
+
+def _capacity(facts: Mapping[str, Any]) -> str:
+    rows = [
+        ["none", "0.0%", "0.0%", "", f"{facts['cv']:.3f}", f"{facts['avg_layer_cv']:.3f}", *_times(facts)]
+    ]
+    rows += [
+        [
+            f"{row['factor']:g}",
+            *[f"{row[name]:.1%}" for name in ("dropped", "without_expert", "padding")],
+            f"{row['cv']:.3f}",
+            f"{row['avg_layer_cv']:.3f}",
+            *_times(row),
+        ]
+        for row in facts["capacity"]
+    ]
+    head = ["capacity factor", "pairs dropped", "tokens without expert", "padding", "cv", "avg_layer_cv"]
+    return f"{facts['name']}:\n\n{markdown([*head, *_time_heads(facts)], rows)}"
+
+
+def _placement(models: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for facts in models:
+        start = facts["placements"]["contiguous"]["mean_ms"]
+        for name, words in _PLACEMENTS.items():
+            found = facts["placements"][name]
+            rows.append([facts["name"], words, *_times(found), f"{found['mean_ms'] / start - 1:+.1%}"])
+    return markdown(
+        ["model", "experts placed", *_time_heads(models[0]), "mean against in order"], rows, left=2
+    )
+
+
+def _times(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row[name]:.3f}" for name in ("mean_ms", "p95_ms") if name in row]
+
+
+def _time_heads(row: Mapping[str, Any]) -> list[str]:
+    return ["T_A2A (ms)", "p95 (ms)"] if "mean_ms" in row else []
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,116 @@
+"""Every choice that a model's routers make on a text, batch by batch: what two runs can be compared by.
+
+Not covered: text whose choices (2 bytes for each token, layer and expert of the token) do not fit in main memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fcsd.base.text import progress_bar
+from fcsd.model.families.routers import find_routers
+from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.steering.routing.capacity import capacity, kept_pairs
+from fcsd.steering.routing.counts import routed_batches
+from fcsd.steering.routing.metrics import Array
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The choices of L layers, T tokens in J batches, K of E experts each.
+
+    layers: indices of the MoE layers. experts: int16 [L, T, K]. num_tokens: of each batch, [J]. probabilities: mean of
+    softmax(logits) over the tokens, [L, E].
+    """
+
+    layers: list[int]
+    num_experts: int
+    experts: NDArray[np.int16]
+    num_tokens: Counts
+    probabilities: Array
+
+    @property
+    def top_k(self) -> int:
+        """Return the experts of one token in one layer."""
+        return self.experts.shape[-1]
+
+    def batches(self) -> list[NDArray[np.int16]]:
+        """Return the experts [L, t, K] of each batch."""
+        return np.split(self.experts, np.cumsum(self.num_tokens)[:-1], axis=1)
+
+    def batch_loads(self) -> Counts:
+        """Return the pairs of each expert, [J, L, E]."""
+        return np.stack([self._loads(batch, np.ones(batch.shape, dtype=bool)) for batch in self.batches()])
+
+    def keep(self, factor: float) -> "Kept":
+        """Drop what is over the capacity of a factor, in each batch."""
+        loads, without, room = [], 0, 0
+        for batch in self.batches():
+            limit = capacity(factor, batch.shape[1], self.top_k, self.num_experts)
+            pairs = np.stack([kept_pairs(experts, limit) for experts in batch])
+            loads.append(self._loads(batch, pairs))
+            without += int((~pairs.any(-1)).sum())
+            room += limit * self.num_experts * len(batch)
+        kept, choices = int(np.sum(loads)), self.experts.size // self.top_k
+        return Kept(np.stack(loads), 1 - kept / self.experts.size, without / choices, 1 - kept / room)
+
+    def _loads(self, batch: NDArray[np.int16], kept: NDArray[np.bool_]) -> Counts:
+        each = [
+            np.bincount(experts[pairs], minlength=self.num_experts)
+            for experts, pairs in zip(batch, kept, strict=True)
+        ]
+        return np.stack(each)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a capacity factor leaves: pairs of each expert [J, L, E], and three shares: of pairs that are dropped, of
+    tokens that have no expert left in a layer, of padding in the buffers of all experts."""
+
+    loads: Counts
+    dropped: float
+    without_expert: float
+    padding: float
+
+
+def read_routes(
+    model: nn.Module, batches: Sequence[dict[str, Tensor]], *, ranks: Ranks = ALONE, bar: str | None = None
+) -> Routes:
+    """Run a model on batches (input_ids, attention_mask) and keep what its routers chose for all but the padding.
+
+    On several ranks each runs its share; the result is that of one process, on all of them.
+    """
+    routers = find_routers(model)
+
+    def own_share() -> list[tuple[NDArray[np.int16], Array]]:
+        own = ranks.deal(batches)
+        shown = progress_bar(own, desc=bar, unit="batch", shown=bar is not None and ranks.first, leave=False)
+        idle = [batches[0]] * ranks.idle_passes(len(batches))
+        return [_summed(routed) for routed in routed_batches(model, chain(shown, idle))][: len(own)]
+
+    by_rank = ranks.share(own_share)
+    found = [by_rank[j % ranks.size][j // ranks.size] for j in range(len(batches))]
+    experts, probabilities = zip(*found, strict=True)
+    num_tokens = np.array([batch.shape[1] for batch in experts])
+    return Routes(
+        [router.layer for router in routers],
+        routers[0].num_experts,
+        np.concatenate(experts, 1),
+        num_tokens,
+        np.sum(probabilities, 0) / num_tokens.sum(),
+    )
+
+
+def _summed(routed: Sequence[tuple[Tensor, Tensor]]) -> tuple[NDArray[np.int16], Array]:
+    """Return the experts of one batch [L, t, K], and the probabilities summed over its tokens."""
+    experts = torch.stack([chosen.cpu() for chosen, _ in routed]).numpy().astype(np.int16)
+    # In float64 one layer at a time.
+    probabilities = [logits.double().softmax(-1).sum(0).cpu() for _, logits in routed]
+    return experts, torch.stack(probabilities).numpy()

@@ -1,0 +1,205 @@
+"""The routing study: where a model sends the tokens of real text, and what that costs and changes.
+
+    OUT/routing.json    everything that was measured
+    OUT/routing.md      the report
+    OUT/*.png           loads.png, traffic.png, shift.png (with --against)
+    OUT/stage.json, manifest.json
+
+On several ranks each runs its share of the batches; the counts are those of one process.
+
+Not covered: text that is generated; a recipe's biased models (`evaluation.router_bias`).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json, write_text
+from fcsd.data.batches import NO_LOSS
+from fcsd.data.dataset import heldout_rows
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.families import expert_counts, row_width, text_config
+from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import check_device_map, load_for_evaluation
+from fcsd.steering.network.links import read_links
+from fcsd.steering.network.simulate import Payload
+from fcsd.steering.routing.analysis import Network, comparison, model_facts
+from fcsd.steering.routing.capacity import FACTORS
+from fcsd.steering.routing.metrics import EPSILON
+from fcsd.steering.routing.placement import check_world, contiguous
+from fcsd.steering.routing.report import report
+from fcsd.steering.routing.routes import Routes, read_routes
+from fcsd.steering.routing.settings import RoutingStudy
+
+SCHEMA_VERSION = 1
+_ENDPOINTS = 8  # of one machine, where neither links nor a number are given
+
+Rows = list[list[int]]
+
+
+def study_routing(
+    study: RoutingStudy,
+    folder: Path,
+    launch: Launch,
+    draw: Callable[[dict[str, Any], Path], None],
+    *,
+    prompts: Callable[[Any], Rows] | None = None,
+    inputs: dict[str, str],
+    device_map: str | None = None,
+) -> dict[str, Any]:
+    """Run the study, or find it finished; return what `routing.json` holds. All ranks call this.
+
+    Args:
+        draw: makes the figures of the result in a folder (`fcsd.report.study_plots.plot_routing`).
+        prompts: given the tokenizer, the prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`).
+        inputs: what identifies the text.
+        device_map: see `fcsd.parallel.place.load_for_evaluation`.
+
+    Raises:
+        UserError: endpoints that do not divide the experts, links of another number of endpoints, a model without
+            routers, models that cannot be compared, too little text.
+    """
+    launch = launch.for_evaluation()
+    check_device_map(device_map, launch)
+    models = [find_model(each) for each in (study.model, study.against) if each is not None]
+    network = network_of(study, models)
+    settings = study.model_dump(mode="json", exclude={"model", "against", "links", "data_root"})
+    settings |= {"dtype": study.model.dtype, "num_endpoints": network.num_endpoints}
+    inputs = inputs | {name: each.weights for name, each in zip(("model", "against"), models, strict=False)}
+    if network.links is not None:
+        settings["links"] = network.links.model_dump(mode="json")
+    stage = launch.ranks.from_first(lambda: Stage(folder, "routing", settings, inputs))
+    if launch.begin(stage) == "finished":
+        return dict(read_json(folder / "routing.json"))
+    batches = batches_of(study, models, prompts, network.num_endpoints)
+    found: list[Routes] = []
+    for each in models:
+        model = load_for_evaluation(each, launch, device_map=device_map)
+        found.append(read_routes(model, batches, ranks=launch.ranks, bar=Path(each.config.path).name))
+        del model
+        free_memory()
+        _check_comparable(found, models)
+    result = _result(study, models, found, network, len(batches))
+    if launch.first:
+        write_json(folder / "routing.json", result)
+        write_text(folder / "routing.md", report(result))
+        draw(result, folder)
+    launch.finish(stage, {})
+    return result
+
+
+def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
+    """Check endpoints and links against the models' configs, before weights are read."""
+    links = read_links(study.links) if study.links is not None else None
+    num_endpoints = study.endpoints or (_ENDPOINTS if links is None else len(links.endpoints))
+    if links is not None:
+        check_world(links, num_endpoints)
+    payloads = []
+    for each in models:
+        config, num_experts = _config_and_experts(each)
+        if num_experts is not None:  # a model without experts is refused with its routers
+            contiguous(num_experts, num_endpoints)
+            payloads.append(Payload(row_width(config), num_experts))
+    return Network(num_endpoints, links, next(iter(payloads), None))
+
+
+def _config_and_experts(model: ModelFolder) -> tuple[Any, int | None]:
+    """Return the config of the decoder layers, and the experts of one."""
+    _, family, _ = read_config(model.folder, any_family=model.config.trust_remote_code)
+    if family is not None:
+        config = text_config(model.load_config(), family)
+    else:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True).get_text_config()
+    return config, expert_counts(config, family)[0]
+
+
+def batches_of(
+    study: RoutingStudy,
+    models: Sequence[ModelFolder],
+    prompts: Callable[[Any], Rows] | None,
+    num_endpoints: int,
+) -> list[dict[str, Tensor]]:
+    """Tokenize text and prompts, and put rows in their order into batches, padded on the right."""
+    tokenizers = [load_tokenizer(m.folder, trust_remote_code=m.config.trust_remote_code) for m in models]
+    tokenizer = tokenizers[0]
+    if any(other.get_vocab() != tokenizer.get_vocab() for other in tokenizers[1:]):
+        raise UserError(
+            f"{models[1].config.path}: its tokenizer is not that of {models[0].config.path}; routes are compared token"
+            " by token, so the models must share one"
+        )
+    rows = _text_rows(study, tokenizer) + ([] if prompts is None else prompts(tokenizer))
+    rows = [row[: study.max_length] for row in rows if row]
+    batches = []
+    for start in range(0, len(rows), study.batch_size):
+        lists = rows[start : start + study.batch_size]
+        ids = torch.zeros(len(lists), max(map(len, lists)), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for line, row in enumerate(lists):
+            ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
+        batches.append({"input_ids": ids, "attention_mask": mask})
+    if len(batches) < num_endpoints:
+        raise UserError(
+            f"{len(rows)} rows in batches of {study.batch_size} are {len(batches)} batches, fewer than the"
+            f" {num_endpoints} endpoints that each need one; give more text, a smaller --batch-size, or"
+            " fewer --endpoints"
+        )
+    return batches
+
+
+def _text_rows(study: RoutingStudy, tokenizer: Any) -> Rows:
+    if study.text is None:
+        return []
+    rows = heldout_rows(
+        study.text,
+        tokenizer,
+        num_examples=study.text_examples,
+        max_length=study.max_length,
+        packing=False,
+        loss_on="all",
+    )
+    # The last label is the last token of the example; padding follows.
+    lengths = [int((row["labels"] != NO_LOSS).nonzero()[0].max()) + 1 for row in rows]
+    return [row["input_ids"][:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _check_comparable(found: Sequence[Routes], models: Sequence[ModelFolder]) -> None:
+    shapes = [(routes.layers, routes.num_experts, routes.top_k) for routes in found]
+    if len(shapes) == 2 and shapes[0] != shapes[1]:
+        words = [f"{len(layers)} MoE layers, top {k} of {experts} experts" for layers, experts, k in shapes]
+        raise UserError(
+            f"{models[1].config.path} ({words[1]}) cannot be compared with {models[0].config.path} ({words[0]}), route"
+            " by route; both need the same MoE layers and experts"
+        )
+
+
+def _result(
+    study: RoutingStudy,
+    models: Sequence[ModelFolder],
+    found: Sequence[Routes],
+    network: Network,
+    num_batches: int,
+) -> dict[str, Any]:
+    kept = [[routes.keep(factor) for factor in FACTORS] for routes in found]
+    facts = [
+        {"name": each.config.path, **model_facts(routes, dropped, network)}
+        for each, routes, dropped in zip(models, found, kept, strict=True)
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study": study.model_dump(mode="json"),
+        "epsilon": EPSILON,
+        "num_endpoints": network.num_endpoints,
+        "endpoints": None if network.links is None else network.links.endpoints,
+        "num_batches": num_batches,
+        "models": facts,
+        # The model is compared with what it is set against: that is the base of the KL.
+        "comparison": comparison(found[1], found[0], kept[1], kept[0]) if len(found) == 2 else None,
+    }

@@ -1,0 +1,240 @@
+"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers.
+
+Not covered: a recipe's sweep over strengths (`evaluation.router_bias`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import NonNegativeFloat, model_validator
+from torch import Tensor, nn
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place, read_json
+from fcsd.base.strict import Strict, validate
+from fcsd.base.text import progress_bar
+from fcsd.model.families import base_model_type
+from fcsd.model.families.routers import find_routers
+from fcsd.model.families.structure import unwrapped
+from fcsd.model.load import find_model
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_evaluation
+from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.steering.network.links import Array
+from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
+from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
+from fcsd.steering.routing.camoe import camoe
+from fcsd.steering.routing.counts import Routed, routed_batches
+from fcsd.steering.routing.exchanges import exchange_counts
+from fcsd.steering.routing.placement import contiguous, placed
+from fcsd.steering.routing.settings import BiasSettings
+from fcsd.steering.routing.study import Rows, batches_of, network_of
+
+
+class Calibration:
+    """A model and the batches that its traffic is counted on; batch j is at endpoint j mod N.
+
+    N batches in a row make one exchange. On several ranks each runs its share, and all get the counts of one process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Mapping[str, Tensor]],
+        num_endpoints: int,
+        *,
+        selection: bool = False,
+        ranks: Ranks = ALONE,
+    ):
+        self.model, self.num_endpoints, self.selection = model, num_endpoints, selection
+        self._batches, self._ranks = list(enumerate(batches)), ranks
+        found = self._run(None)
+        self.counts = self._exchanges(found)
+        """Pairs [X, L, N, E] without a bias."""
+        self.logit_std: Array = np.nanmean([spread for _, spread in found], 0)
+        """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
+
+    def respond(self, tables: BiasTables) -> NDArray[np.int64]:
+        """Return the pairs [X, L, N, E] under a bias. All ranks call this."""
+        return self._exchanges(self._run(tables))
+
+    def _exchanges(self, found: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
+        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints, 1)
+
+    def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
+        """Return pairs [L, E] and spread of logits [L] of every batch."""
+        if tables is None:
+            tables = self._no_bias()
+        own = self._ranks.deal(self._batches)
+        idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
+
+        def run() -> list[tuple[NDArray[np.int64], Array]]:
+            shown = progress_bar(own, desc="routing", unit="batch", shown=self._ranks.first, leave=False)
+            with router_bias(self.model, tables) as steering:
+                steering.heard = []
+
+                def told() -> Iterator[Mapping[str, Tensor]]:
+                    for number, batch in chain(shown, idle):
+                        steering.endpoint = number % self.num_endpoints
+                        yield batch
+
+                found = []
+                for (_, batch), routed in zip(
+                    chain(own, idle), routed_batches(self.model, told()), strict=True
+                ):
+                    found.append(_summed(routed, steering.heard, batch.get("attention_mask")))
+                    steering.heard = []
+                return found[: len(own)]
+
+        by_rank = self._ranks.share(run)
+        return [by_rank[j % self._ranks.size][j // self._ranks.size] for j, _ in self._batches]
+
+    def _no_bias(self) -> BiasTables:
+        routers = find_routers(self.model)
+        shape = len(routers), self.num_endpoints, routers[0].num_experts
+        placement = np.tile(contiguous(shape[2], self.num_endpoints), (shape[0], 1))
+        return tables_for(self.model, "camoe", 0.0, np.zeros(shape), placement)
+
+
+def _summed(
+    routed: Sequence[Routed], logits: Sequence[Tensor], mask: Tensor | None
+) -> tuple[NDArray[np.int64], Array]:
+    """Return pairs [L, E], and the spread [L] of the logits where the bias is added: some families scale them later."""
+    counts = [torch.bincount(each.experts.flatten(), minlength=each.logits.shape[-1]) for each in routed]
+    spreads = []
+    for each in logits:
+        kept = each if mask is None else each[mask.reshape(-1).bool().to(each.device)]
+        spreads.append(float(kept.double().std(-1).mean()) if len(kept) else np.nan)
+    return torch.stack([each.cpu() for each in counts]).numpy(), np.array(spreads)
+
+
+def make_tables(
+    calibration: Calibration,
+    deployment: Deployment,
+    kind: Kind,
+    strength: float = 1.0,
+    *,
+    scaled: bool = False,
+    windows: Array | None = None,
+) -> tuple[BiasTables, dict[str, Any]]:
+    """Return the tables of a kind, and what they do to the calibration text. All ranks call this.
+
+    scaled: a strength counts in standard deviations of a layer's logits. windows: [L, 2] seconds, for that kind.
+
+    Raises:
+        UserError: what `camoe`, `bottleneck` and `fit_windows` refuse.
+    """
+    logit_std = calibration.logit_std
+
+    def wrapped(values: NDArray[Any]) -> BiasTables:
+        return tables_for(
+            calibration.model, kind, strength, values, deployment.placement, selection=calibration.selection
+        )
+
+    def respond(values: NDArray[np.float32]) -> NDArray[np.int64]:
+        return calibration.respond(wrapped(values))
+
+    facts: dict[str, Any] = {"before_s": deployment.mean_time(calibration.counts)}
+    if kind == "windows":
+        assert windows is not None
+        push = fit_windows(respond, deployment, windows, logit_std=logit_std)
+        layers = [router.layer for router in find_routers(calibration.model)]
+        facts |= {"steps": push.steps, "left": [layers[k] for k in push.left]}
+        tables = wrapped(push.tables)
+    else:
+        mean = calibration.counts.mean(0)
+        placed = deployment.links, deployment.payload, deployment.placement
+        values = camoe(mean, *placed, strength, logit_std=logit_std if scaled else None)
+        tables = wrapped(values)
+        if kind == "bottleneck":
+            goal = min(facts["before_s"], deployment.mean_time(respond(values)))
+            push = bottleneck(respond, deployment, goal, logit_std=logit_std)
+            facts["steps"], tables = push.steps, wrapped(push.tables)
+    return tables, facts | {"after_s": deployment.mean_time(calibration.respond(tables))}
+
+
+class Windows(Strict):
+    """What `fcsd.planning.cost.plan.write_windows` writes, in seconds by MoE layer."""
+
+    version: Literal[1] = 1
+    model_type: str
+    num_layers: int | None = None
+    expert_parallel: int | None = None
+    layers: list[int]
+    dispatch_s: list[NonNegativeFloat]
+    combine_s: list[NonNegativeFloat]
+
+    @model_validator(mode="after")
+    def _has_both_of_each_layer(self) -> "Windows":
+        if not len(self.layers) == len(self.dispatch_s) == len(self.combine_s):
+            raise ValueError("dispatch_s and combine_s need a number for each of `layers`")
+        return self
+
+
+def read_windows_file(path: str | Path) -> Windows:
+    """Read what `fcsd plan --windows` wrote.
+
+    Raises:
+        UserError: no such file, or one of something else.
+    """
+    value = read_json(Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"])
+    return validate(Windows, value, str(path))
+
+
+def read_windows(path: str | Path, model: nn.Module) -> Array:
+    """Read the windows [L, 2] of dispatch and combine, in seconds, that `fcsd plan` wrote.
+
+    Raises:
+        UserError: no such file, or one of something else; windows of another model.
+    """
+    found = read_windows_file(path)
+    layers = [router.layer for router in find_routers(model)]
+    model_type = base_model_type(unwrapped(model).config.model_type)
+    if (base_model_type(found.model_type), found.layers) != (model_type, layers):
+        raise UserError(
+            f"{path}: windows of {found.model_type} with MoE layers {found.layers}, but the model is {model_type}"
+            f" with {layers}"
+        )
+    return np.array([found.dispatch_s, found.combine_s], dtype=np.float64).T
+
+
+def write_bias(
+    settings: BiasSettings, out: Path, launch: Launch, prompts: Callable[[Any], Rows] | None = None
+) -> dict[str, Any]:
+    """Make tables and write them to a file; return what they do to the text. All ranks call this.
+
+    prompts: given the tokenizer, the prompts of the settings' tasks.
+
+    Raises:
+        UserError: links of another number of endpoints, endpoints that do not divide the experts, a model without
+            routers, too little text; what `make_tables` refuses.
+    """
+    launch.ranks.from_first(lambda: check_file_place(out, read_tables))
+    found = find_model(settings.model)
+    network = network_of(settings, [found])
+    batches = batches_of(settings, [found], prompts, network.num_endpoints)
+    model = load_for_evaluation(found, launch)
+    windows = None if settings.windows is None else read_windows(settings.windows, model)
+    calibration = Calibration(
+        model, batches, network.num_endpoints, selection=settings.selection, ranks=launch.ranks
+    )
+    assert network.links is not None and network.payload is not None
+    exchange = network.links, network.payload
+    placement = placed(settings.placement, calibration.counts.mean(0), *exchange)
+    deployment = Deployment(*exchange, placement)
+    tables, facts = make_tables(
+        calibration,
+        deployment,
+        settings.kind,
+        1.0 if settings.strength is None else settings.strength,
+        scaled=settings.scale is not None,
+        windows=windows,
+    )
+    if launch.first:
+        write_tables(out, tables)
+    return facts

@@ -1,0 +1,95 @@
+"""Describe the training of a recipe, and check its settings against the engine and what is installed."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.base.errors import UserError
+from fcsd.parallel.engine import Engine
+from fcsd.parallel.launch import Launch
+from fcsd.training.config import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.training.early_stopping import EarlyStopper, Score
+from fcsd.training.teachers.base import Teacher
+
+Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What one run is made from.
+
+    student: in the dtype that is left, whatever dtype it is trained in; max_length: tokens in a row of `rows`; score:
+    of a model, for early stopping; adapters: the `PeftModel` around a LoRA student; left: with the share of the steps
+    that are done, the time that the whole run of stages still takes, or "".
+    """
+
+    launch: Launch
+    folder: Path
+    description: str
+    student: PreTrainedModel
+    teacher: PreTrainedModel | Teacher | None
+    tokenizer: PreTrainedTokenizerBase
+    rows: Any
+    max_length: int
+    objective: ObjectiveConfig
+    train: TrainConfig
+    seed: int
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
+    stopper: EarlyStopper | None = None
+    score: Scorer | None = None
+    save_model: bool = True
+    adapters: Any = None
+    left: Callable[[float], str] | None = None
+
+
+def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> int:
+    """Micro-batches in one optimiser step.
+
+    Raises:
+        UserError: the batch is not a whole number of micro-batches over all ranks.
+    """
+    micro_tokens = train.per_device_train_batch_size * max_length * world_size
+    if train.batch_size_tokens % micro_tokens:
+        raise UserError(
+            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of {micro_tokens}"
+            f" (per_device_train_batch_size {train.per_device_train_batch_size} x data.max_length {max_length}"
+            f" x {world_size} processes); change one of them"
+        )
+    return train.batch_size_tokens // micro_tokens
+
+
+def refuse_what_cannot_be_sharded(
+    train: TrainConfig, objective: ObjectiveConfig, engine: Engine, *, by_heldout_kl: bool = False
+) -> None:
+    """Raise UserError for settings that an engine that shards weights cannot have; by_heldout_kl: the training stops by
+    that score."""
+    if not engine.shards:
+        return
+    wrong = {
+        "train.optimizer: muon orthogonalises whole matrices, which no rank has under FSDP or DeepSpeed; launch data"
+        " parallel copies": train.optimizer == "muon",
+        "train.ema_decay: an average is kept of whole weights, which no rank has under FSDP or DeepSpeed; launch data"
+        " parallel copies": train.ema_decay is not None,
+        "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
+            engine.spreads_experts and train.layer_lr_ratio != 1
+        ),
+        # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each alone works.
+        "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
+            engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms
+        ),
+    }
+    for message, asked in wrong.items():
+        if asked:
+            raise UserError(message)
+
+
+def check_reporters(train: TrainConfig) -> None:
+    for name in train.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]', or leave it out"
+            )

@@ -1,0 +1,139 @@
+"""Score the weights while they are trained: stop when the score stalls, keep the best beside the checkpoints."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, writing
+from fcsd.base.temporary import replace_folder
+from fcsd.parallel.ranks import known_to_all
+from fcsd.parallel.state import check_state, write_state
+from fcsd.training.arguments import Scorer, TrainingRun
+from fcsd.training.checkpoints import STOPPER_FILE, checkpoints
+from fcsd.training.early_stopping import EarlyStopper, Score
+from fcsd.training.fcsd_trainer import FCSDTrainer
+
+
+class ScoreFailure(Exception):
+    """A score could not be made, and all ranks know; the reason is the cause."""
+
+
+def best_folder(run: TrainingRun, step: int) -> Path:
+    """Return the folder of the best weights of `step`."""
+    # One folder a step: a checkpoint that names an older best one must find it, should the run be cut off here.
+    return run.folder / "best" / f"step-{step}"
+
+
+def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
+    """All ranks write their parts of the weights beside, then the first renames the folder."""
+    best = best_folder(run, step)
+    beside = best.with_name(f".{best.name}.tmp")
+    first = trainer.is_world_process_zero()
+    if first:
+        shutil.rmtree(beside, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    with writing(best), trainer.scored_weights():
+        write_state(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks, weights_only=True)
+    trainer.accelerator.wait_for_everyone()
+    if first:
+        check_state(beside)
+        replace_folder(beside, best)
+    trainer.accelerator.wait_for_everyone()
+
+
+def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
+    """Keep the best weights of this step, and those that a checkpoint names: the run may go back to it."""
+    if trainer.is_world_process_zero():
+        kept = checkpoints(run.folder / "checkpoints")
+        named = {read_json(checkpoint / STOPPER_FILE)["best_step"] for checkpoint in kept}
+        wanted = {best_folder(run, best) for best in {step, *named} if best is not None}
+        for folder in set((run.folder / "best").iterdir()) - wanted:
+            shutil.rmtree(folder)
+
+
+class StopWhenScoreStalls(TrainerCallback):
+    """Scores the model every `every_steps` steps with all ranks, and ends training when the stopper says so.
+
+    A step that is asked to be the last one (`guarded.ending`) is not scored any more, and one whose score failed ends
+    the training: both leave a checkpoint, and the run that goes on from it begins with that score. `failure` is the
+    error.
+    """
+
+    def __init__(self, trainer: FCSDTrainer, run: TrainingRun, stopper: EarlyStopper, score: Scorer):
+        self.trainer, self.run, self.stopper, self.score = trainer, run, stopper, score
+        self.failure: ScoreFailure | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Score the model before the first step: it is the first checkpoint to beat.
+
+        Of a run that goes on, make the score that its last step is still to have.
+        """
+        self.stopper.time.start()
+        if state.global_step == 0:
+            self._evaluate(0)
+        elif self.stopper.is_due(state.global_step, state.max_steps):
+            self._evaluate(state.global_step)
+            control.should_training_stop = self.stopper.should_stop or state.global_step == state.max_steps
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Score, keep the best, stop."""
+        step = state.global_step
+        later = self.trainer.guarded.ending and step < state.max_steps
+        if self.stopper.is_due(step, state.max_steps) and not later:
+            try:
+                self._evaluate(step)
+            except ScoreFailure as error:
+                self.failure = error
+                control.should_training_stop = True
+                control.should_save = args.save_strategy != SaveStrategy.NO
+        if self.stopper.should_stop:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def _evaluate(self, step: int) -> None:
+        best = self.stopper.update(step, self._score())
+        self.trainer.guarded.say(self.stopper.line())
+        if (warning := self.stopper.noise()) is not None:
+            self.trainer.guarded.say(warning)
+        if best:
+            keep_best(self.trainer, self.run, step)
+
+    def _score(self) -> Score:
+        """Score the weights as they are; all ranks learn the same score, or the same failure.
+
+        Raises:
+            ScoreFailure: no score, and all ranks know. What one rank alone knows, while the others wait for its part
+                of a pass, is raised as it is.
+        """
+        trainer, stopper = self.trainer, self.stopper
+        try:
+            with stopper.time.scoring(), trainer.scored_weights():
+                own = self.score(trainer.plain_model)
+            if not math.isfinite(own.value):
+                raise UserError(f"the score is {own.value}: the model gives figures that are not finite")
+        except Exception as error:
+            if trainer.launch.engine.shards and not known_to_all(error):
+                raise
+            raise ScoreFailure(str(error)) from error
+        found: Score = trainer.launch.ranks.from_first(lambda: own)
+        trainer.guarded.listen()
+        due = trainer.control.should_log  # logging clears it, and this step's loss is yet to be logged
+        name = stopper.name
+        errors = {f"{name}_stderr": found.stderr} if found.stderr is not None else {}
+        trainer.log({name: found.value, **errors, "scoring_share": round(stopper.time.share, 6)})
+        trainer.control.should_log = due
+        return found
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Drop all other weights: a checkpoint that names the best ones is on disk."""
+        if self.stopper.best_step is not None:
+            drop_others(self.trainer, self.run, self.stopper.best_step)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Stop the clock of the run."""
+        self.stopper.time.stop()

@@ -1,0 +1,202 @@
+"""Calibrate from folder to folder, one layer's weights in memory at a time; a killed calibration continues.
+
+    work/model/                 the converted checkpoint, whose changed tensors are written layer by layer
+    work/state.json             the next layer, and what was solved so far
+    work/streams-LAYER-RANK.safetensors    both streams before that layer, of a rank's share of the rows
+
+The source's weights are never written, so that a layer that was cut off is solved again from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json, writing
+from fcsd.base.text import progress_bar
+from fcsd.data.batches import Batch, real_tokens
+from fcsd.model.connectivity import convert_checkpoint
+from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_checkpoint_json
+from fcsd.model.connectivity.rewire import rewired_layers
+from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
+from fcsd.model.load import ModelFolder
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.ranks import Ranks
+from fcsd.training.calibration.model import batches_of, check_enough, check_token_ids, first_stream, shown
+from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
+from fcsd.training.calibration.state import State
+from fcsd.training.calibration.steps import Stream
+from fcsd.training.calibration.walk import walk
+from fcsd.training.losses.head import refuse_packing
+
+
+def calibrate_checkpoint(
+    original: ModelFolder,
+    out: Path,
+    work: Path,
+    connectivity: Connectivity,
+    rows: Sequence[Any],
+    *,
+    ridge: float,
+    launch: Launch,
+) -> dict[str, Any]:
+    """Write the original, converted and calibrated, to `out`. All ranks call this.
+
+    Args:
+        work: a folder for what is not finished; one from a run that was killed has to be of the same settings.
+        rows: of `fcsd.data.dataset.build_dataset`; each rank works on its share.
+
+    Returns:
+        tokens, seconds, and for each layer what was solved (`fcsd.training.calibration.model.calibrate_model`).
+
+    Raises:
+        UserError: a checkpoint that is converted, calibrated or quantised; too little text; sums that cannot be solved.
+    """
+    started, ranks = time.perf_counter(), launch.ranks
+    checkpoint = calibratable(original)
+    batches = ranks.deal(batches_of(rows))
+    options = original.config.model_dump(
+        include={"attn_implementation", "experts_implementation"}, exclude_none=True
+    )
+    if "flash" in options.get("attn_implementation", ""):
+        del options["attn_implementation"]  # its kernels know no float32
+    models = Layerwise(checkpoint, connectivity, launch.device, **options)
+    tokens = check_enough(batches, models.model.config.get_text_config().hidden_size, ranks)
+    check_token_ids(batches, models.model.config.get_text_config().vocab_size)
+    for batch in batches:
+        refuse_packing(models.model, batch["labels"], batch["position_ids"])
+    layers = list(rewired_layers(models.student.layers))
+    if not layers:
+        raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")
+    model = work / "model"
+    with writing(work):
+        ranks.from_first(lambda: _prepare(original, connectivity, model, models, layers))
+        state = _resume(work, models, batches, ranks)
+        bar = progress_bar(
+            total=max(layers) + 1,
+            initial=state.next_layer,
+            desc="calibrate",
+            unit="layer",
+            shown=ranks.first,
+        )
+        with bar:
+            for result in walk(models, state, batches, layers=layers, ridge=ridge, ranks=ranks):
+                if result is not None:
+                    _write_layer(models, state.next_layer - 1, model, ranks)
+                    bar.set_postfix_str(shown(result))
+                _save(state, work, ranks)
+                bar.update()
+        facts = {"tokens": tokens, "ridge": ridge, "layers": layers}
+        ranks.share(lambda: None)  # no rank is still at work in the folder that the first removes
+        ranks.from_first(lambda: _finish(model, out, facts))
+    return {**facts, "layers": state.results, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def calibratable(original: ModelFolder) -> Checkpoint:
+    """Return the checkpoint, if it is an original whose weights can be folded into.
+
+    Raises:
+        UserError: it is converted, calibrated or quantised.
+    """
+    checkpoint, where = read_checkpoint(original.folder), original.config.path
+    if CALIBRATED in checkpoint.config:
+        raise UserError(
+            f"{where}: is calibrated already, and a second round makes it worse; give the original"
+        )
+    if checkpoint.connectivity is not None:
+        raise UserError(
+            f"{where}: is converted already; give the original, which is the teacher as well: calibration converts it"
+        )
+    if checkpoint.config.get("quantization_config"):
+        raise UserError(
+            f"{where}: its weights are quantised, and a map folded into them would be rounded away; calibrate the"
+            " checkpoint that they were quantised from, then quantise the result"
+        )
+    return checkpoint
+
+
+def _prepare(
+    original: ModelFolder, connectivity: Connectivity, model: Path, models: Layerwise, layers: Sequence[int]
+) -> None:
+    if not model.is_dir():
+        convert_checkpoint(original.folder, model, connectivity)
+    own_copies(model, original.folder, models.files_of(layers))
+
+
+def _finish(model: Path, out: Path, facts: dict[str, Any]) -> None:
+    write_json(model / CONFIG, read_checkpoint_json(model / CONFIG) | {CALIBRATED: facts})
+    os.replace(model, out)
+    shutil.rmtree(model.parent)
+
+
+def _resume(work: Path, models: Layerwise, batches: Sequence[Batch], ranks: Ranks) -> State:
+    """Read the state of a run that was cut off, or begin before the first layer."""
+    found = ranks.from_first(
+        lambda: read_json(work / "state.json") if (work / "state.json").is_file() else None
+    )
+    if found is None:
+        return State(0, [first_stream(models.student, batch, models.device) for batch in batches])
+    if found["ranks"] != ranks.size:
+        raise UserError(
+            f"{work}: was begun with {found['ranks']} processes, which share the rows, and this launch has"
+            f" {ranks.size}; launch {found['ranks']}, or remove the folder to begin again"
+        )
+    tensors = load_file(_streams(work, found["next_layer"], ranks))
+    both: dict[str, list[Stream]] = {"teacher": [{} for _ in batches], "student": [{} for _ in batches]}
+    for key, value in tensors.items():
+        who, number, name = key.split(".")
+        both[who][int(number)][name] = value
+    student = both["student"] if any(both["student"]) else None
+    return State(found["next_layer"], both["teacher"], student, found["results"])
+
+
+def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
+    return work / f"streams-{layer}-{ranks.rank}.safetensors"
+
+
+def _write_layer(models: Layerwise, index: int, model: Path, ranks: Ranks) -> None:
+    if ranks.first:
+        write_changed(model, models.files, models.layer_tensors(index), models.checkpoint.folder)
+
+
+def _save(state: State, work: Path, ranks: Ranks) -> None:
+    """Leave both streams on disk, then note that they are what a run that is cut off now goes on with."""
+    parts = {"teacher": state.teacher, "student": state.student or []}
+    held = {
+        f"{who}.{number}.{name}": value.clone(memory_format=torch.contiguous_format)
+        for who, streams in parts.items()
+        for number, stream in enumerate(streams)
+        for name, value in stream.items()
+    }
+    target = _streams(work, state.next_layer, ranks)
+    save_file(held, target.with_suffix(".tmp"))
+    os.replace(target.with_suffix(".tmp"), target)
+    ranks.share(lambda: None)  # all of them have left theirs, and the first has written the layer
+    record = {"next_layer": state.next_layer, "ranks": ranks.size, "results": state.results}
+    ranks.from_first(lambda: write_json(work / "state.json", record))
+    _streams(work, state.next_layer - 1, ranks).unlink(missing_ok=True)
+
+
+def take_rows(rows: Any, num_tokens: int) -> list[Any]:
+    """Take rows, in order, until they hold `num_tokens` tokens of text, or there are no more."""
+    found: list[Any] = []
+    count = 0
+    for row in itertools.islice(_once(rows), num_tokens):
+        found.append(row)
+        count += int(real_tokens(batches_of([row])[0]).sum())
+        if count >= num_tokens:
+            break
+    return found
+
+
+def _once(rows: Any) -> Iterable[Any]:
+    return (rows[k] for k in range(len(rows))) if hasattr(rows, "__len__") else rows

@@ -1,0 +1,180 @@
+"""Calibrate a converted model in memory against its original, on the same rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import progress_bar
+from fcsd.data.batches import Batch, in_batches, real_tokens
+from fcsd.model.connectivity.convert import farskip_layers
+from fcsd.model.connectivity.spec import CALIBRATED
+from fcsd.model.families import base_model_type, family_of
+from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
+from fcsd.training.calibration.fold import fold_map
+from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.state import State, to
+from fcsd.training.calibration.steps import Steps, Stream
+from fcsd.training.calibration.walk import walk
+from fcsd.training.losses.head import refuse_packing
+
+RIDGE = 1e-3
+BATCH_TOKENS = 4096
+
+
+class InMemory:
+    """Teacher and student that are both loaded."""
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        family = family_of(student.config)
+        self.student, self.teacher = Steps(student, family), Steps(teacher, family)
+        self.device = input_device(student)
+
+    def teacher_layer(self, index: int) -> torch.nn.Module:
+        layer: torch.nn.Module = self.teacher.layers[index]
+        return layer
+
+    def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
+        return self.teacher.step(index, batch, stream)
+
+    def layer(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def fold(
+        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+    ) -> None:
+        fold_map(self.student.layers[index], places, found, side, expert)
+
+
+def calibrate_model(
+    student: Any,
+    teacher: Any,
+    rows: Sequence[Any] | Tensor,
+    *,
+    ridge: float = RIDGE,
+    ranks: Ranks = ALONE,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Fold maps into the weights of `student`, in place, that make its branches read and add what the teacher's do.
+
+    Args:
+        student: a converted model.
+        teacher: the original, of the same family and width.
+        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); all ranks give the same, each works on its
+            share.
+        ridge: λ relative to the mean diagonal.
+
+    Returns:
+        For each rewired layer what was solved: `reads` (branch -> [before, after]), `adds` and `experts` ([before,
+        after]), squared residuals relative to what was wanted, and `left`, what could not be folded.
+
+    Raises:
+        UserError: a student that is not converted, models that do not belong together or are sharded; too little text.
+    """
+    layers = _check_pair(student, teacher)
+    batches = ranks.deal(batches_of(_as_rows(rows)))
+    check_token_ids(batches, teacher.config.get_text_config().vocab_size)
+    check_enough(batches, teacher.config.get_text_config().hidden_size, ranks)
+    for batch in batches:
+        refuse_packing(student, batch["labels"], batch["position_ids"])
+    modes = student.training, teacher.training
+    student.eval(), teacher.eval()
+    models = InMemory(student, teacher)
+    try:
+        streams = [first_stream(models.teacher, batch, models.device) for batch in batches]
+        state = State(0, streams, [first_stream(models.student, batch, models.device) for batch in batches])
+        with progress_bar(
+            total=max(layers) + 1, desc="calibrate", unit="layer", shown=progress and ranks.first
+        ) as bar:
+            for result in walk(models, state, batches, layers=layers, ridge=ridge, ranks=ranks):
+                bar.update()
+                if result is not None:
+                    bar.set_postfix_str(shown(result))
+    finally:
+        student.train(modes[0]), teacher.train(modes[1])
+    tokens = sum(int(real_tokens(batch).sum()) for batch in batches)
+    setattr(student.config, CALIBRATED, {"tokens": tokens, "ridge": ridge, "layers": layers})
+    return state.results
+
+
+def _as_rows(rows: Any) -> Sequence[Any]:
+    if not isinstance(rows, Tensor):
+        return rows  # type: ignore[no-any-return]
+    positions = torch.arange(rows.shape[1])
+    return [{"input_ids": row, "position_ids": positions, "labels": row} for row in rows.cpu()]
+
+
+def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
+    """Return the stream of a batch before the first layer."""
+    return to(steps.begin(to(batch, device)), "cpu")
+
+
+def _check_pair(student: Any, teacher: Any) -> list[int]:
+    if getattr(getattr(student, "config", None), "farskip", None) is None:
+        raise UserError(
+            f"{type(student).__name__}: is not converted; convert the student first (fcsd.convert)"
+        )
+    if hasattr(student.config, CALIBRATED):
+        raise UserError(f"{type(student).__name__}: is calibrated already, and a second round makes it worse")
+    one, other = (base_model_type(model.config.model_type) for model in (student, teacher))
+    widths = [model.config.get_text_config().hidden_size for model in (student, teacher)]
+    if one != other or widths[0] != widths[1] or getattr(teacher.config, "farskip", None) is not None:
+        raise UserError(
+            f"{type(teacher).__name__}: the teacher has to be the student's original, a regular {one} of width"
+            f" {widths[0]}"
+        )
+    for model in (student, teacher):
+        if is_sharded(model):
+            raise UserError(
+                f"{type(model).__name__}: its weights are sharded over ranks; calibrate the checkpoint before"
+                " (fcsd calibrate), which holds one layer at a time"
+            )
+    layers = farskip_layers(student)
+    if not layers:
+        raise UserError(f"{type(student).__name__}: no layer of it is rewired; there is nothing to calibrate")
+    return layers
+
+
+def batches_of(rows: Sequence[Any]) -> list[Batch]:
+    """Collate rows into batches of about `BATCH_TOKENS` tokens, in order."""
+    return in_batches(rows, max(1, BATCH_TOKENS // len(rows[0]["input_ids"])))
+
+
+def check_token_ids(batches: Sequence[Batch], vocab_size: int) -> None:
+    """Raise UserError where the text has ids that the model does not know: it is of another tokenizer."""
+    largest = max((int(batch["input_ids"].max()) for batch in batches), default=0)
+    if largest >= vocab_size:
+        raise UserError(
+            f"calibration text: has the token id {largest}, and the model {vocab_size} tokens; the rows were made with"
+            " another tokenizer, make them with the model's own"
+        )
+
+
+def check_enough(batches: Sequence[Batch], width: int, ranks: Ranks) -> int:
+    """Count the tokens of text of all ranks.
+
+    Raises:
+        UserError: they are fewer than four times the width of the model, or a rank has none.
+    """
+    counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in batches))
+    if sum(counts) < 4 * width or not all(counts):
+        raise UserError(
+            f"calibration text: {sum(counts)} tokens in all, {min(counts)} on the rank with the fewest; at least"
+            f" {4 * width} are needed (4 x hidden size), and some on every rank: give more text"
+        )
+    return sum(counts)
+
+
+def shown(result: dict[str, Any]) -> str:
+    """Say in a few words what one layer's solutions left of the difference to the teacher."""
+    parts = [f"{name} {before:.3f}>{after:.3f}" for name, (before, after) in result["reads"].items()]
+    if result["adds"] is not None:
+        parts.append("adds {:.3f}>{:.3f}".format(*result["adds"]))
+    if result["experts"] is not None:
+        parts.append("experts {:.3f}>{:.3f}".format(*result["experts"]))
+    return f"layer {result['layer']}: " + ", ".join(parts)

@@ -1,0 +1,210 @@
+"""A checkpoint's model with the weights of one decoder layer in memory at a time, and a copy of its files to change.
+
+Names and shapes of files and model are taken to each other by transformers' own conversions, as `from_pretrained` and
+`save_pretrained` do it; values are float32 in memory. A tensor that has changed is written over the old bytes of the
+copy: its dtype and shape stay, and so does the file's header.
+
+Not covered: quantised checkpoints, whose tensors the quantisation method names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fcsd.base.files import safetensors_header
+from fcsd.data.batches import Batch
+from fcsd.model.connectivity import rewire
+from fcsd.model.connectivity.checkpoint import Checkpoint
+from fcsd.model.connectivity.load import config_and_class
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families.structure import output_head
+from fcsd.training.calibration.fold import fold_map
+from fcsd.training.calibration.roles import Place
+from fcsd.training.calibration.steps import Steps, Stream
+
+
+class Layerwise:
+    """Teacher and student that share the weights of a checkpoint: one layer of them is loaded at a time."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, connectivity: Connectivity, device: torch.device, **options: Any
+    ) -> None:
+        assert checkpoint.family is not None
+        self.checkpoint, self.device = checkpoint, device
+        config, cls = config_and_class(checkpoint, connectivity)
+        with torch.device("meta"):
+            self.model = cls._from_config(config, dtype=torch.float32, **options).eval()
+        self.student = Steps(self.model, checkpoint.family)
+        names = {module: name for name, module in self.model.named_modules()}
+        self.stack = next(name for module, name in names.items() if module is self.student.layers)
+        head = f"{names[output_head(self.model)]}."
+        outside = (name for name in self.model.state_dict() if not name.startswith((f"{self.stack}.", head)))
+        self.files = {
+            name: file
+            for file in checkpoint.weight_files
+            for name in safetensors_header(checkpoint.folder / file)[0]
+        }
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._load(outside)
+        self._fill_buffers(self.model, self.stack)
+
+    def teacher_layer(self, index: int) -> nn.Module:
+        layer: nn.Module = self.student.layers[index]
+        return layer
+
+    def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
+        with rewire.regular(self.model):
+            return self.student.step(index, batch, stream)
+
+    @contextlib.contextmanager
+    def layer(self, index: int) -> Iterator[None]:
+        layer = self.teacher_layer(index)
+        prefix = f"{self.stack}.{index}"
+        self._load(f"{prefix}.{name}" for name in layer.state_dict())
+        self._fill_buffers(layer)
+        try:
+            yield
+        finally:
+            layer.to("meta")
+
+    def fold(
+        self, index: int, places: Sequence[Place], found: Tensor, side: Any, expert: int | None = None
+    ) -> None:
+        """Fold a map, and round the weights to what their files hold."""
+        layer = self.teacher_layer(index)
+        fold_map(layer, places, found, side, expert)
+        for name, _ in places:
+            weight = layer.get_parameter(name).data
+            weight = weight if expert is None else weight[expert]
+            weight.copy_(weight.to(self._dtypes[f"{self.stack}.{index}.{name}"]))
+
+    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+        """Return the tensors of the loaded layer by their names in the files."""
+        return self._in_files(
+            {
+                f"{self.stack}.{index}.{name}": value
+                for name, value in self.teacher_layer(index).state_dict().items()
+            }
+        )
+
+    def files_of(self, layers: Iterable[int]) -> set[str]:
+        """Name the weight files that hold tensors of these layers."""
+        return {self.files[name] for k in layers for name in self.layer_tensors(k)}
+
+    def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take tensors to the names and shapes of the checkpoint's files, which may be those of memory."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found = revert_weight_conversion(self.model, tensors)
+        return found if found.keys() <= self.files.keys() else tensors
+
+    def _load(self, names: Iterable[str]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+        from transformers.utils import logging
+
+        state = self.model.state_dict()
+        wanted = [name for name in names if not getattr(self._owner(name), "_is_tied", False)]
+        with contextlib.ExitStack() as opened:
+            slices: dict[str, Any] = {}
+            by_file: dict[str, Any] = {}
+            for name in self._in_files({name: state[name] for name in wanted}):
+                file = self.files[name]
+                if file not in by_file:
+                    by_file[file] = opened.enter_context(
+                        safe_open(self.checkpoint.folder / file, framework="pt")
+                    )
+                slices[name] = by_file[file].get_slice(name)
+            self._note_dtypes(wanted, slices)
+            settings = LoadStateDictConfig(
+                device_map={"": self.device},
+                dtype=torch.float32,
+                weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
+            )
+            logging.disable_progress_bar()
+            convert_and_load_state_dict_in_model(self.model, slices, settings)
+        self.model._weight_conversions = None
+        for name in wanted:
+            if self.model.get_parameter_or_buffer(name).is_meta:
+                raise AssertionError(f"{self.checkpoint.folder}: '{name}' was not loaded")
+
+    def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
+        """Note in which dtype the files hold each weight."""
+        dtypes = {name: value[:0].dtype for name, value in slices.items() if value.get_shape()}
+        found = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+        state = self.model.state_dict() if len(found) > 1 else {}
+        for (
+            name
+        ) in names:  # conversions may need several weights at once, so they are asked only if it matters
+            in_files = self._in_files({name: state[name]}) if state else {}
+            self._dtypes[name] = next((dtypes[one] for one in in_files if one in dtypes), next(iter(found)))
+
+    def _owner(self, name: str) -> nn.Module:
+        module: nn.Module = self.model.get_submodule(name.rpartition(".")[0])
+        return module
+
+    @torch.no_grad()
+    def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:
+        """Compute the buffers that no file holds, as `from_pretrained` does: by the model's own initialisation."""
+        left_out = set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
+        for module in root.modules():
+            meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+            if module in left_out or not meta:
+                continue
+            for name, buffer in meta.items():
+                module._buffers[name] = torch.empty_like(buffer, device=self.device)
+            self._body_of(module)._init_weights(module)
+
+    def _body_of(self, module: nn.Module) -> Any:
+        """Return the innermost model of transformers that holds a module."""
+        from transformers import PreTrainedModel
+
+        found: Any = self.model
+        for candidate in self.model.modules():
+            if isinstance(candidate, PreTrainedModel) and any(m is module for m in candidate.modules()):
+                found = candidate
+        return found
+
+
+def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
+    """Give `folder` copies of its own of weight files that are links to the source's; what is one already stays."""
+    for name in files:
+        if os.path.samefile(folder / name, source / name):
+            temporary = folder / f".{name}.tmp"
+            shutil.copyfile(source / name, temporary)
+            os.replace(temporary, folder / name)
+
+
+def write_changed(folder: Path, files: dict[str, str], tensors: dict[str, Tensor], source: Path) -> list[str]:
+    """Write the tensors that differ from the source's over their bytes in `folder`; return their names.
+
+    files: tensor -> file.
+    """
+    changed: list[str] = []
+    for file in sorted({files[name] for name in tensors}):
+        header, begin = safetensors_header(folder / file)
+        with safe_open(source / file, framework="pt") as old, (folder / file).open("r+b") as stream:
+            for name in (name for name in tensors if files[name] == file):
+                value = old.get_tensor(name)
+                new = tensors[name].to("cpu", value.dtype).reshape(value.shape)
+                if torch.equal(new, value):
+                    continue
+                start, end = header[name]["data_offsets"]
+                data = new.contiguous().view(torch.uint8).numpy().reshape(-1)
+                assert len(data) == end - start
+                stream.seek(begin + start)
+                stream.write(data.tobytes())
+                changed.append(name)
+            stream.flush()
+            os.fsync(stream.fileno())
+    return changed

@@ -1,0 +1,224 @@
+"""The checkpoints of a run: which there are, whether each is whole, and from which one to continue.
+
+A checkpoint is written beside and renamed, so that a process that is killed leaves none that is half-written. What is
+left is the machine that goes down, or a disk that loses or changes something: files are on the disk before the rename,
+their sizes and SHA-256 are noted with them (`files.json`), and compared before a run continues from them. Every rank
+reads and hashes its share of the files.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import file_sha256, read_json, write_json, writing
+from fcsd.base.temporary import replace_folder
+from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.parallel.state import check_state
+
+GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
+STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
+PARTIAL = "checkpoint-being-written"  # the folder of the one that is
+_FILES = "files.json"
+_REWIND = "rewind.json"  # beside the checkpoints: to which one a run went back, and the guard's state then
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints below `folder`, oldest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint was written behind."""
+    return int(checkpoint.name.split("-")[1])
+
+
+def note_files(checkpoint: Path, ranks: Ranks) -> None:
+    """Bring the files of a checkpoint to the disk and note their sizes and hashes, before it is renamed.
+
+    All ranks call this, when all files are written.
+    """
+    names = ranks.from_first(
+        lambda: sorted(
+            str(path.relative_to(checkpoint))
+            for path in checkpoint.rglob("*")
+            if path.is_file() and path.name != _FILES
+        )
+    )
+    found: dict[str, dict[str, Any]] = {}
+    ranks = replace(ranks, lockstep=False)  # no rank is in a pass
+    for shares in ranks.share(lambda: {name: _noted(checkpoint / name) for name in ranks.deal(names)}):
+        found |= shares
+    if ranks.first:
+        write_json(checkpoint / _FILES, {name: found[name] for name in names})
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
+    """Tell what is wrong with a checkpoint: `optimizer.pt has 100 of 2048 bytes`; None when nothing is.
+
+    All ranks call this, and get the same answer.
+    """
+    ranks = replace(ranks, lockstep=False)  # no rank is in a pass
+    return next(filter(None, ranks.share(lambda: _damage(checkpoint, ranks))), None)
+
+
+def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
+    try:
+        noted = read_json(checkpoint / _FILES)
+    except UserError:
+        return f"{_FILES} is missing or damaged"
+    for name in ranks.deal(sorted(noted)):
+        path, facts = checkpoint / name, noted[name]
+        if not isinstance(facts, dict):  # before hashes were noted
+            facts = {"bytes": facts}
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != facts["bytes"]:
+            return f"{name} has {path.stat().st_size} of {facts['bytes']} bytes"
+        if "sha256" in facts and file_sha256(path) != facts["sha256"]:
+            return f"{name} has other bytes than were written"
+    return None
+
+
+def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
+    """Return the checkpoint to continue from; None when there is none. All ranks call this.
+
+    A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken. One from behind the checkpoint to
+    which a rewind went back is removed: the rewind was cut off before it had done so.
+
+    Raises:
+        UserError: there are checkpoints, and all are damaged.
+    """
+
+    def listed() -> list[Path]:
+        _finish_rewind(folder)
+        return checkpoints(folder)
+
+    found = ranks.from_first(listed)
+    damaged: list[tuple[Path, str]] = []
+    while found:
+        what = damage(found[-1], ranks)
+        if what is None:
+            for path, reason in damaged if ranks.first else []:
+                print(f"{path}: is damaged ({reason}); continuing from {found[-1]}", file=sys.stderr)
+                os.replace(path, path.with_name(f"damaged-{path.name}"))
+            return found[-1]
+        damaged.append((found.pop(), what))
+    if damaged:
+        path, reason = damaged[0]
+        raise UserError(
+            f"{path}: is damaged ({reason}), and there is no other checkpoint that is whole; remove {folder} to begin"
+            " again"
+        )
+    return None
+
+
+def chosen_checkpoint(folder: Path, given: str | bool | None, ranks: Ranks) -> Path | None:
+    """Return the checkpoint that a user wants to go on from; True: the newest one in `folder` that is whole."""
+    if given is None or given is False:
+        return None
+    if given is True:
+        newest = newest_usable(folder, ranks)
+        if newest is None:
+            raise UserError(
+                f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint out to begin"
+            )
+        return newest
+    checkpoint = Path(str(given))
+    if (what := damage(checkpoint, ranks)) is not None:
+        raise UserError(f"{checkpoint}: is no checkpoint that can be gone on from ({what})")
+    return checkpoint
+
+
+def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
+    """Note to which checkpoint a run goes back and with which state of its guard; a run that is killed continues so."""
+    write_json(checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard})
+    _finish_rewind(checkpoint.parent)
+
+
+def guard_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the guard's state with which a run continues from a checkpoint, which may have been rewound to."""
+    rewind = _rewind(checkpoint.parent)
+    if rewind is not None and rewind["checkpoint"] == checkpoint.name:
+        state: dict[str, Any] = rewind["guard"]
+        return state
+    return read_json(checkpoint / GUARD_FILE)
+
+
+def _rewind(folder: Path) -> dict[str, Any] | None:
+    return read_json(folder / _REWIND) if (folder / _REWIND).is_file() else None
+
+
+def _finish_rewind(folder: Path) -> None:
+    rewind = _rewind(folder)
+    if rewind is None:
+        return
+    step = int(rewind["checkpoint"].split("-")[1])
+    for path in checkpoints(folder):
+        later = step_of(path) > step and damage(path) is None
+        if later and read_json(path / GUARD_FILE)["rewinds"] < rewind["guard"]["rewinds"]:
+            remove(path)
+
+
+def write_checkpoint(trainer: Any, name: str, write: Callable[[], None]) -> None:
+    """Let `write` leave a trainer's checkpoint beside, then rename it, then drop the oldest. All ranks call this."""
+    folder, first = Path(trainer.args.output_dir), trainer.args.should_save
+    beside = folder / PARTIAL / name
+    trainer.is_writing_checkpoint = True
+    try:
+        with writing(folder / name):
+            write()
+            if first:
+                _write_progress(trainer, beside)
+    finally:
+        trainer.is_writing_checkpoint = False
+        trainer.accelerator.wait_for_everyone()
+        if first and not (beside / "trainer_state.json").is_file():
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    if first:
+        check_state(beside)
+    with writing(folder / name):
+        note_files(beside, trainer.launch.ranks)
+    if first:
+        replace_folder(beside, folder / name)
+        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+        _remove_old(trainer, folder)
+    trainer.accelerator.wait_for_everyone()
+
+
+def _write_progress(trainer: Any, beside: Path) -> None:
+    """Write what guard and stopper go on from; the best checkpoint gets the name that it is renamed to."""
+    state = trainer.state
+    if state.best_global_step == state.global_step:
+        state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
+        state.save_to_json(str(beside / "trainer_state.json"))
+    write_json(beside / GUARD_FILE, trainer.guard.state())
+    if trainer.stopper is not None:
+        write_json(beside / STOPPER_FILE, trainer.stopper.state())
+
+
+def _remove_old(trainer: Any, folder: Path) -> None:
+    """Keep the newest `save_total_limit`, and the best one; None keeps all."""
+    if trainer.args.save_total_limit is not None:
+        for old in checkpoints(folder)[: -trainer.args.save_total_limit]:
+            if str(old) != trainer.state.best_model_checkpoint:
+                remove(old)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; one that is cut off while it is removed is no checkpoint any more."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(checkpoint, gone)
+    shutil.rmtree(gone)

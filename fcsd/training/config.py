@@ -1,0 +1,277 @@
+"""Schema of the objective, the optimiser, the safety net and the sweep."""
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from fcsd.base.strict import Strict
+from fcsd.base.unions import one_of
+
+
+class ObjectiveBase(Strict):
+    """What is minimised, in nats per kept token; `fcsd.training.losses.fused` has the exact definitions.
+
+    A class has the keys that its objective understands; of those of the others it has the value that means "without".
+    """
+
+    name: str
+    vocab_size: int | None = Field(None, gt=0)  # of heads with padding: rows from here on are no tokens
+    freeze_embeddings_and_head: bool = False
+    freeze_routers: bool = False
+
+    has_teacher: ClassVar[bool]  # the student is compared with a teacher, and not with the data alone
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        """Whether something inside the models is compared, and not only what they give."""
+        return False
+
+
+class _WithoutJSD:
+    jsd_beta: ClassVar[None] = None
+
+
+class _WithoutL2:
+    l2_coefficient: ClassVar[None] = None
+    l2_relative: ClassVar[bool] = False
+    l2_points: ClassVar[None] = None
+    l2_until: ClassVar[None] = None
+
+
+class DivergenceObjectiveConfig(ObjectiveBase):
+    """A divergence between the distributions of teacher and student."""
+
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)  # of both softmaxes
+    clip: float | None = Field(None, gt=0)  # nats; a token above it counts as this much, without gradient
+    # Of the routers' KL to the teacher's, mean of MoE layers.
+    router_kl_coefficient: float | None = Field(None, gt=0)
+
+    has_teacher = True
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        return self.router_kl_coefficient is not None
+
+
+class KLObjectiveConfig(_WithoutJSD, _WithoutL2, DivergenceObjectiveConfig):
+    """Compare with a KL divergence.
+
+    kl          forward KL(teacher || student), paper Eq. 4
+    reverse_kl  KL(student || teacher)
+    """
+
+    name: Literal["kl", "reverse_kl"] = "kl"
+
+
+class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
+    """Compare both with a mixture m, which has jsd_beta of the teacher:
+    jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m).
+    """
+
+    name: Literal["jsd"]
+    jsd_beta: float = Field(0.5, gt=0, lt=1)  # its limits are called kl (0) and reverse_kl (1)
+
+
+class KLWithL2ObjectiveConfig(_WithoutJSD, DivergenceObjectiveConfig):
+    """Add l2_coefficient times a distance inside the model to forward KL; as it stands paper Eq. 5, on the outputs of
+    all decoder layers (`fcsd.training.losses.hidden_terms`)."""
+
+    name: Literal["kl+l2"]
+    l2_coefficient: float = Field(gt=0)
+    l2_relative: bool = False  # each token's squared distance over the teacher's square, mean of points
+    l2_points: Literal["blocks", "merges", "sublayers"] = "blocks"
+    # The coefficient falls to 0 over this share of max_steps.
+    l2_until: float | None = Field(None, gt=0, le=1)
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        return True
+
+
+class CrossEntropyObjectiveConfig(_WithoutJSD, _WithoutL2, ObjectiveBase):
+    """Learn the data, without a teacher.
+
+    sft  cross-entropy on the data, paper Eq. 3: the baseline
+    ce   the same loss under its pre-training name
+    """
+
+    name: Literal["sft", "ce"]
+
+    has_teacher = False
+    temperature: ClassVar[None] = None
+    clip: ClassVar[None] = None
+    router_kl_coefficient: ClassVar[None] = None
+
+
+ObjectiveConfig = Annotated[
+    KLObjectiveConfig | JSDObjectiveConfig | KLWithL2ObjectiveConfig | CrossEntropyObjectiveConfig,
+    one_of(
+        "name",
+        KLObjectiveConfig,
+        JSDObjectiveConfig,
+        KLWithL2ObjectiveConfig,
+        CrossEntropyObjectiveConfig,
+        default="kl",
+        name="objective",
+    ),
+]
+
+
+class CosineWithMinLrConfig(Strict):
+    """Fall by a half cosine."""
+
+    min_lr_rate: float = Field(ge=0, le=1)  # last rate over first
+
+
+class StepConfig(Strict):
+    """Multiply the rate by `gamma` at each milestone (as `torch.optim.lr_scheduler.MultiStepLR`)."""
+
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = Field(min_length=1)  # shares of max_steps
+    gamma: float = Field(0.1, gt=0)
+
+
+class WarmupStableDecayConfig(Strict):
+    """Keep the rate, and let it fall in the last steps; `transformers.get_wsd_schedule` has the exact definitions."""
+
+    num_decay_steps: float = Field(gt=0)  # below 1 their share of max_steps, as transformers counts warm-up
+    warmup_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)  # last rate over first; the warm-up begins there, too
+    num_cycles: float = Field(0.5, gt=0)  # of the cosine
+
+
+_SCHEDULES: dict[str, type[Strict]] = {
+    "cosine_with_min_lr": CosineWithMinLrConfig,
+    "step": StepConfig,
+    "warmup_stable_decay": WarmupStableDecayConfig,
+}
+
+
+class TrainConfig(Strict):
+    """The optimiser's side of a run; names are those of `transformers.TrainingArguments` where it has them."""
+
+    max_steps: int = Field(2000, gt=0)
+    batch_size_tokens: int = Field(131072, gt=0)  # over all ranks and accumulation steps
+    per_device_train_batch_size: int = Field(1, gt=0)  # rows of max_length tokens in one forward
+    learning_rate: float = Field(2e-5, gt=0)
+    lr_scheduler_type: Literal[
+        "cosine", "cosine_with_min_lr", "linear", "constant_with_warmup", "step", "warmup_stable_decay"
+    ] = "cosine"
+    lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
+    warmup_steps: int = Field(1000, ge=0)
+    # Last layer's rate over the first one's; learning_rate is the middle's.
+    layer_lr_ratio: float = Field(1.0, gt=0)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the layers' matrices, AdamW for all else
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    # The weights' moving average is what is scored and left.
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
+    bf16: bool = False  # autocast to bfloat16
+    gradient_checkpointing: bool | None = None  # null: from 1e9 parameters on
+    logging_steps: int = Field(10, gt=0)
+    save_steps: int = Field(500, gt=0)
+    save_total_limit: int = Field(2, gt=0)
+    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(default_factory=list)
+
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _settings_are_those_of_the_schedule(
+        cls, value: dict[str, Any] | None, info: ValidationInfo
+    ) -> dict[str, Any] | None:
+        name = info.data.get("lr_scheduler_type")  # not there where it is wrong itself
+        if (kind := _SCHEDULES.get(str(name))) is not None:
+            return kind.model_validate(value or {}).model_dump()
+        if value and name is not None:
+            raise ValueError(f"no meaning for lr_scheduler_type {name!r}, only for {', '.join(_SCHEDULES)}")
+        return None
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
+        """Read what transformers reads: one name, or "none"."""
+        return [] if value == "none" else [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _the_schedule_has_room(self) -> "TrainConfig":
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
+        if self.num_decay_steps(self.max_steps) > self.max_steps - self.warmup_steps:
+            raise ValueError(
+                f"lr_scheduler_kwargs.num_decay_steps ({self.num_decay_steps(self.max_steps)} steps) and warmup_steps"
+                f" ({self.warmup_steps}) are more than max_steps ({self.max_steps})"
+            )
+        return self
+
+    def num_decay_steps(self, max_steps: int) -> int:
+        """Return the last steps of as many, in which `warmup_stable_decay` lets the rate fall; 0 of other schedules."""
+        number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
+        return math.ceil(number * max_steps) if number < 1 else int(number)
+
+
+MAY_CHANGE = (
+    *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.report_to"),
+    *("train.per_device_train_batch_size", "train.gradient_checkpointing"),
+    "data.on_bad_row",
+)
+"""What may be another when a training is continued: the result does not depend on it, but for the order of float sums,
+and for what becomes of an example that would end the run.
+"""
+
+
+class SafetyConfig(Strict):
+    """What a long run does when a step goes wrong (`fcsd.training.safety`); of every training of the recipe."""
+
+    max_skipped_steps: int = Field(10, ge=0)  # in a row, for a loss or gradient that is not finite
+    spike_window: int = Field(128, gt=1)  # steps whose median is the usual loss
+    spike_threshold: float | None = Field(6.0, gt=0)  # robust standard deviations above it; null: not watched
+    spike_steps: int = Field(5, gt=0)  # a spike that lasts this many steps is rewound
+    max_rewinds: int = Field(0, ge=0)  # to a checkpoint from before the trouble; 0: none
+
+
+class SweepConfig(Strict):
+    """Batch size first, at train.learning_rate; then learning rate, at the best batch size (paper 5.1).
+
+    The paper's runs have equally many steps, so that a larger batch sees more tokens. With `equal: tokens` the steps
+    are those of a run with train.batch_size_tokens, and the others have as many tokens.
+    """
+
+    equal: Literal["steps", "tokens"] = "steps"
+    batch_size_tokens: list[Annotated[int, Field(gt=0)]] = Field(
+        default_factory=lambda: [2**16, 2**17, 2**18], min_length=1
+    )
+    learning_rate: list[Annotated[float, Field(gt=0)]] = Field(
+        default_factory=lambda: [2e-5, 4e-5, 8e-5], min_length=1
+    )
+    steps: int = Field(2000, gt=0)  # of every run
+    warmup_steps: int = Field(1000, ge=0)  # left out: at most half of steps
+    # The choice is by the mean training loss over this many last steps; left out: at most all of them.
+    last_steps: int = Field(100, gt=0)
+    # Of the distillation that follows: its train.max_steps becomes this over the chosen batch size. null: as it is
+    train_tokens: int | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_fit_short_runs(cls, value: Any) -> Any:
+        steps = value.get("steps") if isinstance(value, dict) else None
+        if not isinstance(steps, int) or steps < 1:
+            return value
+        return {"warmup_steps": min(1000, steps // 2), "last_steps": min(100, steps), **value}
+
+    @model_validator(mode="after")
+    def _parts_are_no_longer_than_a_run(self) -> "SweepConfig":
+        for key in ("warmup_steps", "last_steps"):
+            if getattr(self, key) > self.steps:
+                raise ValueError(f"{key} ({getattr(self, key)}) is more than steps ({self.steps})")
+        return self
+
+    def steps_of(self, batch_size_tokens: int, train: TrainConfig, steps: int | None = None) -> int:
+        """Return the steps of a run with this batch size, or what `steps` of `train`'s batch size are with it."""
+        steps = self.steps if steps is None else steps
+        if self.equal == "steps" or not steps:
+            return steps
+        return max(1, round(steps * train.batch_size_tokens / batch_size_tokens))

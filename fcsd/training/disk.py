@@ -1,0 +1,87 @@
+"""How much room on the disk a training needs, and whether it is there: known before the first step."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import size
+from fcsd.model.load import dtype_of
+from fcsd.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes of what a training keeps at the same time, at most.
+
+    checkpoint: one of them. num_checkpoints: `save_total_limit`, and the one that is being written beside them.
+    best: of early stopping, the best weights and those that are being written beside them. model: what is left.
+    """
+
+    checkpoint: int
+    num_checkpoints: int
+    best: int
+    model: int
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return self.num_checkpoints * self.checkpoint + self.best + self.model
+
+
+def disk_need(
+    train: TrainConfig, *, num_trained: int, num_parameters: int, model_itemsize: int, keeps_best: bool
+) -> DiskNeed:
+    """Compute the room that a training needs.
+
+    A checkpoint has the trained weights and the two moments of AdamW in the training dtype, and with ema_decay the
+    averaged weights.
+
+    num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes of a weight that is left; 0
+    where no model is. keeps_best: whether early stopping keeps weights.
+    """
+    weights = num_trained * dtype_of(train.dtype).itemsize
+    num_saved = (train.max_steps - 1) // train.save_steps + bool(
+        model_itemsize
+    )  # the last step's with the model
+    return DiskNeed(
+        checkpoint=weights * (4 if train.ema_decay is not None else 3),
+        num_checkpoints=min(train.save_total_limit + 1, num_saved),
+        best=2 * weights if keeps_best else 0,
+        model=num_parameters * model_itemsize,
+    )
+
+
+def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
+    """Compare what a training needs with what its folder's disk has; what it wrote before a restart counts as room.
+
+    Raises:
+        UserError: there is less room.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    room = shutil.disk_usage(folder).free + written
+    if need.total <= room:
+        return
+    parts = [f"{need.num_checkpoints} checkpoints of {size(need.checkpoint)}"]
+    if need.best:
+        parts.append(f"{size(need.best)} for the best weights")
+    if need.model:
+        parts.append(f"{size(need.model)} for the model")
+    advice = "free some space, or choose an output_dir on another disk"
+    if train.save_total_limit > 1:
+        advice += (
+            f"; train.save_total_limit: 1 needs {size((train.save_total_limit - 1) * need.checkpoint)} less"
+        )
+    raise UserError(
+        f"{folder}: the training needs {size(need.total)} on the disk ({', '.join(parts)}), and {size(room)} are free;"
+        f" {advice}"
+    )
+
+
+def trained_and_all(model: nn.Module) -> tuple[int, int]:
+    """Return (trained, all) parameters of a model, over all ranks that share it."""
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(number for number, trained in counts if trained), sum(number for number, _ in counts)

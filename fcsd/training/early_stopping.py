@@ -1,0 +1,316 @@
+"""Decide when to stop: the score has not improved for a while (paper 5.1: every 1000 steps, patience 20, delta 2 %).
+
+Pure bookkeeping; what the score is and how it is measured is in `fcsd.pipeline.scoring`.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fcsd.base.stats import ratio
+from fcsd.base.text import RELATIVE, duration, items_text, plus_minus
+
+
+@dataclass(frozen=True)
+class Score:
+    """One evaluation: a figure for each item, of the same items in the same order every time.
+
+    The score is sum(figures) / sum(weights). Of a task the figures are the items' scores and the weights 1; of the
+    held-out KL an item is a row, its figure the KL summed over its tokens in nats, its weight their number.
+
+    num_items_total: of the whole split, of which these are the first; None where that is not known.
+    """
+
+    figures: Sequence[float]
+    weights: Sequence[int] | None = None
+    num_items_total: int | None = None
+    higher_is_better: bool = True
+
+    @property
+    def counts(self) -> list[int]:
+        """The weight of each item."""
+        return [1] * len(self.figures) if self.weights is None else list(self.weights)
+
+    @property
+    def value(self) -> float:
+        """The score."""
+        return math.fsum(self.figures) / sum(self.counts)
+
+    @property
+    def stderr(self) -> float | None:
+        """Its standard error, items being independent; None for a single item."""
+        return ratio(list(self.figures), self.counts)["stderr"]
+
+    def change(self, before: Sequence[float]) -> tuple[float, float | None]:
+        """Return the difference to the figures of an earlier evaluation and its standard error, paired item by item."""
+        found = ratio([b - a for a, b in zip(before, self.figures, strict=True)], self.counts)
+        assert found["kl"] is not None
+        return found["kl"], found["stderr"]
+
+
+class EarlyStopper:
+    """Follows a score, which should grow or, where lower is better, fall.
+
+    An evaluation counts as an improvement when its score is more than `min_delta` better than the score of the last
+    improvement; after `patience` evaluations in a row without one, `should_stop` is true. The best checkpoint is the
+    last one whose score is no more than `min_delta` worse than the best: differences that small are noise by the choice
+    of `min_delta`, and of equals the later checkpoint has seen more data. The score before training counts like any
+    other: a training that only makes the model worse leaves the weights that it began with.
+
+    `min_delta` is a difference of scores. KLs span orders of magnitude, so for heldout_kl it is relative: inside, the
+    score is -ln(KL), and a fall by 2 % is a gain of -ln(1 - 0.02).
+
+    points: of each evaluation step, score, stderr, and change and change_stderr since the evaluation before it.
+    """
+
+    def __init__(self, *, every_steps: int, patience: int, min_delta: float, metric: str = "pass@1"):
+        self.every_steps, self.patience = every_steps, patience
+        self.metric, self.min_delta = metric, min_delta
+        self.time = TimeSpent()
+        self.points: list[dict[str, Any]] = []
+        self.num_items: int | None = None
+        self.num_items_total: int | None = None
+        self.best_step: int | None = None
+        self.best_score: float | None = None
+        self.best_stderr: float | None = None
+        self.highest = float("-inf")
+        self.highest_step: int | None = None
+        self.reference = float("-inf")
+        self.stalled = 0
+        self._figures: list[float] = []  # of the last evaluation
+        self._warned = False
+
+    def update(self, step: int, score: Score) -> bool:
+        """Note the score at `step` (0: before training); true when these weights are the best checkpoint so far."""
+        gain, margin = score.value if score.higher_is_better else -score.value, self.min_delta
+        if self.metric in RELATIVE:
+            gain = -math.log(max(score.value, 1e-30))  # rounding may leave a KL of 0, or a little below it
+            margin = -math.log1p(-self.min_delta)
+        self._note(step, score)
+        if gain > self.reference + margin:
+            self.reference, self.stalled = gain, 0
+        else:
+            self.stalled += 1
+        if gain > self.highest:
+            self.highest, self.highest_step = gain, step
+        if gain >= self.highest - margin:
+            self.best_step, self.best_score, self.best_stderr = step, score.value, score.stderr
+            return True
+        return False
+
+    def _note(self, step: int, score: Score) -> None:
+        if not math.isfinite(score.value):
+            raise ValueError(f"a score is a finite number, got {score.value}")
+        change, change_stderr = score.change(self._figures) if self.points else (None, None)
+        self.num_items, self.num_items_total = len(score.figures), score.num_items_total
+        self._figures = list(score.figures)
+        self.points.append({
+            "step": step, "score": score.value, "stderr": score.stderr,
+            "change": change, "change_stderr": change_stderr,
+        })  # fmt: skip
+
+    @property
+    def should_stop(self) -> bool:
+        """True when `patience` evaluations have passed without an improvement."""
+        return self.stalled >= self.patience
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Tell whether the weights of `step` are to be scored, and have not been."""
+        scored = self.points[-1]["step"] if self.points else -1
+        return step > scored and (step % self.every_steps == 0 or step == max_steps)
+
+    # ---- in words
+
+    def line(self) -> str:
+        """Describe the last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378 items), +0.0210 ± 0.0140 since
+        step 1000, best so far; 93 s`."""
+        point, before = self.points[-1], self.points[-2:-1]
+        text = (
+            f"step {point['step']}: {self.name} {plus_minus(point['score'], point['stderr'])} ({self.items})"
+        )
+        for earlier in before:
+            change = plus_minus(point["change"], point["change_stderr"], sign="+")
+            text += f", {change} since step {earlier['step']}"
+        if point["step"] == self.best_step and before:
+            text += f", {self._how_good()}"
+        if self.stalled:
+            text += f", {self.stalled} of {self.patience} without an improvement"
+        return f"{text}; {self.time.last_s:.0f} s"
+
+    def _how_good(self) -> str:
+        highest = next((each for each in self.points if each["step"] == self.highest_step), self.points[-1])
+        if highest is self.points[-1]:
+            return "best so far"
+        best = plus_minus(highest["score"], None)
+        return f"within min_delta of the best ({best} at step {highest['step']}), and later"
+
+    @property
+    def name(self) -> str:
+        """The metric without lm-eval's filter."""
+        return self.metric.partition(",")[0]
+
+    @property
+    def items(self) -> str:
+        """The number of items of each evaluation: `40 of 378 items`."""
+        return items_text(self.metric, self.num_items, self.num_items_total)
+
+    def noise(self) -> str | None:
+        """Return the warning that `min_delta` is less than chance makes, when the last evaluation showed it; given
+        once.
+
+        It did when the score moved by no more than two standard errors of the change, and one of those is more than
+        `min_delta`: then an evaluation of unchanged weights counted as an improvement, or not, by chance.
+        """
+        change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
+        if self._warned or error is None or abs(change) > 2 * error:
+            return None
+        before, relative = self.points[-2], self.metric in RELATIVE
+        scale = before["score"] if relative else 1.0
+        if error <= self.min_delta * scale:
+            return None
+        self._warned = True
+        share = f" ({error / scale:.3g} of the score)" if relative else ""
+        text = (
+            f"early stopping: {self.name} changed by {plus_minus(change, error, sign='+')}{share} from step"
+            f" {before['step']} to {self.points[-1]['step']}, with the paired standard error on {self.items}."
+            f" early_stopping.min_delta, {self.min_delta:g}, is less than that error, so that chance decides what"
+            " counts as an improvement: raise it, or "
+        )
+        if relative:
+            return text + "data.heldout_examples"
+        assert self.num_items is not None
+        if self.num_items_total is None or self.num_items_total <= self.num_items:
+            return text + "score on a task with more items"
+        whole = error * math.sqrt(self.num_items / self.num_items_total)
+        return text + f"early_stopping.limit (all {self.num_items_total} items: about ± {whole:.2g})"
+
+    def summary(self) -> str:
+        """Sum up: the best score, why training ended, and what the scores took of the run's time."""
+        text = f"early stopping: {len(self.points)} scores on {self.items}"
+        if self.best_step is not None and self.best_score is not None:
+            best = plus_minus(self.best_score, self.best_stderr)
+            text += f"; best {self.name} {best} at step {self.best_step}"
+            if self.best_step == 0:
+                text += ", before training"
+            if self.should_stop:
+                text += f", stopped at step {self.points[-1]['step']}"
+        spent = self.time
+        took = f"{duration(spent.scoring_s)} of {duration(spent.run_s)}"
+        return f"{text}; scoring took {took}, {100 * spent.share:.1f} % of the run's time"
+
+    def no_gain(self) -> str | None:
+        """Return the warning that training has gained nothing, where the weights before it score best."""
+        if self.best_step != 0 or len(self.points) < 2:
+            return None
+        return (
+            f"early stopping: no score was as good as the {self.name} before training,"
+            f" {plus_minus(self.points[0]['score'], self.points[0]['stderr'])}, so that the weights of step 0 are what"
+            " this run leaves: training has made the model worse. Try a smaller learning rate, or more warm-up"
+            " (`fcsd sweep`)"
+        )
+
+    # ---- as plain data
+
+    def results(self) -> dict[str, Any]:
+        """Return the small facts that a manifest keeps beside best step and score."""
+        return {
+            "num_scores": len(self.points),
+            "num_items": self.num_items,
+            "num_items_total": self.num_items_total,
+            "best_stderr": self.best_stderr,
+            "scoring_s": round(self.time.scoring_s, 3),
+            "run_s": round(self.time.run_s, 3),
+            "share_of_time": round(self.time.share, 6),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """Return the curve, as `scores.json` has it."""
+        return {
+            "schema_version": 1,
+            "metric": self.metric,
+            "num_items": self.num_items,
+            "num_items_total": self.num_items_total,
+            "points": [dict(point) for point in self.points],
+            "best_step": self.best_step,
+            "best_score": self.best_score,
+            "best_stderr": self.best_stderr,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return what an exact continuation needs, as plain data."""
+        return self.record() | {
+            "highest": self.highest if self.best_step is not None else None,
+            "highest_step": self.highest_step,
+            "reference": self.reference if self.best_step is not None else None,
+            "stalled": self.stalled,
+            "figures": self._figures,
+            "warned": self._warned,
+            "time": self.time.state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`; but for the time spent, which `TimeSpent.resume` adds."""
+        self.points = [dict(point) for point in state["points"]]
+        self.num_items, self.num_items_total = state["num_items"], state["num_items_total"]
+        self.best_step, self.best_score = state["best_step"], state["best_score"]
+        self.best_stderr = state["best_stderr"]
+        self.highest = float("-inf") if state["highest"] is None else state["highest"]
+        self.highest_step = state["highest_step"]
+        self.reference = float("-inf") if state["reference"] is None else state["reference"]
+        self.stalled = state["stalled"]
+        self._figures, self._warned = state["figures"], state["warned"]
+
+
+class TimeSpent:
+    """Seconds of a run, and of those the ones that went into scores; over all its restarts.
+
+    Of a run that was cut off the time after its last checkpoint is not counted: that work is done again. Preparing to
+    score (data, the canonical solutions) counts for both.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._run_s = self.scoring_s = self.last_s = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Start the clock: the training begins."""
+        self._since = self._clock()
+
+    def stop(self) -> None:
+        """Stop the clock: the training has ended."""
+        self._run_s, self._since = self.run_s, None
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of the whole run so far."""
+        return self._run_s + (self._clock() - self._since if self._since is not None else 0.0)
+
+    @property
+    def share(self) -> float:
+        """The share of the run's time that went into scores."""
+        return self.scoring_s / self.run_s if self.run_s else 0.0
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Time a score, or its preparation."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self.last_s = self._clock() - begun
+            self.scoring_s += self.last_s
+            if self._since is None:
+                self._run_s += self.last_s
+
+    def state(self) -> dict[str, float]:
+        """Return both sums, as plain data."""
+        return {"run_s": self.run_s, "scoring_s": self.scoring_s}
+
+    def resume(self, state: dict[str, float]) -> None:
+        """Add what was spent before a restart."""
+        self._run_s += state["run_s"]
+        self.scoring_s += state["scoring_s"]

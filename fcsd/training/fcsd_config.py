@@ -1,0 +1,274 @@
+"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and of a recipe.
+
+Not covered: what a recipe says about a whole run (evaluation, sweep, variants); `fcsd.load_recipe` reads one.
+"""
+
+# ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from pydantic import create_model
+from transformers import TrainingArguments
+
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Strict, validate
+from fcsd.data.config import DataConfig
+from fcsd.model.config import ConnectivityConfig, ModelConfig
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.spec import connectivity_of
+from fcsd.parallel.launch import Launch
+from fcsd.training.arguments import accumulation_steps
+from fcsd.training.config import KLObjectiveConfig, ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.training.python_words import OBJECTIVES, python_words, with_known_names
+from fcsd.training.schedule import ScheduledArguments
+
+# Keys of a recipe's `objective` section, which are arguments of their own here.
+_OBJECTIVE_KEYS = [
+    key for key in dict.fromkeys(key for kind in OBJECTIVES for key in kind.model_fields) if key != "name"
+]
+
+# Keys of a recipe's `train` section that are no arguments here, or of another meaning.
+_NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
+
+# What would change nothing, or something else than it says: argument -> (its neutral values, what to do instead).
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp16": ((False,), "use bf16=True"),
+    "label_smoothing_factor": ((0, 0.0), "use temperature, or the objective jsd, for a softer target"),
+    "auto_find_batch_size": ((False,), "set per_device_train_batch_size; the batch of a step stays what it is"),
+    "save_only_model": ((False,), "a checkpoint is for an exact continuation; save_model() leaves the model alone"),
+    "use_liger_kernel": ((False,), "head and loss are fused already"),
+    "bf16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
+    "fp16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
+    "fsdp": ((None, "", [], False), "launch with accelerate and configs/fsdp2_8.yaml"),
+    "deepspeed": ((None,), "launch with accelerate and configs/fsdp2_8.yaml"),
+}  # fmt: skip
+
+
+LOSSES = ("loss", "kl", "ce")
+"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or eval_NAME_kl of a dict of data sets."""
+_SCORES = ("accuracy", "acc", "agreement", "precision", "recall", "f1", "exact_match", "em", "bleu", "rouge")
+
+
+def _greater_is_better(metric: str) -> bool:
+    """Return the direction of a metric whose last word says it.
+
+    Raises:
+        UserError: it does not.
+    """
+    if is_loss(metric):
+        return False
+    if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
+        return True
+    raise UserError(
+        f"FCSDConfig: metric_for_best_model: {metric!r} does not say whether more of it is better; set"
+        " greater_is_better=True or False, or use eval_loss, eval_kl or eval_ce (of a dict of data sets"
+        " eval_NAME_kl and so on), of which less is better"
+    )
+
+
+def is_loss(metric: str) -> bool:
+    """Tell whether a metric is, by its last word, one of ours, of which less is better."""
+    return any(f"_{metric}".endswith(f"_{word}") for word in LOSSES)
+
+
+def _argument(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _key(section: type[Strict], name: str, text: str) -> Any:
+    """Return an argument with the default of a recipe's key."""
+    return _argument(section.model_fields[name].default, text)
+
+
+# Keys of a recipe's `data` section that are arguments here, checked as there.
+_ROW_KEYS = ("max_length", "packing", "loss_on", "on_bad_row")
+_row_fields: dict[str, Any] = {
+    key: (DataConfig.model_fields[key].annotation, DataConfig.model_fields[key]) for key in _ROW_KEYS
+}
+_Rows = create_model("_Rows", __base__=Strict, **_row_fields)
+
+
+class Sections(Strict):
+    """The sections of a recipe that the arguments fill, checked as those of a recipe are."""
+
+    objective: ObjectiveConfig
+    train: TrainConfig
+    safety: SafetyConfig
+
+
+@with_known_names
+@dataclass
+class FCSDConfig(ScheduledArguments):
+    """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
+
+    All of transformers' arguments are there. These are fcsd's own, named as in a recipe:
+
+    Args:
+        objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft" or "ce". Its settings are
+            `temperature`, `jsd_beta`, `clip`, `l2_coefficient`, `l2_relative`, `l2_points`, `l2_until`,
+            `router_kl_coefficient`, `vocab_size`, `freeze_embeddings_and_head` and `freeze_routers`
+            (`fcsd.training.config.ObjectiveConfig`).
+        layers: selection of the layers to rewire in a model that is not converted yet, for example "last:90%";
+            None: the model is converted already. `attention` and `mlp` are the sides (`fcsd.Connectivity`).
+        max_length: tokens in a row.
+        packing: several examples share a row; they do not see each other.
+        loss_on: "response" (what the assistant says) or "all".
+        on_bad_row: what an example that cannot be tokenized does: "error" ends the run, "skip" leaves it out, up to 1 %
+            of the examples, and ten in any case.
+        columns: what the data set's columns mean, as in a recipe: {"messages": NAME}, {"text": NAME} or
+            {"prompt": NAME, "response": NAME}; None: seen from their names.
+        dataset_num_proc: processes that tokenize; by default one for each core, eight at most.
+        batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
+        dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
+        optimizer: "adamw", or "muon" for the matrices of the layers.
+        lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs` are `milestones`, shares of the
+            steps at which the rate is multiplied by `gamma`.
+        layer_lr_ratio: the last layer's learning rate over the first one's.
+        ema_decay: the moving average of the weights is what is evaluated and saved.
+        safety: the `safety` section of a recipe: what happens when a step goes wrong.
+        model_init_kwargs: `dtype`, `revision`, `attn_implementation`, `experts_implementation` of a model given by its
+            path; `trust_remote_code` stands by itself.
+        teacher_model_init_kwargs: the same of a teacher given by its path.
+
+    Defaults that differ from transformers' are a recipe's; remove_unused_columns is False.
+
+    Raises:
+        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer has no use for.
+    """
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "columns", "safety", "model_init_kwargs", "teacher_model_init_kwargs",
+    ]  # fmt: skip
+
+    per_device_train_batch_size: int = _key(
+        TrainConfig, "per_device_train_batch_size", "Rows of one forward pass."
+    )
+    learning_rate: float = _key(TrainConfig, "learning_rate", "The initial learning rate.")
+    lr_scheduler_type: str = _key(TrainConfig, "lr_scheduler_type", "The learning-rate schedule.")
+    adam_beta2: float = _key(TrainConfig, "adam_beta2", "AdamW's beta2.")
+    logging_steps: float = _key(TrainConfig, "logging_steps", "Steps between two logs.")
+    logging_nan_inf_filter: bool = _argument(False, "Steps that go wrong are skipped.")
+    remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
+    ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
+
+    objective: str = _key(KLObjectiveConfig, "name", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
+    temperature: float | None = _argument(None, "Of both softmaxes.")
+    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture.")
+    clip: float | None = _argument(None, "Nats above which a token has no gradient.")
+    l2_coefficient: float | None = _argument(None, "Of the hidden-state distance, for kl+l2.")
+    l2_relative: bool | None = _argument(None, "Distance over the teacher's square.")
+    l2_points: str | None = _argument(None, "blocks, merges or sublayers.")
+    l2_until: float | None = _argument(None, "Share of the steps after which l2 is 0.")
+    router_kl_coefficient: float | None = _argument(None, "Of the routers' KL.")
+    vocab_size: int | None = _argument(None, "Rows of the head that are tokens.")
+    freeze_embeddings_and_head: bool = _argument(False, "Keep them as they are.")
+    freeze_routers: bool = _argument(False, "Keep them as they are.")
+
+    layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
+    attention: str = _key(ConnectivityConfig, "attention", "partial or full.")
+    mlp: str = _key(ConnectivityConfig, "mlp", "outdated or full.")
+
+    max_length: int = _key(DataConfig, "max_length", "Tokens in a row.")
+    packing: bool = _key(DataConfig, "packing", "Several examples share a row.")
+    loss_on: str = _key(DataConfig, "loss_on", "response or all.")
+    on_bad_row: str = _key(DataConfig, "on_bad_row", "error, or skip: leave out up to 1 %.")
+    columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
+    dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
+    batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
+
+    dtype: str = _key(TrainConfig, "dtype", "Of the trained weights.")
+    optimizer: str = _key(TrainConfig, "optimizer", "adamw or muon.")
+    layer_lr_ratio: float = _key(
+        TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
+    )
+    ema_decay: float | None = _key(TrainConfig, "ema_decay", "Of the weights' moving average.")
+    safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
+
+    trust_remote_code: bool = _argument(False, "Of a tokenizer given by its path.")
+    model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the model.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
+
+    @classmethod
+    def of_sections(
+        cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
+    ) -> "FCSDConfig":
+        """Say sections of a recipe in arguments; inside `engine_environment`.
+
+        arguments: what no section says, or what it leaves open (`activation_checkpointing`).
+        """
+        sections = objective.model_dump(exclude={"name"}) | train.model_dump(exclude=_NOT_ARGUMENTS)
+        return cls(objective=objective.name, safety=safety.model_dump(), **sections | arguments)
+
+    @python_words()
+    def __post_init__(self) -> None:
+        bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+        if not torch.accelerator.is_available():
+            # accelerate knows DeepSpeed on devices only
+            self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
+        self.bf16 = bf16 and not by_deepspeed  # without a GPU transformers refuses it, DeepSpeed does not
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            # transformers would take all but "loss" for better when greater
+            self.greater_is_better = _greater_is_better(self.metric_for_best_model)
+        super().__post_init__()
+        self.bf16 = bf16
+        for name, (neutral, instead) in _REFUSED.items():
+            if getattr(self, name) not in neutral:
+                raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
+        validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
+        if (schedule := self.sections().train.lr_scheduler_kwargs) is not None:
+            self.lr_scheduler_kwargs = schedule  # with its defaults
+        self.connectivity()
+
+    def sections(self) -> Sections:
+        """Return what a recipe's sections would say; of `train` only what transformers' arguments do not."""
+        given = {key: value for key in _OBJECTIVE_KEYS if (value := getattr(self, key)) not in (None, False)}
+        max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize  # epochs: known when the data are
+        train: dict[str, Any] = {
+            "max_steps": max_steps,
+            "warmup_steps": 0,
+            "batch_size_tokens": self.batch_size_tokens or 1,
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "gradient_checkpointing": bool(self.activation_checkpointing),
+        }
+        if self.lr_scheduler_type in ("step", "warmup_stable_decay"):
+            train |= {
+                "lr_scheduler_type": str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)),
+                "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
+                "warmup_steps": self.get_warmup_steps(max_steps),
+            }
+        same = ("learning_rate", "weight_decay", "optimizer", "layer_lr_ratio", "ema_decay", "dtype", "bf16")
+        raw = {
+            "objective": {"name": self.objective, **given},
+            "train": train | {name: getattr(self, name) for name in same},
+            "safety": self.safety or {},
+        }
+        return validate(Sections, raw, "FCSDConfig")
+
+    def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
+        """Set what the engine and the batch of a step decide; train: what the arguments say, as a section."""
+        if self.batch_size_tokens is not None:
+            self.gradient_accumulation_steps = accumulation_steps(train, self.max_length, launch.ranks.size)
+        if launch.engine.shards:
+            self.bf16, self.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
+        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.
+        each = {"sync_each_batch": launch.engine.has_dtensors}
+        self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
+        if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = {"use_reentrant": False}
+
+    def connectivity(self) -> Connectivity | None:
+        """Return what is rewired in a model that is not converted yet; None: nothing is said."""
+        return connectivity_of(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
+
+    def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
+        """Return how a model given by its path is loaded."""
+        name = "teacher_model_init_kwargs" if teacher else "model_init_kwargs"
+        values = {"path": path, "trust_remote_code": self.trust_remote_code, **(getattr(self, name) or {})}
+        if isinstance(dtype := values.get("dtype"), torch.dtype):
+            values["dtype"] = str(dtype).removeprefix("torch.")
+        return validate(ModelConfig, values, f"FCSDConfig: {name}")

@@ -1,0 +1,221 @@
+"""Carry out what a `Guard` decides on a trainer's steps: one is skipped, a run rewound, or ended well by a signal.
+
+What is decided, and why, is in `fcsd.training.safety`.
+
+Not covered: what is logged and what is in a checkpoint, which the trainer has.
+"""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_text
+from fcsd.parallel.shard import own_part
+from fcsd.training.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
+from fcsd.training.interrupt import Signals
+from fcsd.training.safety import Guard, Verdict, events_text, not_finite
+
+
+class GuardedSteps:
+    """Lets a `Guard` decide on every step of a trainer, by figures that all ranks share.
+
+    signals: those that end the training. interrupted_by: the number of the signal that ended it before its last step,
+    on whichever rank it came. events_folder: of `events.jsonl`.
+    """
+
+    def __init__(self, trainer: Any, guard: Guard, events_folder: Path):
+        self.trainer, self.guard, self.events_folder = trainer, guard, events_folder
+        self.signals = Signals()
+        self.interrupted_by = 0
+        self.verdict: Verdict = "go"
+        self._received = 0  # the signal of any rank, as known to all
+        self._logged_step = 0
+        self._skipped_since_log = 0
+        self._step_loss: Tensor | None = None  # this rank's share of the loss of the present step
+        self._before_step: tuple[Tensor, Any] | None = None
+        self._rewind_to: Path | None = None
+        self._written = ""  # of events.jsonl
+
+    # ---- one step
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._before_step = (self.trainer._tr_loss.clone(), self.trainer.meters.kept())
+        self._step_loss = None
+
+    def watched(self, loss: Tensor) -> Tensor:
+        """Watch a micro-batch's loss on its way to the backward pass; where it is not finite, so will its gradient be.
+
+        A loss that is not finite may have a gradient that is. It gets one that is not, which spreads wherever gradients
+        of ranks and micro-batches are added up: the norm of the gradient alone decides, under every engine.
+        """
+        detached = loss.detach()
+        self._step_loss = detached.float() + (0.0 if self._step_loss is None else self._step_loss)
+        return loss * torch.where(torch.isfinite(detached), 1.0, math.nan)
+
+    def decide(self, norm: float) -> None:
+        """Decide on the step, whose gradient is whole, before the optimiser acts on it; all ranks call this."""
+        assert self._step_loss is not None
+        guard, known = self.guard, len(self.guard.events)
+        more = self._step_loss.new_tensor([norm, self.signals.received])
+        losses, norms, received = zip(*self._of_all_ranks(torch.stack([self._step_loss, *more])), strict=True)
+        self._received = int(max(received))
+        step = self.trainer.state.global_step + 1
+        # The norm is that of all ranks, so all found the same; should they not, one that is not finite counts.
+        self.verdict = guard.decide(
+            step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
+        )
+        if self.verdict == "rewind":
+            self._rewind_to = self._checkpoint_before(guard.first_bad_step)
+            if self._rewind_to is None:
+                self.verdict = guard.instead_of_rewind()
+        if self.verdict == "skip" or (len(guard.events) > known and self.verdict == "go"):
+            self.say(guard.line(guard.events[-1]))
+        self.write_events()
+        if self.verdict == "stop":
+            raise self._stopped(step)
+        if self.verdict != "go":  # take the step out of the means that are logged next
+            assert self._before_step is not None
+            loss, meters = self._before_step
+            self.trainer._tr_loss.copy_(loss)
+            self.trainer.meters.go_back(meters)
+            self._skipped_since_log += 1
+
+    def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
+        """Gather (F,) figures of this rank as one list a rank, the same on all ranks."""
+        rows, trainer = figures[None], self.trainer
+        return (trainer.accelerator.gather(rows) if trainer.args.world_size > 1 else rows).tolist()
+
+    def _weights_are_finite(self) -> bool:
+        """Tell whether all weights of all ranks are finite; each looks at its own shards."""
+        finite = True
+        for weight in self.trainer.model.parameters():
+            finite = finite and bool(torch.isfinite(own_part(weight).detach()).all())
+        return all(
+            row[0] == 1 for row in self._of_all_ranks(self.trainer._tr_loss.new_tensor([float(finite)]))
+        )
+
+    def _stopped(self, step: int) -> UserError:
+        found = self.guard.events[-1]
+        if self.guard.weights_are_finite:
+            why = f"{not_finite(found)} for {found['steps']} steps in a row"
+        else:
+            why = f"{not_finite(found)}, nor are the weights"
+        kept = checkpoints(Path(self.trainer.args.output_dir))
+        pass_over = (
+            f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to pass over these batches, "
+        )
+        return UserError(
+            f"training stopped before step {step}: {why}; the last checkpoint is {kept[-1] if kept else 'none'};"
+            f" {pass_over if kept else ''}lower train.learning_rate or check the data"
+        )
+
+    def let_steps_be_skipped(self, optimizer: Any) -> None:
+        """Make `step` of this optimiser do nothing, and say so to the schedule, when the guard does not let it pass."""
+        act = optimizer.step
+
+        def step(closure: Any = None) -> None:
+            optimizer._is_overflow = self.verdict != "go"  # accelerate's word for a step that was skipped
+            if self.verdict == "go":
+                act(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as what it wraps: else torch warns
+        optimizer.step = step
+
+    # ---- between steps
+
+    @property
+    def ending(self) -> bool:
+        """True when a signal has made this step the last one; the same on all ranks."""
+        return bool(self._received)
+
+    def listen(self) -> None:
+        """Learn of a signal that has come since the step, on whichever rank; all ranks call this."""
+        received = self._of_all_ranks(self.trainer._tr_loss.new_tensor([float(self.signals.received)]))
+        self._received = int(max(row[0] for row in received))
+
+    def heed_signals(self) -> None:
+        """Let the training end with a checkpoint, where a signal asks for that."""
+        control = self.trainer.control
+        if self._received and not control.should_training_stop:
+            self.interrupted_by = self._received
+            control.should_training_stop = True
+            control.should_save = self.trainer.args.save_strategy != SaveStrategy.NO
+
+    def reset_meters(self) -> None:
+        """Gather for the next log from here on."""
+        self.trainer.meters.reset()
+        self._logged_step, self._skipped_since_log = self.trainer.state.global_step, 0
+
+    def leave_out_skipped(self, logs: dict[str, float]) -> int:
+        """Make the loss in `logs` the mean over the steps that were not skipped, or drop it; returns their number."""
+        steps = self.trainer.state.global_step - self._logged_step
+        trained = steps - self._skipped_since_log
+        if trained:
+            logs["loss"] *= steps / trained
+        else:
+            del logs["loss"]
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        return trained
+
+    # ---- rewind
+
+    def _checkpoint_before(self, step: int) -> Path | None:
+        def newest() -> Path | None:
+            before = [
+                path for path in checkpoints(Path(self.trainer.args.output_dir)) if step_of(path) < step
+            ]
+            return before[-1] if before else None
+
+        return self.trainer.launch.ranks.from_first(newest)
+
+    def rewind(self) -> bool:
+        """Go on from a checkpoint, where that is decided, with the data that comes next: what the iterator has given
+        stays behind. Tell whether it was."""
+        if self._rewind_to is None:
+            return False
+        trainer, checkpoint = self.trainer, self._rewind_to
+        done = trainer.state.global_step
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.guard.rewound(done, state.global_step, read_json(checkpoint / GUARD_FILE))
+        self.say(self.guard.line(self.guard.events[-1]))
+        self.write_events()
+        if trainer.is_world_process_zero():
+            note_rewind(checkpoint, self.guard.state())
+        trainer.accelerator.wait_for_everyone()
+        trainer.restore(checkpoint)
+        trainer.restore_progress(checkpoint)
+        trainer._load_rng_state(str(checkpoint))
+        trainer.state.global_step, trainer.state.epoch = state.global_step, state.epoch
+        trainer.state.log_history = state.log_history
+        trainer._globalstep_last_logged = state.global_step
+        trainer._tr_loss.zero_()
+        self.reset_meters()
+        self._rewind_to = None
+        self.verdict = "go"
+        for what in ("training_stop", "epoch_stop", "save", "evaluate", "log"):
+            setattr(trainer.control, f"should_{what}", False)
+        return True
+
+    # ---- record
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar, on the first rank."""
+        if self.trainer.is_world_process_zero():
+            tqdm.write(line, file=sys.stderr)
+
+    def write_events(self) -> None:
+        """Leave `events.jsonl` in its folder; nothing while nothing has happened."""
+        text = events_text(self.guard.events)
+        if text != self._written and self.trainer.is_world_process_zero():
+            write_text(self.events_folder / "events.jsonl", text)
+        self._written = text

@@ -1,0 +1,168 @@
+"""Loss on held-out text, as a score of a model in training: the same rows and tokens every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import Batch, next_token_targets
+from fcsd.model.preserve import preserved
+from fcsd.parallel.launch import Launch
+from fcsd.training.early_stopping import Score
+from fcsd.training.losses.kl import read_rows, sums_by_row
+from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
+
+
+class HeldoutCE:
+    """Cross-entropy in nats per kept token on `rows`, of a student in training, with its loss head.
+
+    In a launch of several processes each has its share of the rows, and all of them call it.
+
+    Args: rows of `fcsd.data.dataset.build_dataset`.
+    """
+
+    def __init__(self, rows: Sequence[Any], launch: Launch):
+        self.rows, self.launch = rows, launch
+        self.batches: list[Batch] | None = None  # of this rank
+
+    def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        return read_rows(
+            self.rows,
+            self._add_target,
+            model=student,
+            device=self.launch.device,
+            ranks=self.launch.ranks,
+            trim=True,
+        )
+
+    @torch.no_grad()
+    def __call__(self, student: PreTrainedModel) -> Score:
+        """Compute the loss of `student` as it is now, and leave its training mode and the random state as they were.
+
+        Raises:
+            UserError: no row has a token to predict, or rows are packed for a family that would mix their examples.
+        """
+        with preserved(student):
+            student.eval()
+            if self.batches is None:
+                self.batches = self._prepare(student)
+            sums, counts = sums_by_row(
+                self.batches,
+                len(self.rows),
+                lambda batch: self._sum(student, batch),
+                device=self.launch.device,
+                ranks=self.launch.ranks,
+            )
+        if not sum(counts):
+            raise UserError(
+                "data.heldout: no row has a token to predict; use other text or a larger max_length"
+            )
+        return Score(sums, counts, higher_is_better=False)
+
+    def _sum(self, student: Any, batch: Batch) -> Tensor:
+        """Compute the summed loss inside the student's forward pass, where the head is whole under every engine."""
+        keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        target = self._target(batch, targets)
+        return student(input_ids=ids, position_ids=positions, keep=keep, **target)["loss"]
+
+    def _add_target(self, batch: Batch) -> None:
+        """Put what the student is compared with into a batch; of the data it is there."""
+
+    def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
+        return {"objective": "ce", "labels": targets}
+
+
+class HeldoutKL(HeldoutCE):
+    """KL(teacher || student) in nats per kept token on `rows`, of a student in training, with its loss head.
+
+    Of the teacher are kept its head and the (kept tokens, D) final hidden states of the rows, these in main memory.
+
+    Args: as above; `original` loads the model that the student is compared with, for runs whose own teacher cannot be
+    run on other rows (a cache), or that have none (sft).
+    """
+
+    def __init__(self, rows: Sequence[Any], original: Callable[[], PreTrainedModel], launch: Launch):
+        super().__init__(rows, launch)
+        self.original = original
+        self.teacher: Teacher | None = None
+        self.head: nn.Module | None = None
+
+    def set_teacher(self, teacher: Teacher | None, *, sharded: bool) -> None:
+        """Use the teacher of the run, where it can be run.
+
+        Raises:
+            UserError: it cannot, and the weights of another copy would have to be sharded over the ranks.
+        """
+        if isinstance(teacher, LiveTeacher):
+            self.teacher = teacher
+        elif sharded:
+            raise UserError(
+                "early_stopping.metric: heldout_kl needs a teacher that is run: under FSDP or DeepSpeed that is"
+                " teacher.backend: sharded, with an objective that has a teacher"
+            )
+
+    def _prepare(self, student: PreTrainedModel) -> list[Batch]:
+        own = self.teacher
+        if own is None:
+            self.teacher = ModelTeacher(nn.Module.to(self.original(), self.launch.device))
+        batches = super()._prepare(student)
+        assert self.teacher is not None
+        self.head, self.teacher = self.teacher.head, own  # one that was loaded for this does not stay
+        return batches
+
+    def _add_target(self, batch: Batch) -> None:
+        assert self.teacher is not None
+        self.teacher.prepare([batch])
+
+    def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
+        return {"objective": "kl", "teacher_hidden": batch["teacher_hidden"], "teacher_head": self.head}
+
+
+class HeldoutLosses:
+    """The held-out losses of a model that is trained: nats to its teacher, and of the data where that is its objective.
+
+    compared: the teacher; None where nothing is compared with one. of_teacher: the objective compares with it.
+    """
+
+    def __init__(self, compared: Teacher | None, launch: Launch, *, of_teacher: bool):
+        self.compared, self.launch, self.of_teacher = compared, launch, of_teacher
+        self._kept: dict[int, list[HeldoutCE]] = {}
+
+    def __call__(
+        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, keep: bool
+    ) -> dict[str, float]:
+        """Measure `rows`; keep: they come again, and the teacher is asked once.
+
+        Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one of the objective.
+        """
+        measures = self._kept.get(id(rows)) or self._measures(rows)
+        if keep:
+            self._kept[id(rows)] = measures
+        found: dict[str, float] = {}
+        for measure in measures:
+            score = measure(student)
+            name = f"{prefix}_{'kl' if isinstance(measure, HeldoutKL) else 'ce'}"
+            found[name] = score.value
+            if score.stderr is not None:
+                found[f"{name}_stderr"] = score.stderr
+        return {f"{prefix}_loss": found[f"{prefix}_{'kl' if self.of_teacher else 'ce'}"], **found}
+
+    def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
+        measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]
+        if self.compared is not None:
+            against = HeldoutKL(rows, _no_original, self.launch)
+            against.set_teacher(self.compared, sharded=self.launch.engine.shards)
+            measures.append(against)
+        return measures
+
+
+def _no_original() -> PreTrainedModel:
+    raise UserError(
+        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that reads a cache cannot"
+    )

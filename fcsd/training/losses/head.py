@@ -1,0 +1,273 @@
+"""Makes head and loss one module.
+
+A loss computed outside the model from `lm_head.weight` would miss the hooks by which FSDP2 and ZeRO-3 gather
+a parameter and reduce its gradient, and DDP's forward. So the head itself computes the loss, and the model's
+own forward calls it:
+
+    attach_loss_head(model)
+    teacher_hidden = final_hidden(teacher, input_ids, position_ids, keep)
+    loss = model(input_ids=…, position_ids=…, keep=keep, objective="kl",
+                 teacher_hidden=teacher_hidden, teacher_head=teacher.lm_head)["loss"]
+
+(`output_head(teacher)` for any family.)
+
+Parameters, modules and names stay what they are; without `objective` the model is the model that it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils import ModelOutput
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import NO_LOSS, Batch, next_token_targets
+from fcsd.model.families import base_model_type
+from fcsd.model.families.structure import (
+    head_and_body,
+    head_scaling,
+    output_head,
+    packing_of,
+    unpadded_vocab_size,
+    unwrapped,
+)
+from fcsd.training.losses.fused import (
+    KERNELS,
+    Divergence,
+    Kernels,
+    TokenStatistics,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+)
+
+
+@dataclass
+class LossOutput(ModelOutput):
+    """The output of a model with a loss head in training: the loss sum, or (N, D) hidden states.
+
+    Beside a divergence's sum, of each of the N tokens: see `fcsd.training.losses.fused.TokenStatistics`.
+    """
+
+    loss: Tensor | None = None
+    hidden: Tensor | None = None
+    divergence: Tensor | None = None
+    teacher_entropy: Tensor | None = None
+    top1_agreement: Tensor | None = None
+
+
+@dataclass
+class _Target:
+    """The target that the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors."""
+
+    labels: Tensor | None = None
+    teacher_hidden: Tensor | None = None
+    teacher_head: nn.Module | None = None
+    divergence: Divergence | None = None
+
+
+class LossHead(nn.Linear):
+    """A head that, given a target, returns the loss sum over (N, D) hidden states instead of logits."""
+
+    _replaced: type[nn.Linear]
+    logit_scale: float
+    softcap: float | None
+    vocab_size: int | None
+    kernels: Kernels = KERNELS
+
+    def forward(self, hidden: Tensor, target: _Target | None = None) -> Any:
+        """Map `hidden` without a target, (…, D), to logits (…, V), as before; with one, (N, D), to a scalar.
+
+        With a teacher as the target, the tokens' statistics follow the scalar.
+        """
+        if target is None:
+            return super().forward(hidden)
+        own: dict[str, Any] = {
+            "bias": self.bias,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "vocab_size": self.vocab_size,
+            "kernels": self.kernels,
+        }
+        if target.labels is not None:
+            return fused_linear_cross_entropy(hidden, self.weight, target.labels, **own)
+        teacher: Any = target.teacher_head
+        assert teacher is not None and target.teacher_hidden is not None and target.divergence is not None
+        return fused_linear_divergence(
+            hidden,
+            self.weight,
+            target.teacher_hidden,
+            teacher.weight,
+            divergence=target.divergence,
+            teacher_bias=teacher.bias,
+            # A teacher without a loss head of its own is the original of the student: the same family.
+            teacher_logit_scale=getattr(teacher, "logit_scale", self.logit_scale),
+            teacher_softcap=getattr(teacher, "softcap", self.softcap),
+            statistics=True,
+            **own,
+        )
+
+
+@functools.cache
+def _loss_head_class(cls: type[nn.Linear]) -> type[nn.Linear]:
+    return type(cls.__name__, (LossHead, cls) if cls is not nn.Linear else (LossHead,), {"_replaced": cls})
+
+
+def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
+    """Give `model`, a causal language model of transformers, a training forward. Do so before it is wrapped.
+
+    vocab_size: rows of the head from here on are padding and enter no loss; None: as its configuration says.
+
+    The training forward takes
+        input_ids, position_ids (B, T); attention_mask, None when rows are packed
+        keep: which positions enter the loss, (B, T) bool, or (N,) int64 indices into the B * T positions (no
+              host synchronisation on an accelerator). Position t predicts token t+1; shifting is the caller's
+              work, see `fcsd.data.batches.next_token_targets`. None keeps all.
+        objective: "ce" with labels (N,); "kl", "reverse_kl" or "jsd" with teacher_hidden (N, D') and
+              teacher_head, the module with the teacher's gathered `weight` and `bias`, and optionally
+              temperature, jsd_beta, clip (`fcsd.training.losses.fused.Divergence`); "hidden" for the (N, D) final
+              hidden states themselves
+    and returns a `LossOutput` whose `loss` is a sum over the N positions, in nats.
+
+    Raises: UserError when the model has no head that is a Linear, or no body to give hidden states.
+    """
+    head, _ = head_and_body(model)
+    if isinstance(head, LossHead):
+        return
+    logit_scale, softcap = head_scaling(model.config)
+    patched: Any = head
+    patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
+    patched.logit_scale, patched.softcap = logit_scale, softcap
+    patched.vocab_size = unpadded_vocab_size(model.config) if vocab_size is None else vocab_size
+
+    family_forward = model.forward
+    model.__dict__["_forward_before_loss_head"] = model.__dict__.get("forward")
+
+    # The family's signature stays visible: generate and the Trainer look at it.
+    @functools.wraps(getattr(family_forward, "__func__", family_forward))
+    def forward(self: nn.Module, *args: Any, objective: str | None = None, **kwargs: Any) -> Any:
+        if objective is None:
+            return family_forward(*args, **kwargs)
+        return _training_forward(self, *args, objective=objective, **kwargs)
+
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+
+
+def detach_loss_head(model: nn.Module) -> None:
+    """Undo `attach_loss_head`; nothing happens to a model that has none."""
+    head = output_head(model)
+    if not isinstance(head, LossHead):
+        return
+    head.__class__ = head._replaced  # type: ignore[assignment]
+    del head.logit_scale, head.softcap, head.vocab_size
+    earlier = model.__dict__.pop("_forward_before_loss_head")
+    del model.__dict__["forward"]
+    if earlier is not None:
+        model.__dict__["forward"] = earlier
+
+
+def _training_forward(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    *,
+    objective: str,
+    labels: Tensor | None = None,
+    teacher_hidden: Tensor | None = None,
+    teacher_head: nn.Module | None = None,
+    **divergence: Any,
+) -> LossOutput:
+    hidden = body_hidden(model, input_ids, position_ids, attention_mask, keep)
+    head, _ = head_and_body(model)
+    if objective == "hidden":
+        return LossOutput(hidden=hidden)
+    if objective == "ce" and labels is not None:
+        return LossOutput(loss=head(hidden, _Target(labels=labels)))
+    if objective in ("kl", "reverse_kl", "jsd") and teacher_hidden is not None and teacher_head is not None:
+        by = Divergence(cast(Any, objective), **divergence)
+        target = _Target(teacher_hidden=teacher_hidden, teacher_head=teacher_head, divergence=by)
+        loss, statistics = cast(tuple[Tensor, TokenStatistics], head(hidden, target))
+        return LossOutput(loss=loss, **statistics._asdict())
+    raise ValueError(
+        f"objective {objective!r}: needed is 'ce' with labels, 'kl', 'reverse_kl' or 'jsd' with teacher_hidden "
+        "and teacher_head, or 'hidden'"
+    )
+
+
+def body_hidden(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    keep: Tensor | None,
+) -> Tensor:
+    """Compute the (N, D) hidden states after the final norm of the kept positions, past the model's own forward."""
+    config = model.config
+    may_be_packed = attention_mask is None and position_ids is not None
+    masks: Any = attention_mask
+    if may_be_packed and position_ids is not None and "flash" in (config._attn_implementation or ""):
+        # transformers hands position ids to the variable-length kernels for a single row only, and would let
+        # packed examples see each other in a batch of several. Every row starts at position 0, so one long
+        # row is the same.
+        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    elif may_be_packed and packing_of(config) == "given_masks":
+        shape = torch.empty(*input_ids.shape, 1, dtype=model.dtype, device=input_ids.device)
+        masks = create_masks_for_generate(config, shape, None, None, position_ids)
+    outputs = head_and_body(model)[1](
+        input_ids=input_ids, attention_mask=masks, position_ids=position_ids, use_cache=False
+    )
+    return kept(outputs.last_hidden_state, keep)
+
+
+def kept(hidden: Tensor, keep: Tensor | None) -> Tensor:
+    """Select (N, D) of (B, T, D) at `keep`: (B, T) bool, (N,) int64 indices into B * T, or None for all."""
+    flat = hidden.flatten(0, -2)
+    if keep is None:
+        return flat
+    return flat[keep.flatten()] if keep.dtype == torch.bool else flat.index_select(0, keep)
+
+
+def final_hidden(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor | None, keep: Tensor | None
+) -> Tensor:
+    """Compute the (N, D) hidden states after the final norm of the kept positions: all that a teacher's head needs.
+
+    A model with a loss head is called as a whole, so that its root's FSDP or ZeRO hooks run.
+    """
+    if isinstance(output_head(model), LossHead):
+        return model(input_ids=input_ids, position_ids=position_ids, keep=keep, objective="hidden")["hidden"]
+    return body_hidden(model, input_ids, position_ids, None, keep)
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Compute the logits (…, V) of final hidden states (…, D), as the model's own forward does."""
+    logits = output_head(model)(hidden)
+    scale, softcap = head_scaling(model.config)
+    logits = logits if scale == 1 else logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def batch_hidden(model: nn.Module, batch: Batch) -> Tensor:
+    """Compute `final_hidden` of the positions of a batch that have something to predict."""
+    keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+    return final_hidden(model, batch["input_ids"], batch["position_ids"], keep)
+
+
+def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
+    """Raise UserError when rows (B, T) hold several examples, which this model would let see each other."""
+    config = unwrapped(model).config
+    if packing_of(config) != "leaks":
+        return
+    begins = (position_ids[:, 1:] == 0).cumsum(1)  # padding, too, begins at 0
+    if bool(((begins > 0) & (labels[:, 1:] != NO_LOSS)).any()):
+        raise UserError(
+            f"model type '{base_model_type(config.model_type)}' lets packed examples see each other;"
+            " set data.packing: false"
+        )

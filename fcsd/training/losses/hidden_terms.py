@@ -1,0 +1,226 @@
+"""Compare beside the distributions: streams inside the layers, and the routers' choices.
+
+Each term is a sum over the kept tokens, so that a step's mean does not depend on how its batch is cut.
+
+    l2          absolute    sum over points k of |x_k - t_k|^2                        paper Eq. 5
+                relative    mean over points k of |x_k - t_k|^2 / |t_k|^2, token by token
+    router_kl   mean over MoE layers of KL(softmax(t) || softmax(s)) of the routers' logits t (teacher), s (student)
+
+The points of l2, x of the student and t of the teacher:
+
+    blocks      o_k, the stream after every decoder layer
+    merges      o_k of the layers whose routed output is in flight while the next layer begins: rewired MoE layers that
+                a rewired layer follows. Attention of layer k+1 has read o_k - routed_k; where its MoE block reads, o_k,
+                is the first point at which routed_k is back in the stream, and the two streams can be compared.
+    sublayers   the outputs of attention and of the MoE block (or MLP) of every rewired layer: what is added to the
+                stream, whatever has been added before
+
+Not covered: teachers that are no model at hand (`teacher.backend: cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.base.errors import UserError
+from fcsd.base.hooks import After, first_tensor, hooked
+from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.families import family_of
+from fcsd.model.families.routers import Router, find_routers
+from fcsd.model.families.structure import unwrapped
+from fcsd.training.config import ObjectiveConfig
+from fcsd.training.losses.head import kept
+
+_ONE_BY_ONE = (
+    "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"
+)
+
+
+@dataclass
+class Captured:
+    """The captures of one forward pass: `streams`, each (B, T, D) or (B T, D); `routers`, logits (B T, E)."""
+
+    streams: list[Tensor] = field(default_factory=list)
+    routers: list[Tensor] = field(default_factory=list)
+
+
+def squared_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+    """Sum over kept tokens and points of |x_k - t_k|^2, paper Eq. 5; 0 when none is kept.
+
+    Args: for each point (…, D); keep as in `fcsd.training.losses.head.kept`. Returns: a float32 scalar (float64 for
+    float64).
+    """
+    return torch.stack([_squares(x, t, keep)[0].sum() for x, t in zip(student, teacher, strict=True)]).sum()
+
+
+def relative_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+    """Sum over kept tokens of the mean over points of |x_k - t_k|^2 / |t_k|^2; arguments as `squared_distance`."""
+    shares = []
+    for x, t in zip(student, teacher, strict=True):
+        distance, norm = _squares(x, t, keep)
+        shares.append((distance / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sum())
+    return torch.stack(shares).mean()
+
+
+def _squares(student: Tensor, teacher: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the (N,) |x - t|^2 and (N,) |t|^2."""
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    x, t = kept(student, keep).to(dtype), kept(teacher.detach(), keep).to(dtype)
+    return (x - t).square().sum(-1), t.square().sum(-1)
+
+
+def router_divergence(student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None) -> Tensor:
+    """Sum over kept tokens of the mean over layers of KL(softmax(t) || softmax(s)), in nats; logits (…, E) a layer."""
+    sums = []
+    for s, t in zip(student, teacher, strict=True):
+        dtype = torch.promote_types(s.dtype, torch.float32)
+        own = kept(s, keep).to(dtype).log_softmax(-1)
+        theirs = kept(t.detach(), keep).to(dtype).log_softmax(-1)
+        sums.append((theirs.exp() * (theirs - own)).sum())
+    return torch.stack(sums).mean()
+
+
+def student_routers(model: nn.Module) -> list[Router]:
+    """Find the routers that an objective compares or freezes.
+
+    Raises:
+        UserError: there is none, or not one for each MoE layer.
+    """
+    try:
+        return find_routers(model)
+    except UserError as error:
+        raise UserError(
+            f"{error}; leave out objective.router_kl_coefficient and objective.freeze_routers"
+        ) from None
+
+
+class AuxiliaryLosses:
+    """The terms of `objective` for one student, which has its connectivity; `steps` is the length of the training.
+
+    Raises:
+        UserError: the student has no such points, or no routers that can be found.
+    """
+
+    def __init__(self, objective: ObjectiveConfig, student: nn.Module, steps: int):
+        self.objective, self.steps = objective, steps
+        self.with_routers = objective.router_kl_coefficient is not None
+        self.layers = _point_layers(objective, student)
+        if self.with_routers:
+            student_routers(student)
+
+    def coefficients(self, step: int) -> dict[str, float]:
+        """Return by name of the term its coefficient in optimiser step 0, 1, …; a term that has ended is left out.
+
+        With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step / (u S)).
+        """
+        found = {}
+        if self.objective.l2_coefficient is not None:
+            left = 1.0
+            if self.objective.l2_until is not None:
+                left = 1 - step / (self.objective.l2_until * self.steps)
+            if left > 0:
+                found["l2"] = self.objective.l2_coefficient * left
+        if self.objective.router_kl_coefficient is not None:
+            found["router_kl"] = self.objective.router_kl_coefficient
+        return found
+
+    def values(
+        self, student: Captured, teacher: Captured, keep: Tensor | None, names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Compute the terms with these names, sums over the kept tokens."""
+        for own, theirs, what in (
+            (student.streams, teacher.streams, "decoder layers"),
+            (student.routers, teacher.routers, "routers"),
+        ):
+            if len(own) != len(theirs):
+                raise UserError(
+                    f"the student shows {len(own)} {what} and the teacher {len(theirs)}: {_ONE_BY_ONE}"
+                )
+            for one, other in zip(own, theirs, strict=True):
+                if one.shape[-1] != other.shape[-1]:
+                    raise UserError(
+                        f"the student's {what} give {one.shape[-1]} numbers a token and the teacher's"
+                        f" {other.shape[-1]}: {_ONE_BY_ONE}"
+                    )
+        distance = relative_distance if self.objective.l2_relative else squared_distance
+        of = {
+            "l2": lambda: distance(student.streams, teacher.streams, keep),
+            "router_kl": lambda: router_divergence(student.routers, teacher.routers, keep),
+        }
+        return {name: of[name]() for name in names}
+
+    @contextmanager
+    def captured(self, model: nn.Module) -> Iterator[Captured]:
+        """Collect the points and the router logits of one forward pass of student or teacher in the block.
+
+        Gradients flow through what is collected, under activation checkpointing too.
+        """
+        captured = Captured()
+        inner = unwrapped(model)
+
+        def add_stream(args: Any, kwargs: Any, out: Any) -> None:
+            stream = first_tensor(out)
+            assert stream is not None
+            captured.streams.append(stream)
+
+        def add_logits(index: int) -> After:
+            return lambda _, __, out: captured.routers.append(out[index] if isinstance(out, tuple) else out)
+
+        after: list[tuple[nn.Module, After]] = [(module, add_stream) for module in self._modules(inner)]
+        if self.with_routers:
+            after += [(router.module, add_logits(router.logits_index)) for router in student_routers(inner)]
+        with hooked(after=after):
+            yield captured
+
+    def _modules(self, model: nn.Module) -> list[nn.Module]:
+        if self.objective.l2_coefficient is None:
+            return []
+        family = family_of(getattr(model, "config", None))
+        stack = decoder_layers(model, family)
+        chosen = [stack[k] for k in self.layers]
+        if self.objective.l2_points != "sublayers":
+            return chosen
+        return [getattr(layer, name) for layer in chosen for name in (family.attention, family.moe)]
+
+
+def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
+    """List the indices of the layers that have a point of l2."""
+    if objective.l2_coefficient is None:
+        return []
+    family = family_of(getattr(student, "config", None))
+    stack = decoder_layers(student, family)
+    points = objective.l2_points
+    if points == "blocks":
+        return list(range(len(stack)))
+    plans = [getattr(layer, "farskip_plan", None) for layer in stack]
+    if points == "merges":
+        found = [k for k, plan in enumerate(plans) if plan is not None and plan.carry]
+    else:
+        found = [k for k, plan in enumerate(plans) if plan is not None]
+        for k in found:
+            if not all(
+                isinstance(getattr(stack[k], name, None), nn.Module)
+                for name in (family.attention, family.moe)
+            ):
+                raise UserError(
+                    f"objective.l2_points: sublayers: layer {k} of model type '{family.model_type}' has no"
+                    f" `{family.attention}` beside `{family.moe}`; use blocks or merges"
+                )
+    if not found:
+        raise UserError(
+            f"objective.l2_points: {points}: connectivity.layers gives this model no such point; use blocks, or rewire"
+            " layers that follow each other"
+        )
+    return found
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Keep the routers' weights as they are."""
+    for router in student_routers(model):
+        router.module.requires_grad_(False)

@@ -1,0 +1,235 @@
+"""KL(teacher || student) on held-out text, row by row: the figure that distillation minimises, on unseen rows.
+
+One walk over the rows for a training that scores itself (`fcsd.training.heldout`) and for the evaluation of finished
+checkpoints: `read_rows` has the teacher's final hidden states of this rank's rows, `sums_by_row` the student's KL on
+them. What gives the hidden states, and what the KL of one row, is the caller's.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.base.stats import ratio
+from fcsd.base.text import progress_bar
+from fcsd.data.batches import Batch, Collator, next_token_targets, trim_padding
+from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
+from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.parallel.shard import whole_head
+from fcsd.training.losses.fused import fused_linear_kl
+from fcsd.training.losses.head import attach_loss_head, batch_hidden, detach_loss_head, refuse_packing
+
+AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+def read_rows(
+    rows: Sequence[Any],
+    prepare: Callable[[Batch], Any],
+    *,
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    trim: bool = False,
+    bar: str | None = None,
+    around_row: AroundRow | None = None,
+) -> list[Batch]:
+    """Collate this rank's rows, one a batch, for `prepare` to add `teacher_hidden` (kept tokens, D).
+
+    All ranks call this. Behind its own come the rows that a rank in lockstep runs only because others have more.
+
+    Args:
+        model: the one that the rows must not be packed too tightly for.
+        device: where `prepare` is given them; they come back in main memory.
+        trim: cut off the padding behind the last token with loss.
+        bar: description of the progress bar; None: no bar.
+        around_row: given a row's number, the block in which it is prepared; not for the rows of a rank in lockstep that
+            only others need.
+
+    Raises:
+        UserError: packed rows for a family that would let the examples in them see each other.
+    """
+    batches: list[Batch] = []
+
+    def own_share() -> None:
+        own = ranks.deal(range(len(rows)))
+        numbers = [*own, *[0] * ranks.idle_passes(len(rows))]
+        for place, number in enumerate(_with_bar(numbers, bar, ranks)):
+            batch = {name: value.to(device) for name, value in Collator()([rows[number]]).items()}
+            if trim:
+                batch = trim_padding(batch)
+            refuse_packing(model, batch["labels"], batch["position_ids"])
+            with _around(around_row, own, place):
+                prepare(batch)
+            batches.append({name: value.cpu() for name, value in batch.items()})
+
+    ranks.share(own_share)  # an error of one rank is raised on all
+    return batches
+
+
+def sums_by_row(
+    batches: Sequence[Batch],
+    num_rows: int,
+    loss_sum: Callable[[Batch], Tensor],
+    *,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    bar: str | None = None,
+    around_row: AroundRow | None = None,
+) -> tuple[list[float], list[int]]:
+    """Return for each of `num_rows` rows its loss summed over tokens, and its kept tokens; the same on all ranks.
+
+    Args: batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on `device`; around_row: as of
+    `read_rows`.
+    """
+
+    def own_share() -> list[tuple[float, int]]:
+        found, own = [], ranks.deal(range(num_rows))
+        for place, batch in enumerate(_with_bar(batches, bar, ranks)):
+            with _around(around_row, own, place):
+                total = loss_sum({name: value.to(device) for name, value in batch.items()})
+            found.append((float(total), len(next_token_targets(batch["labels"], batch["position_ids"])[1])))
+        return found[: len(own)]
+
+    by_rank = ranks.share(own_share)
+    pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(num_rows)]
+    return [total for total, _ in pairs], [count for _, count in pairs]
+
+
+def _around(
+    around_row: AroundRow | None, own: Sequence[int], place: int
+) -> contextlib.AbstractContextManager[None]:
+    if around_row is None or place >= len(own):
+        return contextlib.nullcontext()
+    return around_row(own[place])
+
+
+def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
+    return progress_bar(values, desc=bar, unit="row", shown=bar is not None and ranks.first, leave=False)
+
+
+@dataclass(frozen=True)
+class Original:
+    """The original as far as the KL needs it, which then need not be in memory beside the model.
+
+    batches: of `read_rows`.
+    """
+
+    batches: list[Batch]
+    head: nn.Linear
+    config: Any
+
+
+@torch.no_grad()
+def read_original(
+    original: PreTrainedModel,
+    rows: Sequence[Any],
+    *,
+    ranks: Ranks = ALONE,
+    around_row: AroundRow | None = None,
+) -> Original:
+    """Run the original over this rank's share of `rows`; all ranks call this.
+
+    around_row: as of `read_rows`.
+
+    Raises:
+        UserError: packed rows for a family that would let the examples in them see each other.
+    """
+
+    def prepare(batch: Batch) -> None:
+        batch["teacher_hidden"] = batch_hidden(original, batch)
+
+    with _evaluating(original):
+        batches = read_rows(
+            rows,
+            prepare,
+            model=original,
+            device=input_device(original),
+            ranks=ranks,
+            bar="the original's hidden states",
+            around_row=around_row,
+        )
+        return Original(batches, whole_head(original, input_device(original)).cpu(), original.config)
+
+
+@torch.no_grad()
+def kl_by_row(
+    original: Original,
+    model: PreTrainedModel,
+    rows: Sequence[Any],
+    *,
+    progress: bool = False,
+    ranks: Ranks = ALONE,
+    around_row: AroundRow | None = None,
+) -> tuple[list[float], list[int]]:
+    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks.
+
+    around_row: as of `read_rows`.
+    """
+    device = input_device(model)
+    teacher_head, head = original.head.to(device), whole_head(model, device)
+    teacher_scale, teacher_softcap = head_scaling(original.config)
+    scale, softcap = head_scaling(model.config)
+
+    def loss_sum(batch: Batch) -> Tensor:
+        return fused_linear_kl(
+            batch_hidden(model, batch),
+            head.weight,
+            batch["teacher_hidden"],
+            teacher_head.weight,
+            bias=head.bias,
+            teacher_bias=teacher_head.bias,
+            logit_scale=scale,
+            teacher_logit_scale=teacher_scale,
+            softcap=softcap,
+            teacher_softcap=teacher_softcap,
+            vocab_size=unpadded_vocab_size(model.config),
+        )
+
+    bar = "KL to the original" if progress else None
+    with _evaluating(model):
+        return sums_by_row(
+            original.batches, len(rows), loss_sum, device=device, ranks=ranks, bar=bar, around_row=around_row
+        )
+
+
+def mean_kl(
+    original: Original,
+    model: PreTrainedModel,
+    rows: Sequence[Any],
+    *,
+    ranks: Ranks = ALONE,
+    around_row: AroundRow | None = None,
+) -> dict[str, float | None]:
+    """Compute the forward KL in nats per kept token, over `rows` of `fcsd.data.dataset.build_dataset`.
+
+    Args:
+        original: from `read_original`, with the same rows and ranks.
+        around_row: as of `read_rows`.
+
+    Returns:
+        `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with rows as the independent units;
+        `num_tokens`. `stderr` is None for a single row, `kl` too when no row keeps a token.
+    """
+    return ratio(*kl_by_row(original, model, rows, progress=True, ranks=ranks, around_row=around_row))
+
+
+@contextlib.contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    from torch.distributed.fsdp import FSDPModule
+
+    training = model.training
+    model.eval()
+    # Sharded weights are gathered by hooks of the whole model, so that its body cannot be called alone.
+    as_a_whole = isinstance(model, FSDPModule)
+    if as_a_whole:
+        attach_loss_head(model)
+    try:
+        yield
+    finally:
+        if as_a_whole:
+            detach_loss_head(model)
+        model.train(training)

@@ -1,0 +1,96 @@
+"""What the steps of a training leave for the next line of its log."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import nats
+from fcsd.training.losses.quantiles import bin_counts, quantile
+
+
+class Meters:
+    """Sums over the kept tokens of this rank since the last log; what is logged is over those of all ranks.
+
+    divergence: the name that the divergence is logged under. clip: `objective.clip`.
+    """
+
+    def __init__(self, accelerator: Any, divergence: str, clip: float | None):
+        self.accelerator, self.divergence, self.clip = accelerator, divergence, clip
+        self.reset()
+
+    def reset(self) -> None:
+        """Gather for the next log from here on."""
+        self._sums: dict[str, Tensor] = {}  # this rank's part of each mean
+        self._counts: Tensor | None = None  # this rank's tokens by their divergence
+        self.num_tokens = 0  # of all ranks
+        self._since = time.perf_counter()
+
+    def kept(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return sums and counts; both are replaced, never changed."""
+        return dict(self._sums), self._counts
+
+    def go_back(self, kept: Any) -> None:
+        """Go back to what `kept` gave."""
+        self._sums, self._counts = kept
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time within the block, in which nothing is trained, out of `tokens_per_second`; blocks may nest."""
+        before, start = self._since, time.perf_counter()
+        yield
+        self._since = before + time.perf_counter() - start
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a micro-batch's share of a mean."""
+        self._sums[name] = self._sums.get(name, torch.zeros((), device=value.device)) + value.detach().float()
+
+    def add_statistics(self, outputs: Any, scale: Tensor) -> None:
+        """Add what a loss head gives of each token beside its loss."""
+        found = outputs["divergence"]
+        self.add(self.divergence, found.sum() * scale)
+        self.add("teacher_entropy", outputs["teacher_entropy"].sum() * scale)
+        self.add("top1_agreement", outputs["top1_agreement"].sum() * scale)
+        if self.clip is not None:
+            self.add("clipped_share", (found > self.clip).sum() * scale)
+        counts = bin_counts(found)
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def means(self, steps: int) -> dict[str, float]:
+        """Return the means of `steps` steps, and quantiles of the divergence. All ranks call this."""
+        if not steps or not self._sums:
+            return {}
+        names = sorted(self._sums)
+        means = self._of_all(torch.stack([self._sums[name] for name in names]) / steps, "mean")
+        return dict(zip(names, means.tolist(), strict=True)) | self._quantiles()
+
+    def tokens_per_second(self) -> float:
+        """Return the throughput of all ranks."""
+        return round(self.num_tokens / (time.perf_counter() - self._since), 1)
+
+    def _quantiles(self) -> dict[str, float]:
+        if self._counts is None:
+            return {}
+        counts = self._of_all(self._counts, "sum").cpu()
+        found = {f"{self.divergence}_p{q}": quantile(counts, q / 100) for q in (50, 90, 99)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _of_all(self, values: Tensor, reduction: str) -> Tensor:
+        if self.accelerator.num_processes == 1:
+            return values
+        reduced: Tensor = self.accelerator.reduce(values, reduction)
+        return reduced
+
+    def refuse_all_clipped(self, logs: dict[str, float], step: int) -> None:
+        """Raise UserError where every token's divergence is above the clip."""
+        if logs.get("clipped_share", 0.0) > 1 - 1e-6:
+            median = logs[f"{self.divergence}_p50"]
+            raise UserError(
+                f"training stopped at step {step}: every token's {self.divergence} is above objective.clip"
+                f" ({self.clip}; its median is {nats(median)} nats), so that nothing is learnt; raise objective.clip or"
+                " leave it out"
+            )

@@ -1,0 +1,125 @@
+"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run and for `FCSDTrainer`.
+
+Not covered: where models and rows come from.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import Collator
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.shard import shard_student, shard_teacher
+from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.losses.head import attach_loss_head
+from fcsd.training.losses.hidden_terms import freeze_routers
+from fcsd.training.teachers.base import ModelTeacher, Teacher
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a training begins with: models in memory, and packed rows.
+
+    student: in the dtype that is left. teacher: None where nothing is compared with one. heldout: rows, or a dict of
+    several.
+    """
+
+    student: PreTrainedModel
+    teacher: PreTrainedModel | Teacher | None
+    tokenizer: Any
+    rows: Any
+    heldout: Any = None
+
+
+def place_teacher(teacher: PreTrainedModel | Teacher | None, launch: Launch) -> Teacher | None:
+    """Put a teacher's model where it is run: on this rank's device, or in shards over the ranks."""
+    if teacher is None or isinstance(teacher, Teacher):
+        return teacher
+    if launch.engine.shards:
+        return ModelTeacher(teacher, shard_teacher(teacher, launch))
+    return ModelTeacher(torch.nn.Module.to(teacher, launch.device))
+
+
+def prepare_student(
+    student: PreTrainedModel, objective: ObjectiveConfig, train: TrainConfig, launch: Launch
+) -> None:
+    """Freeze what the objective leaves as it is, attach the loss head, and shard the model where the engine shards."""
+    student.config.use_cache = False
+    if objective.freeze_embeddings_and_head:
+        freeze_embeddings_and_head(student)
+    if objective.freeze_routers:
+        freeze_routers(student)
+    attach_loss_head(student, objective.vocab_size)
+    if launch.engine.shards:
+        shard_student(student, launch, train)
+
+
+def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
+    """Keep the input embeddings and the LM head as they are (paper Table 2, `KL embed.`)."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(False)
+
+
+def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
+    """Return what makes batches of rows; for a teacher that looks at batches before they are used, by a process of its
+    own, one step ahead.
+    """
+    ahead = teacher.ahead if teacher is not None else None
+    if ahead is None:
+        return Collator()
+    arguments.dataloader_num_workers = 1
+    arguments.dataloader_prefetch_factor = max(2, arguments.gradient_accumulation_steps)
+    return Collator(ahead)
+
+
+def check_vocabularies(
+    student: PreTrainedModel,
+    teacher: Teacher | None,
+    tokenizer: PreTrainedTokenizerBase,
+    objective: ObjectiveConfig,
+) -> None:
+    """Compare the vocabularies of student, teacher and tokenizer.
+
+    Raises:
+        UserError: they differ, and the objective does not say up to which token they are the same.
+    """
+    size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
+    rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
+    if tokens is None and rows != size:
+        raise UserError(
+            f"the vocabularies differ: {rows} tokens in the teacher, {size} in the student;"
+            " distillation compares distributions over the same tokens, use the original checkpoint as the teacher, or"
+            " set objective.vocab_size if one vocabulary is padded differently"
+        )
+    if tokens is not None and not len(tokenizer) <= tokens <= size:
+        raise UserError(
+            f"objective.vocab_size {tokens}: must be between the {len(tokenizer)} tokens of the tokenizer and the"
+            f" {size} rows of the head"
+        )
+    if len(tokenizer) > size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {size};"
+            " use the tokenizer that belongs to the model"
+        )
+
+
+def whole_steps(rows: Any, needed: int, max_length: int, name: str = "data.train") -> Any:
+    """Rows such that every optimiser step has the same batch: without those behind the last whole step of an epoch.
+
+    needed: rows of one batch, over all ranks and accumulation steps. name: what the error calls the rows.
+
+    Raises:
+        UserError: there are fewer rows than one batch needs.
+    """
+    if len(rows) < needed:
+        raise UserError(
+            f"{name}: gives {len(rows)} rows of {max_length} tokens, one batch of"
+            f" {'train.' if name.startswith('data.') else ''}batch_size_tokens {needed * max_length} needs {needed};"
+            " use more data or a smaller batch"
+        )
+    return Subset(rows, range(len(rows) // needed * needed))

@@ -1,0 +1,130 @@
+"""Arguments and errors of the Python door in Python's words: names of other libraries, keys of a recipe.
+
+Not covered: recipes, whose keys are guessed from what is there (`fcsd.base.strict`).
+"""
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from fcsd.base.errors import UserError
+from fcsd.base.strict import Strict, did_you_mean
+from fcsd.data.config import DataConfig
+from fcsd.model.config import ConnectivityConfig
+from fcsd.training.config import JSDObjectiveConfig, KLObjectiveConfig, KLWithL2ObjectiveConfig, TrainConfig
+
+_RESPONSE = "`FCSDConfig(loss_on='response')`, which is the default"
+_PACKING = "`FCSDConfig(packing=…)`, of all data sets"
+_TEACHER = "`FCSDTrainer(teacher=…)`, a model or its path"
+_OWN_ANSWERS = "nothing: the student learns from the data, not from its own answers"
+_LORA = "the `lora` section of a recipe (`fcsd.run_stage`)"
+
+OTHER_NAMES = {
+    # TRL: SFTConfig, GKDConfig and their trainers
+    "assistant_only_loss": _RESPONSE,
+    "completion_only_loss": _RESPONSE,
+    "dataset_text_field": "`FCSDConfig(columns={'text': NAME})`",
+    "max_seq_length": "`FCSDConfig(max_length=…)`",
+    "eval_packing": _PACKING,
+    "padding_free": _PACKING,
+    "packing_strategy": _PACKING,
+    "formatting_func": "a data set with `messages`, `prompt` and `response`, or `text`: map it before",
+    "data_collator": "nothing: rows are packed and collated by fcsd",
+    "tokenizer": "`FCSDTrainer(processing_class=…)`",
+    "chat_template_path": "the `chat_template` of `processing_class`",
+    "peft_config": _LORA,
+    "teacher_model": _TEACHER,
+    "teacher_model_name_or_path": _TEACHER,
+    "beta": "`FCSDConfig(objective='jsd', jsd_beta=…)`",
+    "loss_type": "`FCSDConfig(objective=…)`",
+    "lmbda": _OWN_ANSWERS,
+    "seq_kd": _OWN_ANSWERS,
+    "max_new_tokens": _OWN_ANSWERS,
+    # axolotl
+    "base_model": "`FCSDTrainer(model=…)`, a model or its path",
+    "sequence_len": "`FCSDConfig(max_length=…)`",
+    "sample_packing": _PACKING,
+    "eval_sample_packing": _PACKING,
+    "train_on_inputs": "`FCSDConfig(loss_on='all')`; of its false `loss_on='response'`, which is the default",
+    "micro_batch_size": "`FCSDConfig(per_device_train_batch_size=…)`",
+    "num_epochs": "`FCSDConfig(num_train_epochs=…)`",
+    "lr_scheduler": "`FCSDConfig(lr_scheduler_type=…)`",
+    "datasets": "`FCSDTrainer(train_dataset=…)`",
+    "test_datasets": "`FCSDTrainer(eval_dataset=…)`",
+    "val_set_size": "`FCSDTrainer(eval_dataset=…)`, a part of the data (`datasets.Dataset.train_test_split`)",
+    "chat_template": "the `chat_template` of `processing_class`",
+    "adapter": _LORA,
+    "lora_r": _LORA,
+    "kd_temperature": "`FCSDConfig(temperature=…)`",
+    "flash_attention": "`FCSDConfig(model_init_kwargs={'attn_implementation': …})`",
+}
+"""Arguments of TRL and axolotl that have another name here: name -> what it is here; docs/python.md shows it."""
+
+OBJECTIVES: list[type[Strict]] = [KLObjectiveConfig, JSDObjectiveConfig, KLWithL2ObjectiveConfig]
+"""The records that together have every key of a recipe's `objective` section."""
+
+_SECTIONS: dict[str, list[type[Strict]]] = {
+    "train": [TrainConfig],
+    "data": [DataConfig],
+    "connectivity": [ConnectivityConfig],
+    "objective": OBJECTIVES,
+}
+_KEYS = "|".join(
+    rf"{name}\.(?:{'|'.join(dict.fromkeys(key for record in records for key in record.model_fields))})"
+    for name, records in _SECTIONS.items()
+)
+# Keys of a recipe whose argument has another name than the key.
+_ARGUMENTS = {
+    "objective.name": "objective",
+    "data.train": "train_dataset",
+    "data.heldout": "eval_dataset",
+    "train.gradient_checkpointing": "activation_checkpointing",
+}
+_PHRASES = {
+    "early_stopping.metric: heldout_kl": "eval_dataset: eval_kl",
+    "`columns: {text: …}`": "columns={'text': …}",
+    "set loss_on: all": "set loss_on='all'",
+    "Input should be": "must be",  # pydantic's
+}
+
+Class = TypeVar("Class", bound=type)
+
+
+@contextlib.contextmanager
+def python_words() -> Iterator[None]:
+    """Give an error that names keys of a recipe the names that the arguments of `FCSDConfig` and `FCSDTrainer` have."""
+    try:
+        yield
+    except UserError as error:
+        text = re.sub(rf"\b({_KEYS})\b(: true|: false)?(?![./])", _argument, str(error))
+        for phrase, here in _PHRASES.items():
+            text = text.replace(phrase, here)
+        error.args = (text,)
+        raise
+
+
+def _argument(match: re.Match[str]) -> str:
+    value = (match[2] or "").replace(": ", "=").title()
+    return _ARGUMENTS.get(match[1], match[1].partition(".")[2]) + value
+
+
+def with_known_names(cls: Class) -> Class:
+    """Let the constructor of a class say in one line which argument it does not have, and what it is called here."""
+    construct: Any = cls.__init__  # type: ignore[misc]
+    known = list(inspect.signature(construct).parameters)
+
+    @functools.wraps(construct)
+    def construct_or_say(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known and name in OTHER_NAMES:
+                raise UserError(f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}")
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise UserError(f"{cls.__name__}: {name}: no such argument{near if 'mean' in near else ''}")
+        construct(self, *args, **given)
+
+    cls.__init__ = construct_or_say  # type: ignore[misc]
+    return cls

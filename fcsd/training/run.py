@@ -1,0 +1,227 @@
+"""One training run in one folder: from models and rows to a checkpoint, through any number of restarts.
+
+    folder/checkpoints/checkpoint-N   for an exact continuation; until `remove_checkpoints`
+    folder/best/step-N                the weights with the best early-stopping score; likewise
+    folder/tensorboard/               event files, when `report_to` asks for them
+    folder/history.jsonl              what was logged: loss, kl, learning rate, tokens per second
+    folder/events.jsonl               skipped steps, spikes and rewinds; not there when there were none
+    folder/scores.json                early-stopping scores by step
+    folder/adapter/                   the adapters of a LoRA student, in peft's format
+    folder/model/                     what the run leaves; of a LoRA student with the adapters merged into the weights
+
+A run may be continued by another number of processes, and by another engine (`fcsd.parallel.state`).
+"""
+
+import json
+import shutil
+import signal
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerState
+from transformers.integrations import TensorBoardCallback
+
+from fcsd.base.errors import Interrupted, ScorerError, UserError
+from fcsd.base.files import new_folder, write_json, write_text
+from fcsd.model.load import to_dtype
+from fcsd.parallel.engine import checkpoints_activations, engine_environment
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.state import read_state
+from fcsd.training.arguments import TrainingRun, check_reporters, refuse_what_cannot_be_sharded
+from fcsd.training.best import ScoreFailure, StopWhenScoreStalls, best_folder
+from fcsd.training.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
+from fcsd.training.checkpoints import checkpoints, newest_usable
+from fcsd.training.disk import check_disk, disk_need, trained_and_all
+from fcsd.training.export import write_model
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.fcsd_trainer import FCSDTrainer
+from fcsd.training.heldout import HeldoutKL
+from fcsd.training.prepare import Ready
+from fcsd.training.teachers.lora import leave_adapters
+
+
+def train(run: TrainingRun) -> dict[str, Any]:
+    """Train, or continue, and leave `folder/model`.
+
+    Returns:
+        The facts that a manifest keeps: steps, last losses, best step and score.
+
+    Raises:
+        UserError: batch that cannot be cut, too few rows, a loss that stays not finite, a disk that is full, too
+            little memory.
+        Interrupted: a signal came, and a checkpoint is written.
+    """
+    engine = run.launch.engine
+    by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
+    refuse_what_cannot_be_sharded(run.train, run.objective, engine, by_heldout_kl=by_heldout_kl)
+    with engine_environment(engine, run.launch.device):
+        return _train(run)
+
+
+def _train(run: TrainingRun) -> dict[str, Any]:
+    stops, bar = None, ProgressBar(run.description, run.left)
+    try:
+        trainer = FCSDTrainer(
+            Ready(run.student, run.teacher, run.tokenizer, run.rows),
+            _arguments(run),
+            callbacks=[*_tensorboard(run), *([] if run.save_model else [NoCheckpointAtTheEnd()])],
+            launch=run.launch,
+        )
+        trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
+        if isinstance(run.score, HeldoutKL):
+            run.score.set_teacher(trainer.teacher, sharded=run.launch.engine.shards)
+        run.launch.ranks.from_first(lambda: _check_disk(run, trainer.save_dtype))
+        replace_output(trainer, bar)
+        if run.stopper is not None and run.score is not None:
+            stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
+            trainer.add_callback(stops)
+        done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
+        if done is not None:
+            trainer.guarded.say(f"{run.description}: continuing from {done}{_other_rows(done, run)}")
+        with trainer.guarded.signals:
+            trainer.train_from(done)
+    except ScoreFailure as failure:
+        raise _not_scored(trainer, run, failure) from failure.__cause__
+    finally:
+        bar.close()
+    if stops is not None and stops.failure is not None:
+        raise _not_scored(trainer, run, stops.failure) from stops.failure.__cause__
+    if trainer.guarded.interrupted_by:
+        raise _interrupted(trainer, run)
+    results = _results(trainer, run)
+    if trainer.is_world_process_zero():
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        lines = [json.dumps(entry, allow_nan=False) + "\n" for entry in history]
+        write_text(run.folder / "history.jsonl", "".join(lines))
+        if run.stopper is not None:
+            write_json(run.folder / "scores.json", run.stopper.record())
+            trainer.guarded.say(run.stopper.summary())
+            if (warning := run.stopper.no_gain()) is not None:
+                trainer.guarded.say(warning)
+    if run.save_model:
+        _leave_model(trainer, run)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.free_memory()
+    if trainer.deepspeed is not None:
+        trainer.deepspeed.destroy()
+    return results
+
+
+def _arguments(run: TrainingRun) -> FCSDConfig:
+    """Say the recipe's sections in arguments of the trainer."""
+    check_reporters(run.train)
+    by_deepspeed = run.launch.engine.uses_deepspeed
+    on_cpu = run.launch.device.type == "cpu"
+    return FCSDConfig.of_sections(
+        run.objective,
+        run.train,
+        run.safety,
+        output_dir=str(run.folder / "checkpoints"),
+        run_name=run.description,
+        max_length=run.max_length,
+        use_cpu=on_cpu and not by_deepspeed,  # accelerate knows DeepSpeed on devices only
+        ddp_backend="gloo" if on_cpu and by_deepspeed else None,
+        activation_checkpointing=checkpoints_activations(run.train, run.student),
+        report_to=[name for name in run.train.report_to if name != "tensorboard"],  # see `_tensorboard`
+        seed=run.seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+    )
+
+
+def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
+    num_trained, num_parameters = trained_and_all(run.student)
+    need = disk_need(
+        run.train,
+        num_trained=num_trained,
+        num_parameters=num_parameters,
+        model_itemsize=save_dtype.itemsize if run.save_model else 0,
+        keeps_best=run.stopper is not None,
+    )
+    check_disk(run.folder, need, run.train)
+
+
+def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
+    before = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).train_batch_size
+    now = run.train.per_device_train_batch_size
+    if before in (None, now):
+        return ""
+    return f", with {now} instead of {before} rows in a forward pass, which changes the order of float sums"
+
+
+def remove_checkpoints(folder: Path, launch: Launch) -> None:
+    """Remove what only a continuation needs. All ranks call this, when the run is noted as finished: a run that is
+    killed before that goes on from its checkpoints, and one that is killed here has nothing left to do."""
+    if launch.first:
+        shutil.rmtree(folder / "best", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    launch.wait()
+
+
+def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
+    """Write event files beside the checkpoints, whose folder the Trainer's own callback would use and does not stay."""
+    if "tensorboard" not in run.train.report_to:
+        return []
+    callback = TensorBoardCallback()
+    callback.logging_dir = str(run.folder / "tensorboard")
+    return [callback]
+
+
+def _results(trainer: FCSDTrainer, run: TrainingRun) -> dict[str, Any]:
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1:]
+    results: dict[str, Any] = {"steps": trainer.state.global_step}
+    if last:
+        results["last_loss"] = last[0]["loss"]
+    if run.stopper is not None:
+        results |= {"best_step": run.stopper.best_step, "best_score": run.stopper.best_score}
+        results["stopped_early"] = run.stopper.should_stop
+        results["early_stopping"] = run.stopper.results()
+    return results | trainer.guard.report()
+
+
+def _not_scored(trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure) -> BaseException:
+    """Return what ends a run whose score failed, in one line; print the traceback of an error nobody has foreseen."""
+    step, cause = trainer.state.global_step, failure.__cause__
+    assert cause is not None
+    if step == 0:
+        return cause
+    if not isinstance(cause, UserError | ScorerError) and trainer.is_world_process_zero():
+        traceback.print_exception(cause)
+    return UserError(
+        f"early stopping: no score at step {step}: {cause}; the training is not lost: run the same command again, and"
+        f" it goes on with this score from {_last_kept(run)}"
+    )
+
+
+def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
+    return Interrupted(
+        f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step {trainer.state.global_step} of"
+        f" {trainer.state.max_steps}; run the same command again to go on from {_last_kept(run)}",
+        trainer.guarded.interrupted_by,
+    )
+
+
+def _last_kept(run: TrainingRun) -> str:
+    kept = checkpoints(run.folder / "checkpoints")
+    return str(kept[-1]) if kept else "the beginning, no checkpoint was written"
+
+
+def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
+    """Write `folder/model`: the best weights if there was a score, else the last (or their average).
+
+    All ranks call this.
+    """
+    first, engine = trainer.is_world_process_zero(), run.launch.engine
+    if run.stopper is not None and run.stopper.best_step is not None and (first or engine.shards):
+        best = best_folder(run, run.stopper.best_step)
+        read_state(best, run.student, trainer.optimizer, run.launch.ranks, weights_only=True)
+    if first and run.adapters is not None:
+        with new_folder(run.folder / "adapter") as folder:
+            leave_adapters(run.adapters, folder)
+    if not engine.shards:
+        to_dtype(run.student, trainer.save_dtype)  # in place, for a device that has no room for both
+    with new_folder(run.folder / "model") if first else nullcontext(run.folder) as folder:
+        write_model(run.student, folder, tokenizer=run.tokenizer, dtype=trainer.save_dtype, launch=run.launch)

@@ -1,0 +1,103 @@
+"""The loss of an optimiser step, micro-batch by micro-batch.
+
+It is the sum over all kept tokens, of all ranks and accumulation steps, divided by their number, so it does not depend
+on how a batch is cut.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcsd.data.batches import Batch, next_token_targets, trim_padding
+from fcsd.parallel.failure import in_step
+from fcsd.training.config import ObjectiveConfig
+from fcsd.training.losses.head import refuse_packing
+from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.training.meters import Meters
+from fcsd.training.teachers.base import Teacher
+
+
+class StepLoss:
+    """What `objective` says of a student, and of the teacher that it is compared with; `meters` notes the parts."""
+
+    def __init__(
+        self, objective: ObjectiveConfig, teacher: Teacher | None, student: nn.Module, accelerator: Any
+    ):
+        if objective.has_teacher != (teacher is not None):
+            raise ValueError(
+                f"objective {objective.name!r} {'has no' if teacher is not None else 'needs a'} teacher"
+            )
+        self.objective: ObjectiveConfig = objective
+        self.teacher, self.accelerator = teacher, accelerator
+        self.terms = AuxiliaryLosses(objective, student, 1) if objective.has_hidden_terms else None
+        self.divergence = objective.name.removesuffix("+l2")  # as it is logged: kl, reverse_kl or jsd
+        self.meters = Meters(accelerator, self.divergence, objective.clip)
+        self._prepared: list[Batch] = []  # the micro-batches of the step that is under way
+        self._coefficients: dict[str, float] = {}  # of the terms beside the divergence, in that step
+
+    def forget(self) -> None:
+        """Let go of the teacher's hidden states of the last step, which transformers' loop holds until the next."""
+        for batch in self._prepared:
+            batch.pop("teacher_hidden", None)
+
+    def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
+        """Put the teacher's hidden states into all micro-batches of a step."""
+        self._coefficients = self.terms.coefficients(step) if self.terms is not None else {}
+        for batch in batches:
+            refuse_packing(model, batch["labels"], batch["position_ids"])
+        if self.teacher is not None and not self._coefficients and batches:
+            in_step()
+            self.teacher.prepare(batches)
+        self._prepared = batches
+
+    def num_kept(self, batches: list[Batch], device: torch.device) -> Tensor | None:
+        """Count the kept tokens of the optimiser step, over all ranks."""
+        if not batches:
+            return None
+        count = sum(next_token_targets(batch["labels"], batch["position_ids"])[0].sum() for batch in batches)
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        counts = torch.tensor([int(count), tokens], device=device)
+        if self.accelerator.num_processes > 1:
+            counts = self.accelerator.reduce(counts, "sum")
+        self.meters.num_tokens += int(counts[1])
+        return counts[0]
+
+    def __call__(self, model: nn.Module, inputs: Batch, num_kept: Tensor | int) -> tuple[Tensor, Any]:
+        """Return this micro-batch's share of the step's mean loss, in nats per kept token, and the model's output."""
+        inputs = trim_padding(inputs)
+        keep, targets = next_token_targets(inputs["labels"], inputs["position_ids"])
+        terms, of_teacher = self.terms if self._coefficients else None, Captured()
+        target: dict[str, Any] = {"labels": targets, "objective": "ce"}
+        if self.teacher is not None:
+            if terms is not None:
+                # One micro-batch at a time: the block outputs of a whole step would not fit.
+                hidden, of_teacher = self.teacher.hidden_and_captured(inputs, terms)
+            else:
+                hidden = inputs["teacher_hidden"]
+            target = self._compared_with(hidden, self.teacher.head)
+        with terms.captured(model) if terms is not None else nullcontext(Captured()) as captured:
+            outputs = model(
+                input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], keep=keep, **target
+            )
+        # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
+        scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_kept), min=1)
+        loss = outputs["loss"] * scale
+        if self.teacher is None:
+            self.meters.add("ce", loss)
+        else:
+            self.meters.add_statistics(outputs, scale)
+        if terms is not None:
+            for name, value in terms.values(captured, of_teacher, keep, list(self._coefficients)).items():
+                self.meters.add(name, value * scale)
+                loss = loss + self._coefficients[name] * value * scale
+        return loss, outputs
+
+    def _compared_with(self, hidden: Tensor, head: nn.Module) -> dict[str, Any]:
+        """Say to the student's loss head what it is compared with, and how."""
+        objective = self.objective
+        how = {"temperature": objective.temperature, "clip": objective.clip}
+        if objective.jsd_beta is not None:
+            how["jsd_beta"] = objective.jsd_beta
+        return {"objective": self.divergence, "teacher_hidden": hidden, "teacher_head": head, **how}

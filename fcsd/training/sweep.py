@@ -1,0 +1,163 @@
+"""The two-stage sweep of the paper (5.1): batch size at one learning rate, then learning rate at the best batch size.
+
+Every candidate trains the same number of steps from the same weights on the same data order; the choice is by the mean
+training loss over the last steps. A finished candidate is never trained again.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json, write_text
+from fcsd.training.config import SweepConfig, TrainConfig
+from fcsd.training.history import read_history
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One run of the sweep; `folder` is its name below the sweep's folder."""
+
+    stage: str  # the key that varies: "batch_size_tokens" or "learning_rate"
+    batch_size_tokens: int
+    learning_rate: float
+
+    @property
+    def folder(self) -> str:
+        """A name that says what is tried."""
+        return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
+
+    def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
+        """Return the training section of this candidate: every step is logged, nothing else differs from `base`."""
+        changes = {
+            "batch_size_tokens": self.batch_size_tokens,
+            "learning_rate": self.learning_rate,
+            "max_steps": sweep.steps_of(self.batch_size_tokens, base),
+            "warmup_steps": sweep.steps_of(self.batch_size_tokens, base, sweep.warmup_steps),
+            "logging_steps": 1,
+        }
+        return TrainConfig.model_validate(base.model_dump() | changes)
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row with the lowest loss; of equal ones the first.
+
+    Raises:
+        UserError: no row has a finite loss.
+    """
+    finite = [row for row in rows if row["loss"] is not None]
+    if not finite:
+        raise UserError("sweep: no candidate ended with a finite loss; try smaller learning rates")
+    return min(finite, key=lambda row: row["loss"])
+
+
+def run_sweep(
+    sweep: SweepConfig,
+    base: TrainConfig,
+    folder: Path,
+    run_candidate: Callable[[Candidate, TrainConfig, Path], None],
+    *,
+    remove_checkpoints: Callable[[Path], None],
+) -> dict[str, Any]:
+    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in `folder`.
+
+    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`; remove_checkpoints(folder) is called when
+    its result is on disk.
+
+    Returns:
+        `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
+    """
+
+    def measured(stage: str, batch_size_tokens: int, learning_rate: float) -> dict[str, Any]:
+        candidate = Candidate(stage, batch_size_tokens, learning_rate)
+        place = folder / candidate.folder
+        if not (place / "result.json").is_file():
+            try:
+                train = candidate.train(base, sweep)
+                run_candidate(candidate, train, place)
+                points = read_history(place)
+                # A step that was skipped has no point; one that ends so is diverging.
+                losses = [point["loss"] for point in points if points[-1]["step"] == train.max_steps]
+            except UserError as error:
+                if "not finite" not in str(error):
+                    raise
+                losses = []  # a candidate that diverges has lost, it does not end the sweep
+            # Not a number when any of them is not, so that a diverged run never wins.
+            last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
+            loss = fmean(losses[-last_steps:]) if losses else math.nan
+            place.mkdir(parents=True, exist_ok=True)
+            write_json(
+                place / "result.json", {"loss": loss if math.isfinite(loss) else None, "losses": losses}
+            )
+        remove_checkpoints(place)
+        found = read_json(place / "result.json")
+        return asdict(candidate) | {"loss": found["loss"], "folder": candidate.folder}  # loss null: diverged
+
+    first = [measured("batch_size_tokens", size, base.learning_rate) for size in sweep.batch_size_tokens]
+    batch_size_tokens = best(first)["batch_size_tokens"]
+    second = [measured("learning_rate", batch_size_tokens, rate) for rate in sweep.learning_rate]
+    choice = best(second)
+    result = {
+        "batch_size_tokens": batch_size_tokens,
+        "learning_rate": choice["learning_rate"],
+        "loss": choice["loss"],
+        "steps": sweep.steps,
+        "equal": sweep.equal,
+        "last_steps": sweep.last_steps,
+        "candidates": first + second,
+    }
+    write_json(folder / "sweep.json", result)
+    write_text(folder / "sweep.md", sweep_table(result))
+    return result
+
+
+def last_text(result: Mapping[str, Any]) -> str:
+    """Name what a candidate's loss is a mean over: `100 steps`."""
+    same = "" if result.get("equal", "steps") == "steps" else " of train.batch_size_tokens"
+    return f"{result['last_steps']} steps{same}"
+
+
+def choice_text(result: Mapping[str, Any]) -> str:
+    """Name what a sweep chose: `chosen: 131072 tokens, learning rate 4e-05`."""
+    return f"chosen: {result['batch_size_tokens']} tokens, learning rate {result['learning_rate']:g}"
+
+
+def edges(result: Mapping[str, Any]) -> list[str]:
+    """Return a warning for each of the two values that is the best at an end of what was tried: the best of all may lie
+    beyond. One that diverged is beyond."""
+    found = []
+    for key, what in (("batch_size_tokens", "batch size"), ("learning_rate", "learning rate")):
+        tried = {row[key] for row in result["candidates"] if row["stage"] == key}
+        value = result[key]
+        if len(tried) < 2 or value not in (min(tried), max(tried)):
+            continue
+        word, more = ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
+        shown = value if isinstance(value, int) else f"{value:g}"
+        found.append(
+            f"warning: the best {what}, {shown}, is the {word} of those tried; a {more} one may be better: add one to"
+            f" sweep.{key} (with another output_dir) before the long training."
+        )
+    return found
+
+
+def sweep_table(result: dict[str, Any]) -> str:
+    """Format a Markdown table of all candidates, the choice marked."""
+    lines = [
+        f"Mean training loss over the last {last_text(result)}, {result['steps']} in all.",
+        "",
+        "| stage | batch size (tokens) | learning rate | loss | |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for row in result["candidates"]:
+        chosen = row["batch_size_tokens"] == result["batch_size_tokens"] and (
+            row["stage"] == "batch_size_tokens" or row["learning_rate"] == result["learning_rate"]
+        )
+        loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
+        mark = "chosen" if chosen else ""
+        lines.append(
+            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g} | {loss} | {mark} |"
+        )
+    return "\n".join([*lines, *(f"\n{warning}" for warning in edges(result))]) + "\n"

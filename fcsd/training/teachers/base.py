@@ -1,0 +1,97 @@
+"""What a student is compared with: one interface that gives final hidden states, whatever they come from.
+
+The final hidden states (after the final norm) of the tokens that carry loss, and the teacher's head, are all that a
+divergence needs: D numbers a token instead of the vocabulary's. A step asks for those of all its micro-batches at
+once, before the student's first forward, so that a teacher whose weights are sharded over ranks gathers them while the
+student's are not.
+
+Not covered: how a teacher's weights are sharded over ranks (`fcsd.parallel.engine`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import Batch, trim_padding
+from fcsd.model.families.structure import head_scaling, output_head
+from fcsd.parallel.failure import further_in_step
+from fcsd.training.losses.head import LossHead, batch_hidden
+from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
+
+
+class Teacher(ABC):
+    """`head`: a module with the teacher's `weight` (V, D') and `bias`, whole on every rank and frozen.
+
+    `ahead`: called with each micro-batch when it is collated, some steps before `prepare` and in another process; None
+    where there is nothing to do so early.
+    """
+
+    head: nn.Module
+    ahead: Callable[[Batch], None] | None = None
+
+    @abstractmethod
+    def prepare(self, batches: list[Batch]) -> None:
+        """Put `teacher_hidden` (N, D') of the kept positions into each micro-batch of a step.
+
+        batches: input_ids, position_ids, labels, each (B, T), on the device of the training.
+        """
+
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
+        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of one micro-batch.
+
+        Raises: UserError when this kind of teacher has no layers at hand.
+        """
+        raise UserError(
+            f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
+        )
+
+
+class LiveTeacher(Teacher):
+    """A teacher whose `model` is run on the batches of the student, as it is within `as_teacher`."""
+
+    model: Any
+
+    def as_teacher(self) -> AbstractContextManager[None]:
+        """Let the model be the teacher within the block."""
+        return nullcontext()
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Compute (N, D') of the kept positions of a batch, within `as_teacher`."""
+        return batch_hidden(self.model, batch)
+
+    @torch.no_grad()
+    def prepare(self, batches: list[Batch]) -> None:
+        """One forward a micro-batch."""
+        with self.as_teacher():
+            for batch in batches:
+                further_in_step()  # a step may have many
+                batch["teacher_hidden"] = self.hidden(trim_padding(batch))
+
+    @torch.no_grad()
+    def hidden_and_captured(self, batch: Batch, terms: AuxiliaryLosses) -> tuple[Tensor, Captured]:
+        """Run one forward that collects what the terms need."""
+        with self.as_teacher(), terms.captured(self.model) as captured:
+            return self.hidden(batch), captured
+
+
+class ModelTeacher(LiveTeacher):
+    """A frozen model of its own.
+
+    Args: a causal language model, on the training's device or sharded over the ranks already; `head` where the
+    model's own is sharded.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):
+        self.model = model.eval().requires_grad_(False)
+        self.head = output_head(model) if head is None else head
+        if not isinstance(self.head, LossHead):  # without them the loss would take the student's
+            scaled: Any = self.head
+            scaled.logit_scale, scaled.softcap = head_scaling(model.config)

@@ -1,0 +1,254 @@
+"""A teacher's final hidden states on disk: exact, in the teacher's own dtype, of the positions with loss only.
+
+    folder/teacher.json              whose hidden states these are; written first
+    folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, a checksum; never half-written
+    folder/cache.json                the list of shards; written when every row that was asked for is there
+
+A row is found by the hash of its tokens, positions and positions with loss, so neither the order of the rows, nor the
+batch size, nor the number of processes matters, and every run whose data give the same rows shares the folder. D
+numbers a token are exact where the top logits of a token would not be, and 40 to 80 times less than all of them.
+
+Not covered: filling a cache (`fcsd.training.teachers.cache_fill`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fcsd.base.artifact import differences, versions
+from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import read_json, safetensors_header, write_json, writing
+from fcsd.base.temporary import beside
+from fcsd.data.batches import next_token_targets
+from fcsd.training.teachers.base import Batch, Teacher
+
+FORMAT = "fcsd-teacher-cache-1"
+REPAIR = "fcsd cache-teacher RECIPE"  # the command that fills a cache, for messages
+TEACHER, MANIFEST = "teacher.json", "cache.json"
+_KEY_BYTES = 16
+_OPEN_SHARDS = 256  # memory-mapped at a time
+
+Place = tuple[str, int, int]  # shard, first and last + 1 of its hidden states
+
+
+def row_keys(batch: Batch) -> list[bytes]:
+    """Return what identifies each row of a batch: a hash of its token ids, position ids and positions with loss."""
+    keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+    columns = [batch[name].to("cpu", torch.int32) for name in ("input_ids", "position_ids")]
+    columns.append(keep.to("cpu", torch.uint8))
+    keys = []
+    for row in zip(*columns, strict=True):
+        digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+        for column in row:
+            digest.update(column.contiguous().numpy().data)
+        keys.append(digest.digest())
+    return keys
+
+
+def write_shard(folder: Path, identity: dict[str, Any], rows: Sequence[tuple[bytes, Tensor]]) -> Path:
+    """Write one shard beside and rename it.
+
+    rows: key, and (n, D) hidden states. The shard's name is a hash of its keys.
+
+    Raises: UserError when the disk is full or may not be written.
+    """
+    keys = torch.frombuffer(bytearray(b"".join(key for key, _ in rows)), dtype=torch.uint8)
+    tensors = {
+        "hidden": torch.cat([hidden for _, hidden in rows]).contiguous(),
+        "keys": keys.reshape(-1, _KEY_BYTES),
+        "ends": torch.tensor([len(hidden) for _, hidden in rows]).cumsum(0),
+    }
+    metadata = {"format": FORMAT, "teacher": _hash_of(identity), "sha256": _checksum(tensors)}
+    path = folder / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
+    with writing(path), beside(path) as temporary:
+        save_file(tensors, temporary / "shard", metadata=metadata)
+        # safetensors 0.8 makes its files 0600, whatever the umask; a cache is for others, too
+        (temporary / "shard").chmod(temporary.stat().st_mode & 0o666)
+        os.replace(temporary / "shard", path)
+    return path
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in ("hidden", "keys", "ends"):
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _hash_of(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
+    """Return where each row of a shard lies; only its index is read.
+
+    Raises: UserError for a file that is damaged, or of another teacher.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:  # checks that the file is as long as its header says
+            metadata = file.metadata() or {}
+            keys, ends = file.get_tensor("keys"), file.get_tensor("ends").tolist()
+            length = file.get_slice("hidden").get_shape()[0]
+    except (SafetensorError, OSError, ValueError) as error:
+        size = path.stat().st_size if path.is_file() else 0
+        raise UserError(f"{path}: damaged or incomplete shard ({size} bytes; {one_line(error)})") from None
+    if metadata.get("format") != FORMAT or len(keys) != len(ends) or ends[-1:] != [length]:
+        raise UserError(f"{path}: not a shard of a teacher cache of this version ({FORMAT})")
+    if metadata.get("teacher") != _hash_of(identity):
+        raise UserError(f"{path}: holds hidden states of another teacher than the rest of the cache")
+    spans = itertools.pairwise([0, *ends])
+    return {
+        key.tobytes(): (path.name, begin, end) for key, (begin, end) in zip(keys.numpy(), spans, strict=True)
+    }
+
+
+def _layout(path: Path) -> tuple[int, int]:
+    """Return where the hidden states begin in a shard, and the bytes of one of them."""
+    header, start = safetensors_header(path)
+    hidden = header["hidden"]
+    begin, end = hidden["data_offsets"]
+    return start + begin, (end - begin) // max(hidden["shape"][0], 1)
+
+
+def verify_shard(path: Path) -> None:
+    """Read the whole shard and compare it with its checksum. Raises: UserError when they differ."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in ("hidden", "keys", "ends")}
+        expected = (file.metadata() or {}).get("sha256")
+    if _checksum(tensors) != expected:
+        raise UserError(f"{path}: its content does not have the checksum that it was written with")
+
+
+def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
+    """Raise UserError when the cache in `folder` was made from another teacher, with what differs."""
+    found = read_json(folder / TEACHER)
+    if changes := differences(found, json.loads(json.dumps(identity))):
+        raise UserError(
+            f"{folder}: holds the hidden states of another teacher ({'; '.join(changes)}; cache -> recipe);"
+            " fill a cache in another folder, or give the recipe the settings of this one"
+        )
+
+
+def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
+    """Note that the cache is whole: its shards with their sizes, and the versions that made them."""
+    rows: dict[str, int] = {}
+    tokens: dict[str, int] = {}
+    for name, begin, end in places:
+        rows[name] = rows.get(name, 0) + 1
+        tokens[name] = tokens.get(name, 0) + end - begin
+    shards = {
+        name: {"bytes": (folder / name).stat().st_size, "rows": rows[name], "tokens": tokens[name]}
+        for name in sorted(rows)
+    }
+    manifest = {
+        "format": FORMAT,
+        "teacher": read_json(folder / TEACHER),
+        **{what: sum(shard[what] for shard in shards.values()) for what in ("rows", "tokens", "bytes")},
+        "shards": shards,
+        "versions": versions(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+class HiddenCache:
+    """A finished cache, opened: finds and reads rows; files are memory-mapped.
+
+    identity: that of the wanted teacher (`fcsd.training.teachers.unloaded.identity`).
+
+    Raises:
+        UserError: no cache there, one that is not finished, of another teacher, with a shard missing or damaged.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]):
+        self.folder = folder
+        if not (folder / TEACHER).is_file():
+            raise UserError(f"{folder}: holds no teacher cache; fill it with `{REPAIR}`")
+        check_teacher(folder, identity)
+        if not (folder / MANIFEST).is_file():
+            raise UserError(
+                f"{folder}: the teacher cache is not finished; `{REPAIR}` goes on where it was cut off"
+            )
+        self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        self.places: dict[bytes, Place] = {}
+        for name, shard in self.manifest["shards"].items():
+            self.places |= self._index(folder / name, shard["bytes"], identity)
+        self._open = functools.lru_cache(_OPEN_SHARDS)(
+            lambda name: safe_open(folder / name, framework="pt").get_slice("hidden")
+        )
+        self._layout = functools.lru_cache(None)(lambda name: _layout(folder / name))
+
+    def _index(self, path: Path, size: int, identity: dict[str, Any]) -> dict[bytes, Place]:
+        advice = f"; `{REPAIR}` computes its rows again"
+        if not path.is_file():
+            raise UserError(f"{path}: no such file, but {MANIFEST} names this shard{advice}")
+        if path.stat().st_size != size:
+            raise UserError(
+                f"{path}: is {path.stat().st_size} bytes long, {MANIFEST} says {size}: a damaged shard{advice}"
+            )
+        try:
+            return read_shard(path, identity)
+        except UserError as error:
+            raise UserError(f"{error}{advice}") from None
+
+    def require(self, keys: Sequence[bytes]) -> None:
+        """Raise UserError when not all of these rows are in the cache, with their number."""
+        missing = sum(key not in self.places for key in keys)
+        if missing:
+            raise UserError(
+                f"{self.folder}: {missing} of {len(keys)} rows of the training data are not in the teacher cache: other"
+                " data, tokenizer, seed, max_length, packing or loss_on than it was filled with;"
+                f" `{REPAIR}` adds what is missing"
+            )
+
+    def will_need(self, keys: Sequence[bytes]) -> None:
+        """Ask the system to read these rows from the disk into its memory by and by; returns at once."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for key in keys:
+            name, begin, end = self.places.get(key, ("", 0, 0))
+            if begin == end:
+                continue
+            offset, size = self._layout(name)
+            file = os.open(self.folder / name, os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, offset + begin * size, (end - begin) * size, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(file)
+
+    def read(self, keys: Sequence[bytes]) -> Tensor:
+        """Return (N, D) hidden states of these rows, one after the other."""
+        self.require(keys)
+        places = (self.places[key] for key in keys)
+        return torch.cat([self._open(name)[begin:end] for name, begin, end in places])
+
+
+class CachedTeacher(Teacher):
+    """Hidden states from a cache; the teacher's weights are not in memory, but for those of its head."""
+
+    def __init__(self, cache: HiddenCache, head: nn.Module):
+        self.cache, self.head = cache, head.requires_grad_(False)
+
+    def ahead(self, batch: Batch) -> None:
+        """Let the disk begin to read the rows of this micro-batch."""
+        self.cache.will_need(row_keys(batch))
+
+    def prepare(self, batches: list[Batch]) -> None:
+        """Read the rows of all micro-batches."""
+        for batch in batches:
+            hidden = self.cache.read(row_keys(batch))
+            batch["teacher_hidden"] = hidden.to(batch["input_ids"].device)

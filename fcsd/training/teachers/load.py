@@ -1,0 +1,166 @@
+"""The teacher that a recipe names: loaded, left to the student's own weights, or read from a cache.
+
+Not covered: how a teacher's weights are sharded over ranks (`fcsd.parallel.engine`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fcsd.base.errors import UserError
+from fcsd.model.config import CachedTeacherConfig, TeacherConfig
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.connectivity.spec import changed_by
+from fcsd.model.load import ModelFolder, free_memory, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_launch
+from fcsd.training.prepare import place_teacher
+from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
+from fcsd.training.teachers.cache_fill import fill_cache, keyed, spot_check, verify_cache
+from fcsd.training.teachers.unloaded import identity, read_head, unloaded
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """What a distillation compares its student with.
+
+    settings: the `teacher` section. model: the teacher's checkpoint. tokenizer: the student's. rows: what is trained
+    on. batch_size: rows in one forward. seed: chooses the rows that are compared with a cache.
+    """
+
+    settings: TeacherConfig
+    model: ModelFolder
+    tokenizer: PreTrainedTokenizerBase
+    rows: Any
+    batch_size: int
+    seed: int
+    launch: Launch
+
+
+def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedModel | Teacher | None:
+    """Load the teacher; None where the student is made to be it.
+
+    fill: compute what a cache lacks.
+
+    Raises:
+        UserError: a checkpoint with another tokenizer, or that is the student already; a cache that does not fit.
+    """
+    plan = source.settings
+    _check_is_original(source)
+    if plan.backend == "adapter_off":
+        return None
+    _check_tokenizer(source)
+    if plan.backend == "sharded":
+        return _own_or_other(source)
+    if fill:
+        fill_teacher_cache(source, Path(plan.cache))
+    return _cached_teacher(source, plan)
+
+
+def _own_or_other(source: TeacherSource) -> PreTrainedModel:
+    """Load the model of the `teacher` section; the student's original is of a family that can be converted."""
+    return load_model_teacher(source.model, source.launch, any_family=source.settings.path is not None)
+
+
+def load_model_teacher(model: ModelFolder, launch: Launch, *, any_family: bool = True) -> PreTrainedModel:
+    """Load a teacher's model as this rank of the launch begins with it; any_family: a dense one, too."""
+    return load_for_launch(model, launch, any_family=any_family)
+
+
+def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:
+    rows, launch, num_checked = source.rows, source.launch, plan.spot_check_rows
+    facts = unloaded(source.model)
+    weights = launch.ranks.from_first(lambda: source.model.weights)
+    cache = HiddenCache(Path(plan.cache), identity(facts, weights))
+    cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
+    if num_checked:
+        some = _some(rows, num_checked, source.seed)
+
+        def check() -> None:
+            spot_check(cache, _model_teacher(source), some, launch.device)
+
+        if launch.engine.shards:  # all ranks are needed for a pass, and see the same
+            check()
+        else:
+            launch.ranks.from_first(check)
+        free_memory()
+    return CachedTeacher(cache, read_head(facts).to(launch.device))
+
+
+def _some(rows: Any, number: int, seed: int) -> list[Any]:
+    chosen = np.random.default_rng(seed).choice(len(rows), min(number, len(rows)), replace=False)
+    return [rows[int(i)] for i in chosen]
+
+
+def _model_teacher(source: TeacherSource) -> Teacher:
+    """Load the teacher whole, or sharded over the ranks as the launch says."""
+    try:
+        loaded = _own_or_other(source)
+        return cast(Teacher, place_teacher(loaded, source.launch))
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the teacher {source.model.config.path} does not fit on one device; launch with weights that are sharded"
+            " over several (configs/fsdp2_8.yaml), or, to train on a cache without loading it, set"
+            " teacher.spot_check_rows: 0"
+        ) from None
+
+
+def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = False) -> None:
+    """Run the teacher over the training rows and keep what it gives in `folder`."""
+    _check_is_original(source)
+    _check_tokenizer(source)
+    rows = source.rows
+    weights = source.launch.ranks.from_first(lambda: source.model.weights)
+    known = identity(unloaded(source.model), weights)
+    fill_cache(
+        folder,
+        known,
+        (rows[i] for i in range(len(rows))),
+        source.launch,
+        batch_size=source.batch_size,
+        load_teacher=lambda: _model_teacher(source),
+    )
+    free_memory()
+    if verify:
+        source.launch.ranks.from_first(lambda: verify_cache(HiddenCache(folder, known)))
+
+
+def _check_is_original(source: TeacherSource) -> None:
+    """Raise UserError when the student would be compared with itself: its checkpoint is rewired or trained already."""
+    folder = source.model.folder
+    if source.settings.path is not None:
+        return
+    config, _, connectivity = read_config(folder, any_family=True)
+    how = changed_by(config)
+    if connectivity is not None or how is not None:
+        what = "is a FarSkip checkpoint" if connectivity is not None else f"was {how} as a FarSkip checkpoint"
+        raise UserError(
+            f"{folder}: {what}, and as its own teacher it would teach nothing; set teacher.path to"
+            " the original (backend sharded or cache), or model.path to the original"
+        )
+
+
+def _check_tokenizer(source: TeacherSource) -> None:
+    """Raise UserError when the teacher's tokenizer gives a token another id than the student's."""
+    if source.settings.path is None:
+        return
+    model = source.model
+    theirs = load_tokenizer(model.folder, trust_remote_code=model.config.trust_remote_code).get_vocab()
+    ours = source.tokenizer.get_vocab()
+    differ = [token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)]
+    if not differ:
+        return
+    token = min(differ, key=lambda token: ours.get(token, 1 << 40))
+    raise UserError(
+        f"teacher.path {source.settings.path}: its tokenizer is not the student's: {len(differ)} tokens have other ids"
+        f" or are missing, the first is {token!r} ({ours.get(token, 'none')} in the student's,"
+        f" {theirs.get(token, 'none')} in the teacher's);"
+        " distributions over different vocabularies cannot be compared, use a teacher with the same tokenizer"
+    )

@@ -1,0 +1,146 @@
+"""LoRA students, and the teacher that needs no second model: the same weights, adapters and connectivity off.
+
+peft puts its adapters into the rewired model in place, so that the student stays the `FarSkip<Family>ForCausalLM` that
+it was: the loss head, generation and the Trainer see the class that they know.
+
+Not covered: adapters on the head or the embeddings (the head computes the loss), other methods of peft than LoRA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fcsd.base.errors import UserError, one_line
+from fcsd.data.batches import Batch, next_token_targets
+from fcsd.model.config import AdapterConfig
+from fcsd.model.connectivity.rewire import regular
+from fcsd.model.families.structure import output_head
+from fcsd.training.losses.head import body_hidden
+from fcsd.training.teachers.base import LiveTeacher
+
+
+def add_adapters(model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype) -> Any:
+    """Freeze `model` and put fresh adapters of `dtype` into it, in place; they change nothing until they are trained.
+
+    Returns: the `PeftModel` around it, for `leave_adapters`.
+
+    Raises:
+        UserError: peft is not installed; names that match nothing, or that peft cannot adapt; the head or the
+            embeddings are among them.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise UserError(
+            "lora: peft is not installed; pip install 'fcsd[lora]', or leave the section out"
+        ) from None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config = peft.LoraConfig(**lora.model_dump(), task_type="CAUSAL_LM")
+    torch.manual_seed(seed)
+    try:
+        with warnings.catch_warnings():
+            # peft looks for experts that a family has not fused by patterns that then match nothing.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+            # peft 0.21 asks for the old name of transformers' activation checkpointing.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+            adapted: Any = peft.get_peft_model(model, config)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"lora: peft cannot adapt {type(model).__name__}: {one_line(error)};"
+            " check lora.target_modules and lora.target_parameters"
+        ) from error
+    for module, what in (
+        (model.get_output_embeddings(), "head"),
+        (model.get_input_embeddings(), "embeddings"),
+    ):
+        if isinstance(module, BaseTunerLayer):
+            raise UserError(
+                f"lora.target_modules: names the {what} of the model, which stay as they are (the head computes the"
+                " loss); leave them out"
+            )
+    # An original would be adapted silently where the rewired model is meant.
+    adapted.peft_config["default"].base_model_name_or_path = None
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has adapters, which then are what is trained of it."""
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def leave_adapters(adapted: Any, folder: Path) -> None:
+    """Write the adapters to `folder` in peft's format, and merge them into the model, in place.
+
+    Of a sum in bfloat16 each weight is rounded once.
+    """
+    adapted.save_pretrained(folder)
+    adapted.merge_and_unload()
+
+
+class AdapterOffTeacher(LiveTeacher):
+    """The original model inside its LoRA student: a pass with adapters, connectivity and dropout off.
+
+    Bitwise what the original gives: a layer without its plan and an adapter that is off both run the family's own
+    code on the same weights.
+
+    Args: the student, with adapters (`add_adapters`); the head may be its loss head.
+    """
+
+    def __init__(self, student: PreTrainedModel):
+        if not has_adapters(student):
+            raise ValueError("the student has no adapters: its trained weights are not the teacher's")
+        self.model = student
+        self.head = output_head(student)
+
+    def as_teacher(self) -> contextlib.AbstractContextManager[None]:
+        """Let the student be its original."""
+        return as_original(self.model)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Compute it past the model's own forward, around which the Trainer has put its autocast."""
+        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
+        return body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, keep)
+
+
+@contextlib.contextmanager
+def as_original(student: nn.Module) -> Iterator[None]:
+    """While the context lasts a LoRA student is the original model in evaluation mode; then all is as it was.
+
+    The training flag of every module is restored, not set: a module may have been in evaluation mode on purpose.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules = list(student.modules())
+    training = [module for module in modules if module.training]
+    adapters: list[Any] = [module for module in modules if isinstance(module, BaseTunerLayer)]
+    try:
+        for module in training:
+            module.training = False
+        for adapter in adapters:
+            # `enable_adapters` would also switch requires_grad, and with it what DDP and the optimiser rely on.
+            adapter._disable_adapters = True
+        with regular(student):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        for adapter in adapters:
+            adapter._disable_adapters = False

@@ -1,0 +1,343 @@
+"""The training loop: `transformers.Trainer` with the objectives of the paper, from which a run goes on exactly.
+
+What an objective is, what happens when a step goes wrong, and how a checkpoint is written are parts of their own:
+`fcsd.training.step_loss`, `guarded` and `checkpoints`. Here they are put into the Trainer's places.
+"""
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+
+from fcsd.base.files import read_json
+from fcsd.model.autocast import autocast_experts
+from fcsd.model.connectivity.spec import TRAINED
+from fcsd.parallel.failure import in_step
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.state import load_schedule, read_state, schedule_state, write_state
+from fcsd.training.averaging import WeightAverage
+from fcsd.training.callbacks import InStep
+from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, guard_state, write_checkpoint
+from fcsd.training.config import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.training.early_stopping import EarlyStopper
+from fcsd.training.guarded import GuardedSteps
+from fcsd.training.interrupt import ignore_signals
+from fcsd.training.optimizer import note_parts, own_optimizer, wants_own_optimizer
+from fcsd.training.safety import Guard
+from fcsd.training.schedule import learning_rate_schedule
+from fcsd.training.step_loss import StepLoss
+from fcsd.training.teachers.base import Teacher
+
+_SCHEDULE = "scheduler.pt"
+
+
+class DistillTrainer(Trainer):
+    """Minimises an `Objective` over packed rows, while a `Guard` decides on every step: what `FCSDTrainer` stands on.
+
+    The model must carry a loss head (`fcsd.training.losses.head.attach_loss_head`). `teacher` is needed for the
+    objectives that compare with one. `settings` say what moves the weights, beyond what `args` can say.
+
+    Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
+        ce                          cross-entropy, nats, of the objectives sft and ce
+        kl | reverse_kl | jsd       the divergence, nats, before clipping
+        kl_p50, kl_p90, kl_p99      its quantiles over all tokens of these steps, within 1 % (likewise for the others)
+        top1_agreement              share of tokens whose most probable continuation is the teacher's
+        teacher_entropy             nats
+        clipped_share               of tokens, with objective.clip
+        l2, router_kl               before their coefficients, see `fcsd.training.losses.hidden_terms`
+        tokens_per_second           all tokens, of all ranks
+    Divergence and entropy are taken at objective.temperature.
+    """
+
+    # `compute_loss` divides by the number of kept tokens of the whole step, see the module's docstring.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        objective: ObjectiveConfig,
+        teacher: Teacher | None,
+        launch: Launch,
+        settings: TrainConfig,
+        safety: SafetyConfig,
+        **kwargs: Any,
+    ):
+        self.launch, self.engine = launch, launch.engine
+        self.is_writing_checkpoint = False  # beside its place
+        _use_one_device(args)
+        if args.bf16:
+            autocast_experts()
+        # Else the Trainer refuses to write checkpoints; ours are not its.
+        args.save_only_model = self.engine.spreads_experts
+        kwargs["callbacks"] = [InStep(), *(kwargs.get("callbacks") or [])]
+        super().__init__(model, args, **kwargs)
+        args.save_only_model = False
+        # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
+        self.is_distributed_loading_by_transformers = self.engine.has_dtensors
+        self.step_loss = StepLoss(objective, teacher, model, self.accelerator)
+        self.meters, self.teacher = self.step_loss.meters, teacher
+        self.guard = Guard(safety)
+        self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
+        self.stopper: EarlyStopper | None = None
+        self.settings = settings
+        self.average: WeightAverage | None = None
+        if settings.ema_decay is not None:
+            self.average = WeightAverage(
+                model, settings.ema_decay, skipped=lambda: self.guarded.verdict != "go"
+            )
+            self.add_callback(self.average)  # before the one that scores, which is added later
+        self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.engine.shards:  # whose parts are where they belong
+            super()._move_model_to_device(model, device)
+
+    # ---- one step
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """All micro-batches of a step, with the teacher's hidden states, and the step's number of kept tokens."""
+        self.step_loss.forget()
+        self.guarded.begin()
+        batches, num_kept = super().get_batch_samples(epoch_iterator, num_batches, device)
+        model: Any = self.model
+        self.step_loss.prepare(model, batches, self.state.global_step)
+        return batches, num_kept
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        return self.step_loss.num_kept(batch_samples, device)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Compute this micro-batch's share of the step's mean loss, in nats per kept token."""
+        if num_items_in_batch is None:
+            raise RuntimeError("the number of kept tokens of the step is unknown")
+        loss, outputs = self.step_loss(model, inputs, num_items_in_batch)
+        loss = self.guarded.watched(loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        # Called once a step, when its gradient is whole and before the optimiser acts on it; under DeepSpeed, whose
+        # engine skips a step with a norm that is not finite by itself, afterwards.
+        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
+        self.guarded.decide(norm)
+        return norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop:
+            self.control.should_log = True  # the last step is on record whatever logging_steps is
+        if self.guarded.rewind():
+            return
+        self.guarded.heed_signals()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the parts of the loss, the throughput and what was guarded against to what the Trainer logs."""
+        if "loss" in logs:
+            logs.update(self.meters.means(self.guarded.leave_out_skipped(logs)))
+            self.meters.refuse_all_clipped(logs, self.state.global_step)
+            logs["tokens_per_second"] = self.meters.tokens_per_second()
+            logs.update(self.guard.report())
+            self.guarded.reset_meters()
+        super().log(logs, start_time)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if not self.control.should_training_stop:  # the score that began this run may have ended it
+            super()._run_epoch(*args, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        self._note_training()
+        # What `Trainer` would load, and when, depends on the engine; `restore` is the same for all.
+        prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if not self.is_deepspeed_enabled:
+            self.guarded.let_steps_be_skipped(self.optimizer)
+        if self.step_loss.terms is not None:
+            self.step_loss.terms.steps = max_steps
+        if resume_from_checkpoint is not None:
+            self.restore(Path(resume_from_checkpoint))
+            self._known_checkpoints.add(Path(resume_from_checkpoint).name)
+        self.guarded.reset_meters()
+        return prepared
+
+    def _note_training(self) -> None:
+        """Let the config say that these are no longer an original's weights; those of a regular model are one's."""
+        config = self.plain_model.config
+        if (getattr(config, "farskip", None) or {}).get("layers"):
+            setattr(config, TRAINED, True)
+
+    # ---- data
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does; behind it no rank is in a step."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            in_step(False)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
+        loader = super().get_train_dataloader()
+        begin = loader.worker_init_fn
+
+        def begin_quietly(worker: int) -> None:
+            ignore_signals()
+            if begin is not None:
+                begin(worker)
+
+        if loader.num_workers > 0:
+            loader.worker_init_fn = begin_quietly
+        return loader
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
+        """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""
+        _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
+            args, dataloader
+        )
+        return (sys.maxsize, steps_per_epoch, *numbers, steps_in_epoch, max_steps)
+
+    @property
+    def steps_of_data(self) -> int:
+        """The number of steps whose rows were read: those trained, and those that rewinds passed over."""
+        return self.state.global_step + self.guard.passed_steps
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self.args.ignore_data_skip:
+            return self.state.global_step // num_update_steps_per_epoch, 0
+        epoch, steps = divmod(self.steps_of_data, num_update_steps_per_epoch)
+        return epoch, steps * self.args.gradient_accumulation_steps
+
+    # ---- optimiser
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW as the Trainer makes it, or what `settings` ask for."""
+        trained: Any = self.model if model is None else model
+        decayed = self.get_decay_parameter_names(trained)
+        if self.optimizer is None and wants_own_optimizer(self.settings):
+            adamw = self.get_optimizer_cls_and_kwargs(self.args, trained)
+            self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
+        optimizer = super().create_optimizer(model)
+        # The Trainer has one group a mesh of those that decay, and of the others.
+        if self.engine.spreads_experts:
+            note_parts(optimizer, trained, decayed)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the schedule that the arguments name."""
+        if self.lr_scheduler is None:
+            steered: Any = optimizer or self.optimizer
+            self.lr_scheduler = learning_rate_schedule(self.args, steered, num_training_steps)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        rate: float = super()._get_learning_rate()
+        optimizer: Any = self.optimizer
+        return rate / optimizer.param_groups[0].get("lr_scale", 1.0)
+
+    # ---- checkpoints
+
+    def scored_weights(self) -> AbstractContextManager[None]:
+        """Within the block the model has the weights that are scored and kept: with ema_decay their average."""
+        average = self.average
+        return average.applied() if average is not None and average.average else nullcontext()
+
+    @property
+    def plain_model(self) -> Any:
+        """The model without DDP's or DeepSpeed's wrapper."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Weights, optimiser and schedule as they were, whatever engine and number of ranks wrote the checkpoint."""
+        read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
+        schedule = torch.load(checkpoint / _SCHEDULE, map_location="cpu", weights_only=True)
+        load_schedule(self.lr_scheduler, self.optimizer, schedule)
+        if self.average is not None:
+            self.average.load(checkpoint)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder) / PARTIAL) if self.is_writing_checkpoint else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
+        name = f"checkpoint-{self.state.global_step}"
+        if name not in self._known_checkpoints or not (Path(str(self.args.output_dir)) / name).is_dir():
+            save = super()._save_checkpoint
+            write_checkpoint(self, name, lambda: save(model, trial))
+            self._known_checkpoints.add(name)
+
+    # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
+    # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are. Under
+    # FSDP and DeepSpeed it writes formats that only the same engine reads.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks)
+        if self.args.should_save:
+            torch.save(schedule_state(self.lr_scheduler, self.optimizer), Path(output_dir) / _SCHEDULE)
+            if self.average is not None:
+                self.average.save(Path(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing: `restore` does it, once there is an optimiser."""
+
+    def restore_progress(self, checkpoint: Path) -> None:
+        """Load the stopper as it was; the time that was spent stays spent."""
+        if self.stopper is not None:
+            self.stopper.load(read_json(checkpoint / STOPPER_FILE))
+
+    def restore_if_complete(self, checkpoint: Path) -> bool:
+        """Load a checkpoint after which there is nothing left to train; of any other only stopper and guard, and false.
+
+        A run that was killed between its last step and writing its model ends here: `train` would do one step more.
+        """
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.restore_progress(checkpoint)
+        self.guard.load(guard_state(checkpoint))
+        done = state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps)
+        if self.stopper is not None:
+            self.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
+            is_due = self.stopper.is_due(state.global_step, self.args.max_steps)
+            done = (done or self.stopper.should_stop) and not is_due
+        if not done:
+            return False
+        self._note_training()
+        read_state(checkpoint, self.plain_model, None, self.launch.ranks)
+        if self.average is not None:
+            self.average.load(checkpoint)
+        self.state = state
+        return True
+
+
+def _use_one_device(args: TrainingArguments) -> None:
+    """Train on one device, which is what a process has; transformers would copy the model to all that it sees."""
+    if args.n_gpu > 1:
+        print(
+            f"this process trains on one of the {args.n_gpu} devices that it sees; `accelerate launch"
+            f" --num_processes {args.n_gpu}` starts a process for each (docs/training.md)",
+            file=sys.stderr,
+        )
+        args._n_gpu = 1

@@ -1,0 +1,296 @@
+"""Finished tasks are kept, under what they were measured on; progress and the batch size."""
+
+import io
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.files import read_json
+from fcsd.base.strict import validate
+from fcsd.base.text import duration
+from fcsd.cli.main import main
+from fcsd.evaluation import runner
+from fcsd.evaluation.batch import BatchSizer
+from fcsd.evaluation.config import EvaluationConfig, TaskConfig, load_suite
+from fcsd.evaluation.lm_eval import tasks as likelihood
+from fcsd.evaluation.progress import Progress, Work
+from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
+from fcsd.evaluation.store import TaskStore
+from fcsd.model.config import ModelConfig
+from fcsd.parallel.launch import join_launch
+from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from tests.evaluation.rows import rows_of, write_repository
+from tests.support import start
+
+ROWS: list[dict[str, Any]] = [
+    {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"},
+    {"task": "sciq", "kind": "likelihood", "metric": "acc,none", "dataset": "allenai/sciq"},
+    {"task": "gsm8k", "kind": "generation", "metric": "exact_match,strict-match", "dataset": "openai/gsm8k",
+     "max_new_tokens": 2},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint `model`, data in `root`, and `suite.yaml`."""
+    root = tmp_path_factory.mktemp("resume")
+    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, num_hidden_layers=1)
+    model.save_pretrained(root / "model")
+    tiny_tokenizer().save_pretrained(root / "model")
+    for name, config, graded in (
+        ("baber/piqa", "default", "validation"),
+        ("allenai/sciq", "default", "test"),
+        ("openai/gsm8k", "main", "test"),
+    ):
+        rows = {split: rows_of(name, 3) for split in {"train", "validation", graded}}
+        write_repository(root / "root" / name, {config: rows})
+    (root / "suite.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": ROWS}))
+    return root
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The tasks that a model was asked, in order; `gsm8k` fails once while the list holds "fail"."""
+    seen: list[str] = []
+    run = likelihood.run_task
+
+    def spy(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
+        if row.task == "gsm8k" and "fail" in seen:
+            seen.remove("fail")
+            raise KeyboardInterrupt
+        seen.append(row.task)
+        return run(wrapper, row, *rest)
+
+    monkeypatch.setattr(runner.likelihood, "run_task", spy)
+    yield seen
+
+
+def judge(place: Path, output: Path, **changes: Any) -> Any:
+    config = ModelConfig(path=str(changes.pop("model", place / "model")))
+    plan = {"data_root": str(place / "root"), "batch_size": 4} | changes
+    suite = load_suite(place / "suite.yaml")
+    run_evaluation(Evaluation("model", config, suite, EvaluationConfig(**plan)), output, join_launch())
+    return {task: row["value"] for task, row in read_json(output / "results.json")["tasks"].items()}
+
+
+def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
+    place: Path, tmp_path: Path, asked: list[str]
+) -> None:
+    whole = judge(place, tmp_path / "whole")
+    asked[:] = ["fail"]
+    with pytest.raises(KeyboardInterrupt):
+        judge(place, tmp_path / "cut")
+    assert asked == ["piqa", "sciq"] and len(list((tmp_path / "cut" / FINISHED_TASKS).iterdir())) == 2
+    assert not (tmp_path / "cut" / "results.json").exists()
+    asked.clear()
+    assert judge(place, tmp_path / "cut", batch_size=2) == whole and asked == ["gsm8k"]
+    assert not (tmp_path / "cut" / FINISHED_TASKS).exists()
+    assert len(list((tmp_path / "cut" / "lm_eval").glob("*/results_*.json"))) == 1, (
+        "beside, for lm-eval's tools"
+    )
+    for name in ("piqa", "sciq", "gsm8k"):
+        one, other = ((tmp_path / x / f"samples_{name}.jsonl").read_text() for x in ("whole", "cut"))
+        assert [s["doc_hash"] for s in map(json.loads, one.splitlines())] == [
+            s["doc_hash"] for s in map(json.loads, other.splitlines())
+        ]
+    asked.clear()
+    judge(place, tmp_path / "cut")
+    assert asked == []
+
+
+def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
+    place: Path, tmp_path: Path
+) -> None:
+    """The command in a process of its own, which gets a SIGKILL when it comes to its third task."""
+    code = (
+        "import os, signal, sys\n"
+        "from fcsd.cli.main import main\n"
+        "from fcsd.evaluation.lm_eval import tasks\n"
+        "run = tasks.run_task\n"
+        "def killed(wrapper, row, *rest):\n"
+        "    return os.kill(os.getpid(), signal.SIGKILL) if row.task == 'gsm8k' else run(wrapper, row, *rest)\n"
+        "tasks.run_task = killed\n"
+        "main(sys.argv[1:])\n"
+    )
+    out = tmp_path / "out"
+    words = f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+    with start("-c", code, *words, "--output", str(out), "--batch-size", "4") as child:
+        said = child.communicate(timeout=300)
+    assert child.returncode == -signal.SIGKILL, said
+    kept = sorted(path.name.partition("-")[0] for path in (out / FINISHED_TASKS).iterdir())
+    assert kept == ["piqa", "sciq"] and not (out / "results.json").exists()
+    judge(place, out)
+    judge(place, tmp_path / "whole")
+    for name in ("piqa", "sciq", "gsm8k"):
+        assert (out / f"samples_{name}.jsonl").read_text() == (
+            tmp_path / f"whole/samples_{name}.jsonl"
+        ).read_text()
+    one, other = (read_json(folder / "results.json") for folder in (out, tmp_path / "whole"))
+    for result in (one, other):
+        result.pop("wall_s")
+    assert one == other
+
+
+@pytest.mark.parametrize("kind", [UserError, ScorerError])
+def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
+    kind: type[Exception], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = likelihood.run_task
+
+    def fails(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
+        if row.task == "gsm8k":
+            raise kind("task gsm8k: something is wrong")
+        return run(wrapper, row, *rest)
+
+    monkeypatch.setattr(runner.likelihood, "run_task", fails)
+    with pytest.raises(
+        kind, match=r"something is wrong \(the 2 finished tasks are kept; run again to go on\)"
+    ):
+        judge(place, tmp_path / "out")
+    assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 2
+
+
+def test_a_shared_cache_is_by_weights_and_never_by_path(
+    place: Path, tmp_path: Path, asked: list[str]
+) -> None:
+    import shutil
+
+    cache = tmp_path / "cache"
+    first = judge(place, tmp_path / "a", cache=str(cache))
+    asked.clear()
+    shutil.copytree(place / "model", tmp_path / "moved")
+    assert judge(place, tmp_path / "b", cache=str(cache), model=tmp_path / "moved") == first and asked == []
+    # Other weights at the same path, other items, another tokenizer: asked again.
+    other = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=1024, num_hidden_layers=1, seed=1)
+    other.save_pretrained(tmp_path / "moved")
+    judge(place, tmp_path / "c", cache=str(cache), model=tmp_path / "moved")
+    assert asked == ["piqa", "sciq", "gsm8k"]
+    asked.clear()
+    judge(place, tmp_path / "d", cache=str(cache), limit=2)
+    assert asked == ["piqa", "sciq", "gsm8k"]
+    asked.clear()
+    shutil.copytree(place / "model", tmp_path / "template")
+    (tmp_path / "template" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    judge(place, tmp_path / "e", cache=str(cache), model=tmp_path / "template")
+    assert asked == ["piqa", "sciq", "gsm8k"]
+
+
+def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> None:
+    row = validate(TaskConfig, ROWS[0], "row")
+    store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
+    assert store.get(row) is None
+    store.put(row, [{"score": 1.0}], {"num_items_total": 9})
+    assert store.get(row) == ([{"score": 1.0}], {"num_items_total": 9})
+    assert TaskStore(tmp_path, {"model": "2"}, {"piqa": "d"}).get(row) is None
+    assert TaskStore(tmp_path, {"model": "1"}, {"piqa": "e"}).get(row) is None
+    assert store.get(row.model_copy(update={"num_fewshot": 1})) is None
+    assert store.get(row.model_copy(update={"headline": False})) is not None
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    file.write_text(whole.replace('"score": 1.0', '"score": 0.0'))
+    assert store.get(row) is None, "a flipped byte is no answer"
+    file.write_text(whole[:-9])
+    assert store.get(row) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "byte"])
+def test_a_finished_task_whose_samples_are_damaged_is_evaluated_again_alone(
+    place: Path, tmp_path: Path, asked: list[str], damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = judge(place, tmp_path / "out")
+    file = tmp_path / "out" / "samples_sciq.jsonl"
+    text = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(text[: len(text) // 2] + (b"\xff" + text[len(text) // 2 + 1 :]) * (damage == "byte"))
+    asked.clear()
+    assert judge(place, tmp_path / "out") == whole
+    assert asked == ["sciq"] and file.read_bytes() == text
+    assert "samples_sciq.jsonl" in capsys.readouterr().err
+
+
+def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> None:
+    now, out = [0.0], io.StringIO()
+    tasks = {
+        "a": Work(100, "characters", 1000),
+        "b": Work(50, "characters", 500),
+        "c": Work(10, "tokens", 10),
+        "d": Work(10, "characters", 1000),  # fewer items, and longer ones
+    }
+    steps = Progress(tasks, kept=1, stream=out, clock=lambda: now[0])
+    for task, seconds in (("a", 200), ("b", 100), ("c", 3600), ("d", 0)):
+        steps.start(task)
+        now[0] += seconds
+    assert out.getvalue().splitlines() == [
+        "[2/5] a: 100 items",
+        "[3/5] b: 50 items; 3 min so far, at least 5 min left",
+        "[4/5] c: 10 items; 5 min so far, at least 3 min left",
+        "[5/5] d: 10 items; 1 h 05 min so far, about 3 min left",
+    ]
+    assert [duration(s) for s in (0, 59.4, 60, 3599, 7500)] == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "1 h 00 min",
+        "2 h 05 min",
+    ]
+
+
+class _Model:
+    device = torch.device("meta")
+
+
+def test_an_automatic_batch_size_is_halved_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gc.collect", lambda: None)  # slow beside everything that the tests have loaded
+    asked: list[int] = []
+
+    def work(size: int) -> int:
+        asked.append(size)
+        if size > 20:
+            raise torch.OutOfMemoryError
+        return size
+
+    batch = BatchSizer("auto", _Model())  # type: ignore[arg-type]
+    assert batch.run(work) == 16 and asked == [128, 64, 32, 16]
+    assert batch.run(work) == 16 and len(asked) == 5  # remembered
+    batch.begin(1000, ALONE)
+    assert batch.run(work) == 16 and asked[5:] == [128, 64, 32, 16]  # another task, with prompts of its own
+    batch.begin(11, ALONE)
+    assert batch.run(work) == 11
+    batch.begin(11, Ranks(0, 4))
+    assert batch.run(work) == 3  # some for every rank
+    with pytest.raises(UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"):
+        BatchSizer(32, _Model()).run(work)  # type: ignore[arg-type]
+
+    def never(size: int) -> None:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(UserError, match="out of memory with batch_size 1: the model leaves no room"):
+        batch.run(never)
+
+
+def test_a_log_has_one_line_a_task_and_no_bars(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"evaluate {place / 'model'} --suite {place / 'suite.yaml'} --data-root {place / 'root'}".split()
+    assert main([*words, "--output", str(tmp_path / "out"), "--limit", "2"]) == 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    each = ["[1/3] piqa: 2 items", "[2/3] sciq: 2 items", "[3/3] gsm8k: 2 items"]
+    assert [line.partition(";")[0] for line in lines] == each
+
+
+@pytest.mark.parametrize(("disabled", "drawn"), [("", True), ("1", False)])
+def test_a_bar_is_drawn_unless_tqdms_variable_switches_all_off(disabled: str, drawn: bool) -> None:
+    code = "from fcsd.base.text import progress_bar; print([*progress_bar('ab', desc='rows', shown=True)])"
+    with start("-c", code, TQDM_DISABLE=disabled) as child:
+        values, bar = child.communicate(timeout=60)
+    assert values == "['a', 'b']\n" and ("rows: 100%" in bar) == drawn

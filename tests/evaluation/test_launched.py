@@ -1,0 +1,172 @@
+"""`fcsd evaluate`, `layers` and `run` in a launch of two processes: what one process leaves, also after a kill."""
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcsd.base.files import read_json
+from fcsd.cli.main import main
+from fcsd.evaluation import runner
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.results import read_result
+from fcsd.evaluation.stage import FINISHED_TASKS
+from fcsd.model.connectivity import load_model
+from fcsd.parallel.ranks import input_device
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.evaluation.test_ranks import place
+from tests.parallel.test_engines import launch, outcomes
+from tests.support import ROOT, Bench, evaluate, in_forked_ranks, start
+
+__all__ = ["place"]  # a fixture
+
+
+def command(place: Path, output: Path, *more: str) -> list[str]:
+    return [
+        "evaluate", str(place / "model"), "--suite", str(place / "suite.yaml"), "--data-root", str(place / "data"),
+        "--batch-size", "2", "--output", str(output), *more,
+    ]  # fmt: skip
+
+
+def comparable(folder: Path) -> Any:
+    """A result without what differs between two runs of one process."""
+    result, samples = read_result(folder)
+    return {key: value for key, value in result.items() if key != "wall_s"}, samples
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task_in_a_real_launch(
+    place: Path, tmp_path: Path
+) -> None:
+    def killed_in_the_second_task(rank: int) -> int:
+        run = runner.likelihood.run_task
+
+        def deadly(wrapper: Any, row: Any, *rest: Any) -> Any:
+            if rank == 1 and row.task == "t_answers":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return run(wrapper, row, *rest)
+
+        runner.likelihood.run_task = deadly  # a fork of its own
+        return main(command(place, tmp_path / "out"))
+
+    (status, text), (second, _) = in_forked_ranks(killed_in_the_second_task, 2, tmp_path)
+    assert status not in (0, -signal.SIGKILL) and second == -signal.SIGKILL
+    assert "rank 1 of 2 ended without an error: killed" in text
+    assert len(list((tmp_path / "out" / FINISHED_TASKS).iterdir())) == 1
+
+    config = str(ROOT / "configs" / "cpu_2.yaml")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", config, "-m", "fcsd")
+    with start(*launcher, *command(place, tmp_path / "out")) as child:
+        output, errors = child.communicate()
+    assert child.returncode == 0, errors
+    assert "[2/4] t_answers: 5 items\n" in errors and "t_group:" not in errors
+    assert errors.count("[3/4] t_code") == 1 and output.count("| t_group ") == 1  # the first rank's alone
+    assert main(command(place, tmp_path / "one")) == 0
+    assert comparable(tmp_path / "out") == comparable(tmp_path / "one")
+    assert not (tmp_path / "out" / FINISHED_TASKS).exists()
+
+
+def test_expert_parallel_processes_judge_as_one(place: Path, tmp_path: Path) -> None:
+    assert main(command(place, tmp_path / "one", "--limit", "2")) == 0
+    assert launch("cpu_2_ep", command(place, tmp_path / "ep", "--limit", "2", "--expert-parallel", "2")) == [
+        0
+    ]
+    one, other = (read_json(tmp_path / name / "results.json")["tasks"] for name in ("one", "ep"))
+    assert one == other and one["t_group"]["num_items"] == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        ("cpu_2", ["--device-map", "auto"], "--device-map: is for one process"),
+        ("cpu_2_fsdp2", ["--batch-size", "auto"], "shards the weights over 2; give a number"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
+    place: Path, tmp_path: Path, config: str, more: list[str], message: str
+) -> None:
+    found = [rank[0] for rank in outcomes(config, command(place, tmp_path / "out", *more))]
+    assert [status for status, _ in found] == [2, 2]
+    assert sum(message in text for _, text in found) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(bench: Bench, place: Path) -> None:
+    """All stages, the KL to the original too, under FSDP2 and expert parallelism."""
+    rows = yaml.safe_load((place / "suite.yaml").read_text())["tasks"][:2]
+    (place / "short.yaml").write_text(yaml.safe_dump({"name": "short", "tasks": rows}))
+    changes: dict[str, Any] = {
+        "data": {
+            "train": [{"path": str(bench.rows)}], "heldout": {"path": str(bench.rows)}, "heldout_examples": 3,
+            "max_length": 32,
+        },
+        "evaluation": {"suite": str(place / "short.yaml"), "data_root": str(place / "data"), "batch_size": 2},
+    }  # fmt: skip
+
+    def whole(name: str, *more: str) -> list[str]:
+        recipe = ["run", str(bench.recipe(name, **changes)), "--set", "train.max_steps=2"]
+        return [*recipe, "--set", "evaluation.layer_study=true", *more]
+
+    assert main(whole("one")) == 0
+    assert launch("cpu_2_fsdp2", whole("fsdp2")) == [0]
+    assert launch("cpu_2_ep", whole("ep", "--expert-parallel", "2")) == [0]
+    for run, name in itertools.product(("fsdp2", "ep"), ("original", "converted", "fcsd")):
+        (a, samples), (b, others) = (
+            read_result(bench.folder / each / "evaluate" / name) for each in ("one", run)
+        )
+        assert a["kl_to_original"]["kl"] == pytest.approx(b["kl_to_original"]["kl"], rel=0.01, abs=1e-6)
+        for task, items in samples.items():
+            assert [each["doc_hash"] for each in items] == [each["doc_hash"] for each in others[task]]
+        if name != "fcsd":  # trained in another order of sums
+            assert [task["value"] for task in a["tasks"].values()] == [
+                task["value"] for task in b["tasks"].values()
+            ]
+        assert (bench.folder / run / "report" / "report.md").is_file()
+        assert (bench.folder / run / "publish" / "README.md").is_file()
+    # A layer study rewires whole copies: it is left for later, and made up by the same recipe in one process.
+    points = read_json(bench.folder / "one" / "layers" / "layers.json")["points"]
+    assert not (bench.folder / "fsdp2" / "layers").exists()
+    assert main(whole("fsdp2")) == 0
+    assert read_json(bench.folder / "fsdp2" / "report" / "report.json")["layers"]["points"] == points
+
+
+def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refused_for_parts(
+    bench: Bench, place: Path, tmp_path: Path
+) -> None:
+    base = [
+        "layers", str(bench.base), "--text", str(bench.rows), "--text-examples", "5", "--max-length", "32",
+        "--sides", "last",
+    ]  # fmt: skip
+    assert launch("cpu_2", [*base, "--output", str(tmp_path / "two")]) == [0]
+    assert main([*base, "--output", str(tmp_path / "one")]) == 0
+    one, two = (json.loads((tmp_path / name / "layers.json").read_text()) for name in ("one", "two"))
+    assert one == two and len(one["points"]) == 2
+    found = [rank[0] for rank in outcomes("cpu_2_fsdp2", [*base, "--output", str(tmp_path / "parts")])]
+    assert [status for status, _ in found] == [2, 2]
+    assert sum("rewires whole copies of the model" in text for _, text in found) == 1
+
+
+def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judged_the_same(
+    place: Path, tmp_path: Path
+) -> None:
+    """What --device-map auto does with what does not fit; here all weights lie on the disk."""
+    suite = load_suite(place / "suite.yaml")
+    suite.tasks[:] = suite.tasks[:3]
+    made = []
+    for options in (
+        {},
+        {"device_map": "auto", "max_memory": {"cpu": 100_000}, "offload_folder": tmp_path / "off"},
+    ):
+        model = load_model(place / "model", **options)
+        result, samples = evaluate(
+            model, tiny_tokenizer(), suite, data_root=place / "data", batch_size=3, progress=False
+        )
+        made.append((result["tasks"], samples))
+    assert model.device.type == "meta" and input_device(model).type == "cpu"
+    assert made[0] == made[1]

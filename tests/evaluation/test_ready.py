@@ -1,0 +1,360 @@
+"""`fcsd score`: samples from a file, by our scorer, by lm-eval, and by a stand-in for EvalPlus."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.evaluation.code.problems import read_problems
+from fcsd.evaluation.code.ready import programs_of
+from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.lm_eval.chosen import chosen_suite
+from fcsd.evaluation.ready import Scoring, score_file
+from fcsd.evaluation.results import read_result
+from fcsd.evaluation.scores import compare
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from tests.evaluation.rows import write_root
+from tests.support import evaluate
+
+RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]
+BASE_ONLY = [f"def mul{i}(a, b):\n    return a * b + {i} if a >= 0 else 0\n" for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_root(tmp_path_factory.mktemp("ready"))
+
+
+def lines(path: Path, *samples: Any) -> Path:
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return path
+
+
+def test_solutions_are_graded_and_the_result_can_be_compared(root: Path, tmp_path: Path) -> None:
+    ids = ("Mbpp/1000", "1001", 1002)  # EvalPlus's form of the id, and the Hub's
+    both = []
+    for name, programs in (("a", RIGHT), ("b", [RIGHT[0], BASE_ONLY[1], "def mul2(a, b): return None\n"])):
+        file = lines(
+            tmp_path / f"{name}.jsonl",
+            *({"task_id": i, "solution": p} for i, p in zip(ids, programs, strict=True)),
+        )
+        score_file(Scoring(file, "mbpp_plus", data_root=root, output=tmp_path / name))
+        result, samples = read_result(tmp_path / name)
+        both.append({"result": result, "samples": samples})
+    task = both[1]["result"]["tasks"]["mbpp_plus"]
+    assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert task["outcomes"] == {"passed": 1, "wrong": 2} and both[1]["result"]["sandbox"]["network_off"]
+    row = compare(*both)["tasks"]["mbpp_plus"]
+    assert (row["gained"], row["lost"]) == (0, 2)
+
+
+def test_several_samples_of_a_problem_give_pass_at_k(root: Path, tmp_path: Path) -> None:
+    samples = [
+        {"task_id": f"HumanEval/{i}", "completion": f"    return a + b + {i if good else 99}\n"}
+        for i, goods in enumerate([(1, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)])
+        for good in goods
+    ]
+    result = score_file(Scoring(lines(tmp_path / "s.jsonl", *samples), "humaneval_plus", data_root=root))
+    task = result["tasks"]["humaneval_plus"]
+    assert task["pass_at_k"] == {"1": pytest.approx(0.4), "5": pytest.approx(2 / 3)}
+    assert task["value"] == pytest.approx(0.4) and task["outcomes"] == {"passed": 6, "wrong": 9}
+
+
+def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(root: Path) -> None:
+    (problem, *_) = read_problems(root / "evalplus/humanevalplus")
+    text = "```python\ndef add0(a, b):\n    return a + b\n```"
+    sample = {"doc_id": "HumanEval/0", "completion": text}
+    program = problem.prefix + text.split("\n", 1)[1][:-3]
+    assert programs_of([("line 1", sample)], [problem]) == {"HumanEval/0": [program]}
+    thought = sample | {"completion": f"<think>```python\nno\n```</think>\n{text}"}
+    assert programs_of([("line 1", thought)], [problem], thinking=True) == {"HumanEval/0": [program]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"s\.jsonl: holds no samples"),
+        ("\n \n", r"holds no samples"),
+        (
+            '{"task_id": 7, "solution": "x"}',
+            r"line 1: 7 is not a problem of this data set \(it has 1000, 1001, 1002\)",
+        ),
+        ('{"task_id": "Mbpp/7", "solution": "x"}', r"line 1: 'Mbpp/7' is not a problem"),
+        ('{"solution": "x"}', r"line 1: task_id: text or a number is needed, got None"),
+        ('{"task_id": 1000}', r"line 1: no 'solution' \(a whole program\) and no 'completion'"),
+        ('{"task_id": 1000, "solution": 5}', r"line 1: solution: text is needed, got int"),
+        ('{"task_id": 1000, "solution": "x"}\n[]', r"line 2: a JSON object is needed, got list"),
+        ('{"task_id": 1000, "solution": "x"', r"line 1: not valid JSON"),
+        (
+            '{"task_id": 1000, "solution": "x"}',
+            r"2 of 3 problems have no sample \(the first is 1001\);.*--partial",
+        ),
+    ],
+)
+def test_a_bad_file_of_samples_is_one_line(root: Path, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        score_file(Scoring(path, "mbpp_plus", data_root=root))
+
+
+def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
+    path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": "x"})
+    with pytest.raises(UserError, match=r"nothing\.jsonl: no such file"):
+        score_file(Scoring(tmp_path / "nothing.jsonl", "mbpp_plus", data_root=root))
+    with pytest.raises(UserError, match=r"task mbpp_plus: .*no such folder; the data root must hold"):
+        score_file(Scoring(path, "mbpp_plus", data_root=tmp_path))
+
+
+def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": BASE_ONLY[0]})
+    words = ["score", str(path), "--dataset", "mbpp_plus", "--data-root", str(root)]
+    assert main(words) == 2
+    assert "2 of 3 problems have no sample" in capsys.readouterr().err
+    assert main([*words, "--partial"]) == 0
+    out = capsys.readouterr().out
+    assert "| mbpp_plus " in out and "| mbpp_plus (base tests) " in out and "1 of 3" in out
+    assert "a quick look, not a result" in out
+
+
+# What evalplus 0.3.1 leaves beside the samples, by a module of its name: passes what says "right".
+STAND_IN = """
+import json, os, sys
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+samples = [json.loads(line) for line in open(words["--samples"])]
+assert words["--dataset"] == "mbpp" and os.environ["MBPP_OVERRIDE_PATH"].endswith("data.jsonl.gz")
+assert "EVALPLUS_TIMEOUT_PER_TASK" not in os.environ
+if any("crash" in s["solution"] for s in samples): sys.exit("no such problem")
+found = {}
+for s in samples:
+    plus = "pass" if "right" in s["solution"] else "timeout"
+    found.setdefault(s["task_id"], []).append({"task_id": s["task_id"], "solution": s["solution"],
+        "base_status": "fail" if "bad" in s["solution"] else "pass", "plus_status": plus})
+json.dump({"eval": found}, open(words["--samples"].replace(".jsonl", "_eval_results.json"), "w"))
+"""
+
+
+@pytest.fixture
+def evalplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib/evalplus").mkdir(parents=True)
+    (tmp_path / "lib/evalplus/__init__.py").write_text("")
+    (tmp_path / "lib/evalplus/evaluate.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
+    monkeypatch.setenv("EVALPLUS_TIMEOUT_PER_TASK", "5")
+    yield
+    sys.modules.pop("evalplus", None)
+
+
+def test_evalplus_grades_in_a_process_of_its_own(root: Path, tmp_path: Path, evalplus: None) -> None:
+    texts = ["right", "slow", "right but bad"]
+    path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": t} for i, t in enumerate(texts)))
+    options: dict[str, Any] = {
+        "data_root": root, "scorer": "evalplus", "evalplus_data": tmp_path / "data.jsonl.gz",
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"EvalPlus runs programs without our sandbox.*--allow-weak-sandbox"):
+        score_file(Scoring(path, "mbpp_plus", **options))
+    options["allow_weak_sandbox"] = True
+    task = score_file(Scoring(path, "mbpp_plus", **options))["tasks"]["mbpp_plus"]
+    assert task["outcomes"] == {"passed": 1, "timeout": 1, "wrong": 1}
+    assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    with pytest.raises(UserError, match="grades mbpp_plus and humaneval_plus, not mbpp_plus_lmeval"):
+        score_file(Scoring(path, "mbpp_plus_lmeval", **options))
+    lines(path, *({"task_id": 1000 + i, "solution": "crash"} for i in range(3)))
+    with pytest.raises(RuntimeError, match="EvalPlus failed with status 1: no such problem"):
+        score_file(Scoring(path, "mbpp_plus", **options))
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *p: None if name == "evalplus" else find(name, *p)
+    )
+    path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": "x"} for i in range(3)))
+    with pytest.raises(UserError, match=r"not installed; pip install 'fcsd\[evalplus\]'"):
+        score_file(Scoring(path, "mbpp_plus", data_root=root, scorer="evalplus"))
+
+
+# ---------------------------------------------------------------------------------- answers that lm-eval grades
+
+# The invented rows of GSM8K: Ann has i pens and buys 3. What each is worth by its rules, flexible-extract (the last
+# number, up to "Question:") and strict-match (the number behind ####):
+ANSWERS = [("She has 3.", 1, 0), ("1 + 3\n#### 4\n\nQuestion: Bob has 70 pens", 1, 1), ("#### 7 or 5?", 1, 0)]
+
+
+def answers(path: Path, texts: Any = None, **more: Any) -> Path:
+    texts = [text for text, *_ in ANSWERS] if texts is None else texts
+    return lines(path, *({"doc_id": i, "completion": text} | more for i, text in enumerate(texts)))
+
+
+def test_answers_are_graded_by_lm_evals_filters_and_metric(root: Path, tmp_path: Path) -> None:
+    for suite, column in (("paper11", 1), ("camoe9", 2)):
+        score_file(
+            Scoring(
+                answers(tmp_path / "a.jsonl"),
+                "gsm8k",
+                data_root=root,
+                output=tmp_path / suite,
+                suite=load_suite(suite),
+            )
+        )
+        result, kept = read_result(tmp_path / suite)
+        assert [sample["score"] for sample in kept["gsm8k"]] == [answer[column] for answer in ANSWERS]
+        assert result["tasks"]["gsm8k"]["num_fewshot"] == 5 and result["complete"]
+    same = score_file(
+        Scoring(answers(tmp_path / "a.jsonl", task="gsm8k"), None, data_root=root)
+    )  # the lines say it
+    assert same["tasks"]["gsm8k"]["value"] == 1
+
+
+def test_what_a_model_said_is_graded_as_when_it_was_evaluated_and_compared_with_it(
+    root: Path, tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192, num_hidden_layers=1)
+    suite = load_suite("paper11")
+    suite = chosen_suite(["gsm8k"], suite)
+    suite.tasks[0] = suite.tasks[0].model_copy(update={"max_new_tokens": 6})
+    result, samples = evaluate(model, tiny_tokenizer(), suite, data_root=root, batch_size=4, progress=False)
+    file = lines(tmp_path / "s.jsonl", *samples["gsm8k"])
+    score_file(Scoring(file, "gsm8k", data_root=root, output=tmp_path / "out"))
+    again, kept = read_result(tmp_path / "out")
+    assert kept["gsm8k"] == samples["gsm8k"]
+    found = compare({"result": result, "samples": samples}, {"result": again, "samples": kept})
+    assert found["tasks"]["gsm8k"]["delta"] == 0
+    # Without numbers, by the hashes that lm-eval writes, in any order.
+    named = [{key: s[key] for key in ("prompt_hash", "completion")} for s in reversed(samples["gsm8k"])]
+    score_file(Scoring(lines(file, *named), "gsm8k", data_root=root, output=tmp_path / "out"))
+    assert read_result(tmp_path / "out")[1] == kept
+
+
+def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(root: Path, tmp_path: Path) -> None:
+    texts = [f"<think>#### {i}, no, 99</think>\n#### {i + 3}" for i in range(3)]
+    rows = [
+        {"doc_id": i, "completions": [text, f"<think>It is {i + 3}.</think>I cannot say."]}
+        for i, text in enumerate(texts)
+    ]
+    options: dict[str, Any] = {"data_root": root, "suite": load_suite("camoe9")}
+    score_file(
+        Scoring(
+            lines(tmp_path / "s.jsonl", *rows), "gsm8k", output=tmp_path / "out", thinking=True, **options
+        )
+    )
+    result, kept = read_result(tmp_path / "out")
+    assert result["tasks"]["gsm8k"]["value"] == 0.5
+    assert kept["gsm8k"][1]["scores"] == [1, 0] and kept["gsm8k"][1]["completions"][0] == "#### 4"
+    assert (
+        score_file(Scoring(answers(tmp_path / "u.jsonl", texts), "gsm8k", **options))["tasks"]["gsm8k"][
+            "value"
+        ]
+        == 0
+    )
+
+
+def test_members_of_a_group_are_named_in_the_line_or_its_number(root: Path, tmp_path: Path) -> None:
+    """Two tasks of our own, whose answer is right if it is the question's number."""
+    own = tmp_path / "own"
+    own.mkdir()
+    leaf = {
+        "dataset_path": "openai/gsm8k", "dataset_name": "main", "output_type": "generate_until", "test_split": "test",
+        "doc_to_text": "{{question}}", "metric_list": [{"metric": "exact_match"}], "generation_kwargs": {"until": []},
+    }  # fmt: skip
+    for name, target in (("low", "0"), ("high", "{{answer.split('#### ')[1]}}")):
+        (own / f"{name}.yaml").write_text(yaml.safe_dump(leaf | {"task": name, "doc_to_target": target}))
+    (own / "both.yaml").write_text(yaml.safe_dump({"group": "both", "task": ["high", "low"]}))
+    rows = [{"doc_id": f"low/{i}", "completion": "0"} for i in range(3)]
+    rows += [{"task": "high", "doc_id": i, "completion": str(i + 3)} for i in (2, 0)]
+    file = lines(tmp_path / "s.jsonl", *rows)
+    options: dict[str, Any] = {"data_root": root, "include_path": own}
+    with pytest.raises(
+        UserError, match=r"1 of 6 documents have no answer \(the first is high/1\); .*--partial"
+    ):
+        score_file(Scoring(file, "both", **options))
+    task = score_file(Scoring(file, "both", partial=True, **options))["tasks"]["both"]
+    assert (task["value"], task["num_items"], task["num_items_total"]) == (1, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"doc_id": 3, "completion": "x"}, "line 1: 3 is no document of gsm8k"),
+        ({"doc_id": "x", "completion": "x"}, r"line 1: doc_id: a number \(or member/number in a group\) is needed"),
+        ({"doc_hash": "0" * 64, "completion": "x"}, "line 1: '0000.* is no document of gsm8k"),
+        ({"completion": "x"}, "line 1: no doc_id, doc_hash or prompt_hash, so the document is not known"),
+        ({"doc_id": 0}, r"line 1: no 'completion' \(an answer\) and no 'completions' \(several\)"),
+        ({"doc_id": 0, "completion": 5}, "line 1: completion: text is needed, got int"),
+        ({"doc_id": 0, "completion": "x"}, r"task gsm8k: 2 of 3 documents have no answer \(the first is gsm8k/1\)"),
+        ({"doc_id": 0, "completion": "x", "task": "other"}, "task gsm8k: the file holds no answer to it"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_of_answers_is_one_line(root: Path, tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        score_file(Scoring(lines(tmp_path / "s.jsonl", row), "gsm8k", data_root=root))
+
+
+def test_answers_to_other_data_or_to_tasks_without_text_are_refused(root: Path, tmp_path: Path) -> None:
+    other = answers(tmp_path / "a.jsonl", doc_hash="0" * 64)
+    with pytest.raises(
+        UserError, match=r"a\.jsonl, line 1: doc_hash is of another document than gsm8k's 0: the data set"
+    ):
+        score_file(Scoring(other, "gsm8k", data_root=root))
+    uneven = lines(other, *({"doc_id": i, "completions": ["1"] * (1 + i % 2)} for i in range(3)))
+    with pytest.raises(UserError, match=r"1 to 2 answers to a document; it needs the same number of every"):
+        score_file(Scoring(uneven, "gsm8k", data_root=root))
+    with pytest.raises(UserError, match="task piqa: is scored by likelihood, which a file of answers does"):
+        score_file(Scoring(answers(tmp_path / "p.jsonl"), "piqa", data_root=root))
+    with pytest.raises(UserError, match=r"line 1: names no task; add a key 'task', or give --dataset"):
+        score_file(Scoring(answers(tmp_path / "n.jsonl"), None, data_root=root))
+
+
+def test_one_file_may_hold_programs_and_answers(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"task": "gsm8k", "doc_id": i, "completion": text} for i, (text, *_) in enumerate(ANSWERS)]
+    rows += [{"task": "mbpp_plus", "task_id": 1000 + i, "solution": text} for i, text in enumerate(RIGHT)]
+    file = lines(tmp_path / "s.jsonl", *rows)
+    assert main(["score", str(file), "--data-root", str(root), "--output", str(tmp_path / "o")]) == 0
+    out = capsys.readouterr().out
+    assert "| gsm8k " in out and "| mbpp_plus (base tests) " in out
+    result, _ = read_result(tmp_path / "o")
+    assert result["mean"] == 1 and [row["task"] for row in result["settings"]["rows"]] == [
+        "gsm8k", "mbpp_plus",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ thoughts
+
+
+@pytest.mark.parametrize("thinking", [True, None])
+def test_a_models_thoughts_are_cut_off_before_an_answer_is_graded(root: Path, thinking: bool | None) -> None:
+    """In the thoughts stand a wrong number and a wrong program, of which the first in the text would count."""
+    model, tokenizer = tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192), tiny_tokenizer()
+    wrong, right = "def mul0(a, b): return 99", "def mul0(a, b): return a * b"
+    said = f"<think>#### 99\n```python\n{wrong}\n```\n</think>\n#### 3\n```python\n{right}\n```\n"
+    ids = torch.tensor(tokenizer(said, add_special_tokens=False)["input_ids"])
+    assert "</think>" in tokenizer.decode(ids)
+    model.generate = lambda input_ids, **_: torch.cat(  # type: ignore[method-assign,assignment]
+        [input_ids, ids.expand(len(input_ids), -1)], dim=1
+    )
+    how = {"chat_template": True, "thinking": thinking}
+    chosen = (
+        chosen_suite(["gsm8k"], load_suite("camoe9")).tasks
+        + chosen_suite(["mbpp_plus"], load_suite("paper11")).tasks
+    )
+    rows = [row.model_dump(mode="json", exclude_unset=True) | how for row in chosen]
+    suite = SuiteConfig.model_validate({"name": "own", "tasks": rows})
+    _, samples = evaluate(model, tokenizer, suite, data_root=root, batch_size=2, limit=1, progress=False)
+    assert [samples[task][0]["score"] for task in ("gsm8k", "mbpp_plus")] == [bool(thinking)] * 2
+    for task in ("gsm8k", "mbpp_plus"):
+        completion = samples[task][0]["completion"]
+        assert ("99" not in completion and completion.startswith("#### 3")) is bool(thinking)

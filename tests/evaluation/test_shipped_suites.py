@@ -1,0 +1,99 @@
+"""The shipped suites against the papers: tasks, shots, metric keys, data sets and their pinned revisions."""
+
+import re
+
+import pytest
+
+from fcsd.cli.main import main
+from fcsd.evaluation.config import GenerationTaskConfig, load_suite, suite_names
+from fcsd.evaluation.lm_eval.chosen import chosen_suite
+
+# Task -> (shots, lm-eval's metric key, data set on the Hub), from the papers: Table 1 and Table 4 of FarSkip-Collective
+# (which state no shots; MMLU at 5 and the rest at lm-eval's own are our choice), and section 4.2 of CAMoE (which does).
+PAPER11 = {
+    "piqa": (0, "acc_norm,none", "baber/piqa"),
+    "arc_easy": (0, "acc_norm,none", "allenai/ai2_arc"),
+    "arc_challenge": (0, "acc_norm,none", "allenai/ai2_arc"),
+    "hellaswag": (0, "acc_norm,none", "Rowan/hellaswag"),
+    "commonsense_qa": (0, "acc,none", "tau/commonsense_qa"),
+    "winogrande": (0, "acc,none", "allenai/winogrande"),
+    "humaneval_plus": (0, "pass@1", "evalplus/humanevalplus"),
+    "mmlu": (5, "acc,none", "cais/mmlu"),
+    "openbookqa": (0, "acc_norm,none", "allenai/openbookqa"),
+    "gsm8k": (5, "exact_match,flexible-extract", "openai/gsm8k"),
+    "mbpp_plus": (0, "pass@1", "evalplus/mbppplus"),
+}
+PRETRAIN9 = {
+    "arc_challenge": (0, "acc_norm,none", "allenai/ai2_arc"),
+    "arc_easy": (0, "acc_norm,none", "allenai/ai2_arc"),
+    "boolq": (0, "acc,none", "aps/super_glue"),
+    "hellaswag": (0, "acc_norm,none", "Rowan/hellaswag"),
+    "mmlu": (0, "acc,none", "cais/mmlu"),
+    "openbookqa": (0, "acc_norm,none", "allenai/openbookqa"),
+    "piqa": (0, "acc_norm,none", "baber/piqa"),
+    "sciq": (0, "acc,none", "allenai/sciq"),
+    "winogrande": (0, "acc,none", "allenai/winogrande"),
+}
+CAMOE9 = {
+    "boolq": (0, "acc,none", "aps/super_glue"),
+    "rte": (0, "acc,none", "nyu-mll/glue"),
+    "openbookqa": (0, "acc_norm,none", "allenai/openbookqa"),
+    "piqa": (0, "acc_norm,none", "baber/piqa"),
+    "mmlu": (5, "acc,none", "cais/mmlu"),
+    "winogrande": (5, "acc,none", "allenai/winogrande"),
+    "gsm8k": (5, "exact_match,strict-match", "openai/gsm8k"),
+    "hellaswag": (10, "acc_norm,none", "Rowan/hellaswag"),
+    "arc_challenge": (25, "acc_norm,none", "allenai/ai2_arc"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("paper11", PAPER11), ("paper11_chat", PAPER11), ("pretrain9", PRETRAIN9), ("camoe9", CAMOE9)],
+)
+def test_a_shipped_suite_has_the_papers_tasks_shots_metrics_and_data(
+    name: str, expected: dict[str, tuple[int, str, str]]
+) -> None:
+    rows = [row for row in load_suite(name).tasks if row.headline]
+    assert {row.task: (row.num_fewshot, row.metric, row.dataset) for row in rows} == expected
+    assert [row.task for row in rows] == list(expected)
+    assert {row.chat_template for row in rows} == {name == "paper11_chat"}
+
+
+def test_the_chat_edition_differs_in_how_it_asks_and_in_nothing_else() -> None:
+    plain, chat = ({row.task: row for row in load_suite(name).tasks} for name in ("paper11", "paper11_chat"))
+    how = {"chat_template", "prompt_template", "stop", "max_new_tokens"}
+    for task, row in chat.items():
+        assert row.model_dump(exclude=how) == plain[task].model_dump(exclude=how)
+    lengths, before = (
+        {name: row.max_new_tokens for name, row in rows.items() if row.kind != "likelihood"}
+        for rows in (chat, plain)
+    )
+    longer = {name for name, length in lengths.items() if length != before[name]}
+    assert longer == {"gsm8k"} and lengths["gsm8k"] == 1024
+
+
+def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
+    """Shots, kind and data of lm-eval's own definitions, and a metric that they have."""
+    suite = load_suite("instruct")
+    plain = load_suite("tiny")
+    for row in suite.tasks:
+        (theirs,) = chosen_suite([row.task], plain).tasks
+        assert isinstance(row, GenerationTaskConfig) and isinstance(theirs, GenerationTaskConfig)
+        assert (row.num_fewshot, row.dataset, row.chat_template) == (theirs.num_fewshot, theirs.dataset, True)
+        # The first of its metrics is lm-eval's headline but for MATH, which has two: a string, and a proof of equality.
+        assert row.metric == ("math_verify,none" if row.task == "minerva_math500" else theirs.metric)
+
+
+def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in suite_names())
+
+
+@pytest.mark.parametrize("name", ["paper11", "paper11_chat", "pretrain9", "camoe9"])
+def test_every_data_set_of_a_shipped_suite_is_pinned_to_one_commit(name: str) -> None:
+    rows = load_suite(name).tasks
+    assert all(re.fullmatch("[0-9a-f]{40}", row.revision or "") for row in rows)
+    assert len({(row.dataset, row.revision) for row in rows}) == len({row.dataset for row in rows})

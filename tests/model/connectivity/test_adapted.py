@@ -1,0 +1,308 @@
+"""Families whose layer is not the plain one: what `test_rewire` does not ask of them.
+
+`test_rewire`, `test_load` and `test_export` run over these families as over all others.
+"""
+
+import copy
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    load_model,
+    rewire,
+    unconvert_model,
+)
+from fcsd.model.families import FAMILIES
+from fcsd.pipeline.tiny.models import tiny_model
+from tests.float64 import BOUND, error
+from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
+from tests.reference.images import image_inputs
+from tests.reference.multimodal import multimodal_reference_forward
+
+SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
+
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]
+
+
+@torch.no_grad()
+def logits(model, **inputs):
+    return model(X, use_cache=False, **inputs).logits
+
+
+def field(layers, attention="partial", mlp="outdated"):
+    return {"version": 1, "layers": list(layers), "attention": attention, "mlp": mlp}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("cohere2_moe", {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"}),
+        ("cohere2_moe", {"num_shared_experts": 0, "rms_norm_eps": 1e-5}),
+        ("cohere2_moe", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared", "shared"]}),
+        ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
+        ("beam", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
+        ("inkling_text", {"mlp_layer_types": ["sparse", "sparse", "dense", "sparse"], "n_shared_experts": 1}),
+        ("axk1", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
+        ("afmoe", {"num_dense_layers": 2, "mup_enabled": False}),
+        ("kolibri1", {"norm_topk_prob": False}),
+        ("flex_olmo", {"norm_topk_prob": True}),
+        ("minimax", {"layer_types": ["linear_attention"] * 4}),
+    ],
+)
+def test_members_of_a_family_with_other_settings_compute_the_equations(name, overrides):
+    model = tiny_model(name, **overrides)
+    for layers in (range(4), [1, 2]):
+        for sides in SIDES[:2] if FAMILIES[name].layout == "parallel" else SIDES:
+            with torch.no_grad():
+                expected, _ = adapted_forward(model, X, layers, *sides)
+            convert_model(model, Connectivity(list(layers), *sides), regular_ok=True)
+            assert error(logits(model), expected) < BOUND, (layers, sides)
+            unconvert_model(model)
+
+
+def in_flight(model, name, module=rewire):
+    """(o_k, o_k without what is in flight) of every layer that has something in flight, by index."""
+    found = {}
+
+    def keep(index):
+        def hook(_, args, out):
+            if isinstance(out, tuple) and (FAMILIES[name].side_output is None or len(out) == 3):
+                found[index] = out[:2]
+
+        return hook
+
+    stack = module.decoder_layers(model, FAMILIES[name])
+    hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(stack)]
+    try:
+        logits(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def largest_error(module, name, layers=(0, 1, 2, 3)):
+    """Of the logits and of what the layers hand on; infinite where the rewired model does not run.
+
+    What is handed on is compared itself, because a norm that reads it hides a factor.
+    """
+    model = tiny_model(name)
+    with torch.no_grad():
+        expected, _ = adapted_forward(model, X, layers)
+        streams, rests = adapted_streams(model, X, layers)
+    module.rewire(model, FAMILIES[name], field(layers))
+    try:
+        worst = error(logits(model), expected)
+        pairs = in_flight(model, name, module)
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return float("inf")
+    followed = {k for k in layers if k + 1 in layers and rests[k] is not None}
+    assert pairs.keys() == followed
+    for k, (o, partial) in pairs.items():
+        if partial is None:
+            return float("inf")
+        worst = max(worst, error(o, streams[k + 1]), error(partial, rests[k]))
+    return worst
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_what_is_handed_on_is_the_stream_without_what_is_in_flight(name):
+    assert largest_error(rewire, name) < BOUND
+    assert largest_error(rewire, name, (1, 2)) < BOUND
+
+
+MUTANTS = {
+    "what a norm follows is taken apart": (
+        "carry and family.additive and has_shared",
+        "carry and has_shared",
+        ("afmoe", "kolibri1", "axk1", "inkling_text"),
+    ),
+    "the average of shared and routed is forgotten": (" * self.plan.shared_scale", "", ("cohere2_moe",)),
+    "what the residual connection keeps is forgotten": (
+        "rest = self.kept(1, rest)",
+        "rest = self.after_attention",
+        ("beam", "minimax", "gemma4_text"),
+    ),
+    "a depth is taken for a factor": ('if rule == "depth" else value', "if False else value", ("beam",)),
+    "a factor is taken for a depth": ('if rule == "depth" else value', "if True else value", ("minimax",)),
+    "parallel: the MLP reads what attention reads": (
+        "x = self.normed_stream(self.o)",
+        "x = self.norm(family.in_norm, self.a)",
+        ("cohere2_moe",),
+    ),
+    "parallel: attention's output is in flight, too": (
+        "self.after_attention = self.o + out[0]",
+        "self.after_attention = self.o",
+        ("cohere2_moe",),
+    ),
+    "post-norm: attention reads the full stream": (
+        "hidden_states = self.normed_stream(self.a)",
+        "hidden_states = self.normed_stream(self.o)",
+        ("flex_olmo", "minimax"),
+    ),
+    "post-norm: the MLP sees attention": (
+        "            if self.plan.outdated:\n                x = ",
+        "            if self.plan.outdated:\n                _ = ",
+        ("flex_olmo", "minimax"),
+    ),
+    "post-norm: the norm before the MLP is left out": (
+        "x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))",
+        "x = self.kept(0, self.normed_stream(self.o))",
+        ("minimax",),
+    ),
+    "post-norm: the norm of the stream is left out": (
+        "x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))",
+        "x = self.norm(family.mlp_norm, self.kept(0, self.o))",
+        ("minimax",),
+    ),
+    "several readers: the last one is taken for the stream": (
+        "if self.after_attention is None:\n            self.after_attention = h",
+        "self.after_attention = h",
+        ("gemma4_text",),
+    ),
+    "several readers: only the first reads the outdated stream": (
+        "family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)",
+        "family.mlp_norm[:1] if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)",
+        ("gemma4_text",),
+    ),
+    "norms inside a module: the module is called as it is": (
+        "functools.partial(type(self.norms).forward, View(self.norms, norms))",
+        "self.norms",
+        ("dbrx",),
+    ),
+    "a second output: what is in flight is lost": (
+        "attention_input, kwargs[side] = kwargs[side]",
+        "_, kwargs[side] = kwargs[side]",
+        ("glm_moe_dsa",),
+    ),
+    "a second output: it is not handed on": (
+        "return out[0], (out[1], out[2])",
+        "return out[0], (out[1], kwargs[side])",
+        ("glm_moe_dsa",),
+    ),
+}
+"""What is wrong -> (text of `rewire.py`, what a mutant has in its place, families in which it must show)."""
+
+
+def mutated(old, new, monkeypatch):
+    text = Path(rewire.__file__).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    module = types.ModuleType("mutant_rewire")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text.replace(old, new), "mutant_rewire.py", "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
+    old, new, names = MUTANTS[mutant]
+    module = mutated(old, new, monkeypatch)
+    for name in names:
+        assert largest_error(module, name) > 0.05, name
+
+
+WRAPPER_MUTANTS = {
+    "only the full stream is edited between layers": (
+        "tuple(edit(model, stream, *args) for stream in hidden_states)",
+        "(edit(model, hidden_states[0], *args), hidden_states[1])",
+        "qwen3_vl_moe",
+    ),
+    "the gate's share of the stream is forgotten": (
+        "return value(stream, torch.zeros_like(stream))",
+        "return stream",
+        "muse_spark",
+    ),
+    "the gate of the other sum is taken": (
+        "self.family.residual_names[side]",
+        "self.family.residual_names[1 - side]",
+        "muse_spark",
+    ),
+    "a second output: what is in flight is lost": (
+        "attention_input, kwargs[side] = kwargs[side]",
+        "_, kwargs[side] = kwargs[side]",
+        "mistral_large4",
+    ),
+    "which tokens are pieces of images is forgotten": (
+        "args = (self.arguments.get(family.moe_argument),)",
+        "args = ()",
+        "ernie4_5_vl_moe",
+    ),
+}
+"""As `MUTANTS`, with a multimodal wrapper each."""
+
+
+@pytest.mark.parametrize("mutant", WRAPPER_MUTANTS)
+def test_mutants_of_the_rewiring_of_wrappers_differ_from_the_reference(mutant, monkeypatch):
+    old, new, name = WRAPPER_MUTANTS[mutant]
+    inputs = image_inputs(name)
+    for module, wrong in ((rewire, False), (mutated(old, new, monkeypatch), True)):
+        model = tiny_model(name)
+        with torch.no_grad():
+            expected, _ = multimodal_reference_forward(model, range(4), **inputs)
+            module.rewire(model, FAMILIES[name], field(range(4)))
+            try:
+                found = error(model(**inputs, use_cache=False).logits, expected)
+            except (TypeError, AttributeError):
+                found = float("inf")
+        assert found > 0.05 if wrong else found < BOUND
+
+
+def test_layers_that_share_keys_and_values_compute_the_equations():
+    """Mistral Large 4: layer 1 reads the keys and values that layer 0 computed from what it read itself."""
+    model = tiny_model("mistral_large4", kv_source_layers=[0, 0, 2, 3])
+    assert model.model.language_model.layers[1].self_attn.is_kv_shared_layer
+    for layers in (range(4), [0, 1], [1, 2]):
+        with torch.no_grad():
+            expected, _ = multimodal_reference_forward(model, layers, input_ids=X)
+        convert_model(model, Connectivity(list(layers)))
+        assert error(logits(model), expected) < BOUND, layers
+        unconvert_model(model)
+
+
+def test_undoing_takes_the_edit_between_layers_back():
+    model = tiny_model("qwen3_vl_moe")
+    stack = model.model.language_model
+    before = set(vars(stack))
+    convert_model(model, Connectivity("all"))
+    assert set(vars(stack)) - before == {"_deepstack_process"}
+    unconvert_model(model)
+    assert set(vars(stack)) == before
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_copies_and_pickles_compute_the_same(name):
+    model = tiny_model(name)
+    convert_model(model, Connectivity("all"))
+    expected = logits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(rewire.rewired_layers(rewire.decoder_layers(other, FAMILIES[name]))) == [0, 1, 2, 3]
+        assert torch.equal(logits(other), expected)
+
+
+def test_a_side_that_changes_nothing_is_refused(tmp_path):
+    model = tiny_model("cohere2_moe")
+    model.save_pretrained(tmp_path / "base")
+    nothing = Connectivity("all", attention="full")
+    before = logits(model)
+    message = (
+        "attention: full changes nothing here, because attention and MLP of a layer read the same stream"
+    )
+    with pytest.raises(UserError, match=message):
+        convert_model(model, nothing)
+    assert torch.equal(logits(model), before)
+    with pytest.raises(UserError, match=f"{tmp_path / 'base'}: {message}"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", nothing)
+    assert not (tmp_path / "far").exists()
+    with pytest.raises((UserError, ValueError), match=message):
+        load_model(tmp_path / "base", connectivity=nothing)

@@ -1,0 +1,452 @@
+"""FarSkip checkpoints: folder to folder, saved by a trainer, and loaded where fcsd does not exist."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    farskip_layers,
+    load_model,
+    unconvert_checkpoint,
+)
+from fcsd.model.connectivity.modeling import modeling_source
+from fcsd.model.families import FAMILIES
+from fcsd.model.load import load_tokenizer
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from tests.float64 import logits_in_float64
+from tests.support import ROOT, assert_same_model
+
+FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+
+# A process that has transformers but no fcsd: the import fails, whatever the path holds.
+WITHOUT_FCSD = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fcsd":
+            raise ImportError("fcsd is blocked")
+
+sys.meta_path.insert(0, Block())
+sys.path[:] = [p for p in sys.path if p not in ("", sys.argv[1])]
+try:
+    import fcsd
+except ImportError:
+    pass
+else:
+    raise SystemExit("fcsd could be imported")
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+""" + (ROOT / "tests" / "float64.py").read_text(encoding="utf-8")
+
+
+@torch.no_grad()
+def logits(model):
+    return model(X, use_cache=False).logits
+
+
+def tensor_names(folder):
+    names = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
+def run_without_fcsd(code, tmp_path, *arguments, path=""):
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(path),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_FCSD + code, os.getcwd(), *map(str, arguments)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(tmp_path):
+    expected = {}
+    for family in FAMILY_NAMES:
+        model = tiny_model(family)
+        model.save_pretrained(tmp_path / "base" / family)
+        convert_checkpoint(tmp_path / "base" / family, tmp_path / "far" / family, Connectivity("last:75%"))
+        convert_model(model, Connectivity("last:75%"))
+        expected[family] = logits_in_float64(model, {"input_ids": X})
+    torch.save((X, expected), tmp_path / "expected.pt")
+    code = """
+x, expected = torch.load(sys.argv[2])
+for family, logits in expected.items():
+    folder = sys.argv[3] + "/" + family
+    for auto in (AutoConfig, AutoModel, AutoModelForCausalLM):
+        try:
+            auto.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as refusal:
+            assert "trust_remote_code" in str(refusal), refusal
+        else:
+            raise SystemExit(f"{family}: {auto.__name__} loaded without trust_remote_code")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__name__.startswith("FarSkip"), type(model)
+    model.save_pretrained(folder + "_again")
+    again = AutoModelForCausalLM.from_pretrained(folder + "_again", trust_remote_code=True).eval()
+    inputs = {"input_ids": x}
+    for one in (model, again):
+        found = error(logits_in_float64(one, inputs), logits)
+        assert found < BOUND, (family, found)
+    headless = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    inner = getattr(model, "model", None) or model.transformer
+    last, whole = (call_in_float64(one, inputs).last_hidden_state for one in (headless, inner))
+    assert error(last, whole) < BOUND, family
+assert "fcsd" not in sys.modules
+print("DONE", len(expected))
+"""
+    done = run_without_fcsd(code, tmp_path, tmp_path / "expected.pt", tmp_path / "far")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"DONE {len(FAMILY_NAMES)}" in done.stdout
+    for family in FAMILY_NAMES:
+        far, again = tmp_path / "far" / family, tmp_path / "far" / f"{family}_again"
+        first, second = (json.loads((folder / "config.json").read_text()) for folder in (far, again))
+        for key in ("model_type", "architectures", "farskip", "auto_map"):
+            assert first[key] == second[key], (family, key)
+        assert (far / "modeling_farskip.py").read_text() == (again / "modeling_farskip.py").read_text()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "base")
+    convert_model(model, Connectivity("moe"))
+    model.save_pretrained(tmp_path / "far")
+    convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
+    saved, converted = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("far", "converted")
+    )
+    assert saved["model_type"] == f"farskip_{family}"
+    assert saved["architectures"] == [f"FarSkip{FAMILIES[family].causal_lm}"]
+    assert saved["farskip"]["layers"] == farskip_layers(model)
+    autos = {"AutoConfig", "AutoModel", "AutoModelForCausalLM", FAMILIES[family].auto_model}
+    assert set(saved["auto_map"]) == autos
+    for key in ("model_type", "architectures", "farskip", "auto_map"):
+        assert saved[key] == converted[key]
+    sources = [(tmp_path / name / "modeling_farskip.py").read_text() for name in ("far", "converted")]
+    assert sources[0] == sources[1]
+    assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
+    assert tensor_names(tmp_path / "far") == tensor_names(tmp_path / "base")
+    for name in ("far", "converted"):
+        assert_same_model(load_model(tmp_path / name), model, {"input_ids": X})
+
+
+def test_a_trained_conversion_saved_by_the_trainer_loads_and_leaves_the_source_intact(tmp_path):
+    from torch.utils.data import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {"input_ids": X[index % 2], "labels": X[index % 2]}
+
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    model = load_model(tmp_path / "far")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "far"))  # over the linked weights
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+    trained = logits(model.eval())
+    for folder in (tmp_path / "far", tmp_path / "run" / "checkpoint-2"):
+        stored = load_model(folder)
+        assert farskip_layers(stored) == [0, 1, 2, 3]
+        assert torch.equal(logits(stored), trained)
+    assert (trained - logits(load_model(tmp_path / "base", connectivity=Connectivity("all")))).abs().max() > 0
+
+
+def test_a_conversion_carries_tokenizer_and_generation_config_but_no_code_or_pickles(tmp_path):
+    base = tmp_path / "base"
+    tiny_model("deepseek_v2").save_pretrained(base, max_shard_size="30KB")
+    tiny_tokenizer(99).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text()) | {"auto_map": {"AutoConfig": "old.Old"}}
+    (base / "config.json").write_text(json.dumps(config))
+    tokenizer_config = json.loads((base / "tokenizer_config.json").read_text())
+    tokenizer_config.pop("tokenizer_class")
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    for name in ("old.py", "pytorch_model.bin", "optimizer.pt", "README.md"):
+        (base / name).write_text("x")
+    (base / "LICENSE").write_text("Apache-2.0")
+    assert convert_checkpoint(base, tmp_path / "deep" / "far", Connectivity("moe")) == [1, 2, 3]
+    far = tmp_path / "deep" / "far"
+    names = {file.name for file in far.iterdir()}
+    assert not names & {"old.py", "pytorch_model.bin", "optimizer.pt", "README.md"}
+    carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE"}
+    assert carried | {"modeling_farskip.py", "model.safetensors.index.json"} <= names
+    assert json.loads((far / "config.json").read_text())["auto_map"]["AutoConfig"].startswith(
+        "modeling_farskip."
+    )
+    from transformers import AutoTokenizer
+
+    from fcsd.model.connectivity import register
+
+    register("deepseek_v2")
+    tokenizer = AutoTokenizer.from_pretrained(far)
+    messages = [{"role": "user", "content": "add 1"}]
+    same = tiny_tokenizer(99)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == same.apply_chat_template(
+        messages, tokenize=False
+    )
+    assert tokenizer("add 1")["input_ids"] == same("add 1")["input_ids"]
+
+
+DECLARED = ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", None)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "dbrx"])
+def test_the_tokenizers_files_stay_and_it_is_the_one_that_transformers_makes_of_the_base(family, tmp_path):
+    base = tmp_path / "base"
+    tiny_model(family).save_pretrained(base)
+    tiny_tokenizer(99).save_pretrained(base)
+    values = json.loads((base / "tokenizer_config.json").read_text())
+    for number, declared in enumerate(DECLARED):
+        named = {"tokenizer_class": declared} if declared else {}
+        values = {key: value for key, value in values.items() if key != "tokenizer_class"} | named
+        (base / "tokenizer_config.json").write_text(json.dumps(values))
+        far, back = tmp_path / f"far{number}", tmp_path / f"back{number}"
+        convert_checkpoint(base, far, Connectivity("all"))
+        unconvert_checkpoint(far, back)
+        for folder in (far, back):
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                assert (folder / name).read_bytes() == (base / name).read_bytes()
+        first, second = load_tokenizer(base), load_tokenizer(far)
+        assert type(second) is type(first), declared
+        assert second("add 1 <s>x")["input_ids"] == first("add 1 <s>x")["input_ids"]
+
+
+def test_a_transformers_that_is_too_old_is_named_with_what_is_needed(monkeypatch):
+    source = modeling_source(FAMILIES["qwen3_moe"])
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    needed = (
+        r"this checkpoint \(qwen3_moe\) needs transformers >=5\.5,<6;"
+        r" 4\.57\.6 is installed: pip install -U 'transformers>=5\.5,<6'"
+    )
+    with pytest.raises(ImportError, match=needed):
+        exec(compile(source, "modeling_farskip.py", "exec"), {"__name__": "modeling_farskip"})
+
+
+def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
+    model = tiny_model("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    unconvert_checkpoint(tmp_path / "far", tmp_path / "back")
+    base, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("base", "back"))
+    assert base == back
+    assert {file.name for file in (tmp_path / "base").iterdir()} == {
+        file.name for file in (tmp_path / "back").iterdir()
+    }
+    assert torch.equal(logits(load_model(tmp_path / "back")), logits(model))
+    with pytest.raises(UserError, match="is not a FarSkip checkpoint"):
+        unconvert_checkpoint(tmp_path / "back", tmp_path / "more")
+
+
+def test_a_converted_checkpoint_can_be_converted_otherwise_but_not_the_same_way_twice(tmp_path):
+    model = tiny_model("olmoe")
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "all", Connectivity("all"))
+    assert convert_checkpoint(tmp_path / "all", tmp_path / "last", Connectivity("last:1")) == [3]
+    convert_model(model, Connectivity("last:1"))
+    assert torch.equal(logits(load_model(tmp_path / "last")), logits(model))
+    with pytest.raises(UserError, match="is already converted with this connectivity"):
+        convert_checkpoint(tmp_path / "all", tmp_path / "again", Connectivity("moe"))
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_destination_that_is_in_use_is_refused_and_an_empty_folder_is_not(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="used: exists and is not empty; choose another destination"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "used", Connectivity("all"))
+    with pytest.raises(UserError, match="is not empty"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "base", Connectivity("all"))
+    with pytest.raises(UserError, match="exists and is not a folder"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "used" / "notes.txt", Connectivity("all"))
+    assert (tmp_path / "used" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    convert_checkpoint(tmp_path / "base", tmp_path / "empty", Connectivity("all"))
+    assert farskip_layers(load_model(tmp_path / "empty")) == [0, 1, 2, 3]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.link", full)
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(UserError, match=r"far: could not be written \(No space left on device\)"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    assert [file.name for file in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_path):
+    """As gpt-oss is published: MXFP4 blocks and scales under names that the unquantised model does not have."""
+    base = tmp_path / "base"
+    tiny_model("gpt_oss").save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    packed = {name: tensors.pop(name) for name in list(tensors) if name.endswith("experts.down_proj")}
+    tensors |= {f"{name}_blocks": torch.zeros(4, dtype=torch.uint8) for name in packed}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": quantisation}
+    (base / "config.json").write_text(json.dumps(config))
+    assert convert_checkpoint(base, tmp_path / "far", Connectivity("all")) == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "far" / "config.json").read_text())["quantization_config"] == quantisation
+    assert tensor_names(tmp_path / "far") == tensor_names(base)
+
+
+def test_weights_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
+    def other_device(*args, **kwargs):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    monkeypatch.setattr("os.link", other_device)
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
+    files = [tmp_path / name / "model.safetensors" for name in ("base", "far")]
+    assert files[0].stat().st_ino != files[1].stat().st_ino
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def truncate_a_shard(base):
+    file = sorted(base.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def remove_a_shard(base):
+    sorted(base.glob("*.safetensors"))[1].unlink()
+
+
+def reshape_a_tensor(base):
+    file = sorted(base.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    name = min(tensors)
+    save_file(tensors | {name: tensors[name].flatten()[:-1].clone()}, file, metadata={"format": "pt"})
+
+
+def empty_a_shard(base):
+    save_file({}, sorted(base.glob("*.safetensors"))[1], metadata={"format": "pt"})
+
+
+def config(**changes):
+    def change(base):
+        values = json.loads((base / "config.json").read_text()) | changes
+        (base / "config.json").write_text(json.dumps(values))
+
+    return change
+
+
+def name_a_shard(name):
+    """The first shard under another name in the index."""
+
+    def change(base):
+        index = json.loads((base / "model.safetensors.index.json").read_text())
+        first = min(index["weight_map"].values())
+        renamed = {key: name if file == first else file for key, file in index["weight_map"].items()}
+        (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": renamed}))
+
+    return change
+
+
+def tokenizer_config(text):
+    return lambda base: (base / "tokenizer_config.json").write_text(text)
+
+
+NAMES = "weight_map names .*; the name of a .safetensors file in this folder is needed"
+OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate_a_shard, r"-00002-of-\d+.safetensors: damaged or incomplete"),
+        (
+            remove_a_shard,
+            r"-00002-of-\d+.safetensors: no such file, but model.safetensors.index.json names it",
+        ),
+        (reshape_a_tensor, r"tensor '.*' has shape \[\d+\], but config.json says \[.*\]; weights and config"),
+        (empty_a_shard, r"tensor '.*' is not in this file, but model.safetensors.index.json says so"),
+        (
+            config(architectures=["OlmoeForCausalLM"]),
+            "architectures names OlmoeForCausalLM, but model_type is",
+        ),
+        (config(model_type="olmoe"), "architectures names MixtralForCausalLM, but model_type is 'olmoe'"),
+        (config(model_type="deepseek_v4"), "'deepseek_v4' cannot be converted: its layers mix several"),
+        (config(model_type="own", auto_map=OWN), "trust_remote_code=True .* loads it as it is, it cannot be"),
+        (config(hidden_size=48), "but config.json says"),
+        (config(farskip={"version": 1}), "contradicts the field farskip"),
+        (config(num_hidden_layers=3), r"19 tensors belong to no parameter, the first is 'model\.layers\.3\."),
+        (config(architectures=3), "architectures must be a list of class names, got 3"),
+        (config(num_attention_heads=0), "no MixtralForCausalLM can be built from it"),
+        (name_a_shard("../outside.safetensors"), NAMES),
+        (name_a_shard("/etc/passwd"), NAMES),
+        (name_a_shard("x" * 300 + ".safetensors"), NAMES),
+        (name_a_shard(3), NAMES),
+        (name_a_shard(None), NAMES),
+        (
+            tokenizer_config('{"auto_map": "x.Y"}'),
+            "base/tokenizer_config.json: auto_map: Auto class to module.Class",
+        ),
+        (
+            tokenizer_config('{"auto_map": {"AutoTokenizer": ["/etc/x.Y", 3]}}'),
+            "auto_map: Auto class to module",
+        ),
+        (tokenizer_config('{"a": '), "base/tokenizer_config.json: not valid JSON"),
+    ],
+)
+def test_a_bad_source_is_refused_and_leaves_nothing_behind(damage, message, tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base", max_shard_size="30KB")
+    damage(tmp_path / "base")
+    with pytest.raises(UserError, match=message) as caught:
+        convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity([3]))
+    assert str(tmp_path / "base") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
+
+
+def test_names_that_are_too_long_for_a_folder_are_one_line(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    long = tmp_path / ("x" * 300)
+    with pytest.raises(UserError, match=r"xxx: could not be written \(File name too long\)"):
+        convert_checkpoint(tmp_path / "base", long, Connectivity("all"))
+    for source in (long, str(long)):
+        with pytest.raises(UserError, match="xxx: cannot be a folder: File name too long"):
+            convert_checkpoint(source, tmp_path / "far", Connectivity("all"))

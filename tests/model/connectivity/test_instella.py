@@ -1,0 +1,235 @@
+"""AMD's Instella keys mean what AMD's modeling file does, written down here as equations on the regular model."""
+
+import json
+
+import pytest
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    farskip_layers,
+    load_model,
+    unconvert_checkpoint,
+)
+from fcsd.model.connectivity.aliases import from_instella
+from fcsd.pipeline.tiny.models import tiny_model
+from tests.float64 import BOUND, in_float64
+from tests.reference.parts import layer_arguments
+from tests.reference.reference import reference_forward
+
+X = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(5))
+LAYERS = 5
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def amd_forward(model, keys):
+    """Logits as `modeling_instella_moe.py` computes them, from a regular deepseek_v3.
+
+    Two streams: `full`, and `no_routed`, which every MoE layer leaves, regular or FarSkip, and no dense layer.
+    A FarSkip layer is one with start <= k <= end; its attention reads `no_routed` if there is one, its MLP
+    reads `full` before attention is added.
+    """
+    start, end = keys.get("farskip_start_idx", 0), keys.get("farskip_end_idx", 1e4)
+    full, arguments = layer_arguments(model, X)
+    no_routed = None
+    for k, layer in enumerate(model.model.layers):
+        farskip = keys.get("farskip", False) and start <= k <= min(end, model.config.num_hidden_layers - 1)
+        attention_reads, mlp_reads = full, None
+        if farskip:
+            attention_reads = full if no_routed is None else no_routed
+            mlp_reads = full
+            if keys.get("attn_only_farskip"):
+                mlp_reads = None
+            if keys.get("mlp_only_farskip"):
+                attention_reads = full
+        attended = full + layer.self_attn(layer.input_layernorm(attention_reads), **arguments[k])[0]
+        normed = layer.post_attention_layernorm(attended if mlp_reads is None else mlp_reads)
+        if hasattr(layer.mlp, "experts"):
+            shared = layer.mlp.shared_experts(normed)
+            routed = layer.mlp(normed) - shared
+            full, no_routed = attended + routed + shared, attended + shared
+        else:
+            full, no_routed = attended + layer.mlp(normed), None
+    return model.lm_head(model.model.norm(full))
+
+
+@pytest.fixture(scope="module")
+def base():
+    with in_float64():
+        return tiny_model("deepseek_v3", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def checkpoint(base, tmp_path):
+    """Write the base model with further keys in its config, as AMD's checkpoints have them."""
+
+    def write(**keys):
+        folder = tmp_path / "amd"
+        base.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        return folder
+
+    return write
+
+
+CASES = {  # keys -> our layers and sides; layer 0 is dense
+    "as AMD ships it": ({}, [0, 1, 2, 3, 4], "partial", "outdated"),
+    "AMD's defaults written out": (
+        {
+            "farskip_start_idx": 0,
+            "farskip_end_idx": 1e4,
+            "attn_only_farskip": False,
+            "mlp_only_farskip": False,
+        },
+        [0, 1, 2, 3, 4],
+        "partial",
+        "outdated",
+    ),
+    "the end is inclusive": ({"farskip_end_idx": 3}, [0, 1, 2, 3], "partial", "outdated"),
+    "starts after the dense layer": ({"farskip_start_idx": 1}, [1, 2, 3, 4], "partial", "outdated"),
+    "attention only": ({"attn_only_farskip": True}, [0, 1, 2, 3, 4], "partial", "full"),
+    "attention only, in the middle": (
+        {"attn_only_farskip": True, "farskip_start_idx": 3, "farskip_end_idx": 3},
+        [2, 3],
+        "partial",
+        "full",
+    ),
+    "mlp only": ({"mlp_only_farskip": True}, [0, 1, 2, 3, 4], "full", "outdated"),
+    "mlp only, in the middle": (
+        {"mlp_only_farskip": True, "farskip_start_idx": 2, "farskip_end_idx": 3},
+        [2, 3],
+        "full",
+        "outdated",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_with_instellas_keys_computes_amds_equations(base, checkpoint, case):
+    more, layers, attention, mlp = CASES[case]
+    keys = {"farskip": True, **more}
+    model = load_model(checkpoint(**keys))
+    assert type(model).__name__ == "FarSkipDeepseekV3ForCausalLM"
+    assert model.config.farskip == {"version": 1, "layers": layers, "attention": attention, "mlp": mlp}
+    assert not hasattr(model.config, "farskip_start_idx")
+    with torch.no_grad():
+        actual, expected, regular = model(X).logits, amd_forward(base, keys), base(X).logits
+        by_our_equations, _ = reference_forward(base, X, layers, attention, mlp)
+    assert (actual - expected).abs().max() < BOUND
+    assert (actual - by_our_equations).abs().max() < BOUND
+    assert (actual - regular).abs().max() > 0.05
+    one_less = keys | {"farskip_end_idx": min(keys.get("farskip_end_idx", 4), 4) - 1}
+    assert (actual - amd_forward(base, one_less)).abs().max() > 0.02
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"farskip": False},
+        {"farskip": False, "farskip_start_idx": 1},
+        {"farskip_start_idx": 0},
+        {"farskip": True, "farskip_start_idx": 5},
+        {"farskip": True, "farskip_end_idx": -1},
+        {"farskip": True, "attn_only_farskip": True, "mlp_only_farskip": True},
+    ],
+)
+def test_keys_that_rewire_nothing_are_the_regular_model(base, checkpoint, keys):
+    folder = checkpoint(**keys)
+    model = load_model(folder)
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    with torch.no_grad():
+        assert (model(X).logits - amd_forward(base, keys)).abs().max() < BOUND
+        assert torch.equal(model(X).logits, base(X).logits)
+
+
+def test_both_sides_after_a_regular_moe_layer_are_refused_because_no_selection_computes_them(
+    base, checkpoint
+):
+    keys = {"farskip": True, "farskip_start_idx": 3}
+    with torch.no_grad():
+        amd = amd_forward(base, keys)
+        for layers in ([3, 4], [2, 3, 4]):
+            assert (amd - reference_forward(base, X, layers)[0]).abs().max() > 0.02
+    with pytest.raises(UserError) as caught:
+        load_model(checkpoint(**keys))
+    for part in (
+        "config.json: farskip_start_idx: 3 follows the regular MoE layer 2",
+        "allowed: 0 to 1, or mlp_only_farskip or attn_only_farskip with it",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("num_dense", [0, 1, 2])
+def test_the_range_may_begin_at_the_first_moe_layer_and_not_later(num_dense):
+    mask = [k >= num_dense for k in range(LAYERS)]
+    for start in range(LAYERS):
+        keys = {"farskip": True, "farskip_start_idx": start}
+        if start <= num_dense:
+            assert from_instella(keys, mask) == Connectivity(list(range(start, LAYERS)))
+        else:
+            with pytest.raises(UserError, match=f"allowed: 0 to {num_dense}"):
+                from_instella(keys, mask)
+
+
+def test_a_conversion_writes_our_format_with_what_the_keys_say(base, checkpoint, tmp_path, capsys):
+    keys = {"farskip": True, "mlp_only_farskip": True, "farskip_end_idx": 2}
+    folder = checkpoint(**keys)
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
+    capsys.readouterr()
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["model_type"] == "farskip_deepseek_v3"
+    assert config["farskip"] == {"version": 1, "layers": [0, 1, 2], "attention": "full", "mlp": "outdated"}
+    assert not {"farskip_end_idx", "mlp_only_farskip"} & config.keys()
+    with torch.no_grad():
+        expected = amd_forward(base, keys)
+        assert (load_model(tmp_path / "ours")(X).logits - expected).abs().max() < BOUND
+
+    assert convert_checkpoint(folder, tmp_path / "other", Connectivity([1, 2])) == [1, 2]
+    assert farskip_layers(load_model(tmp_path / "other")) == [1, 2]
+    unconvert_checkpoint(folder, tmp_path / "regular")
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "regular")(X).logits, base(X).logits)
+        assert torch.equal(load_model(folder, original=True)(X).logits, base(X).logits)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"farskip": True, "gated_attention": True}, "gated_attention: transformers' DeepseekV3ForCausalLM has"),
+        ({"farskip": True, "attn_only_farskip": 1}, "attn_only_farskip: must be true or false, got 1"),
+        ({"farskip": True, "farskip_start_idx": 0.5}, "farskip_start_idx: must be the index of a layer, got 0.5"),
+        ({"farskip": True, "farskip_end_idx": True}, "farskip_end_idx: must be the index of a layer, got True"),
+        ({"farskip": True, "farskip_end_idx": None}, "farskip_end_idx: must be the index of a layer, got None"),
+        ({"farskip": "yes", "farskip_end_idx": 3}, "farskip: must be true or false, got 'yes'"),
+        ({"farskip": True, "model_type": "bert"}, "not on model type 'bert'; `fcsd families` lists"),
+        ({"farskip": True, "first_k_dense_replace": None}, "the fields num_hidden_layers, first_k_dense_replace"),
+    ],
+)  # fmt: skip
+def test_keys_that_cannot_be_read_are_refused_before_weights_are(checkpoint, keys, message):
+    with pytest.raises(UserError) as caught:
+        load_model(checkpoint(**keys))
+    assert message in str(caught.value)
+    assert "config.json: " in str(caught.value)
+
+
+def test_code_of_its_own_is_left_to_transformers_where_remote_code_is_allowed(checkpoint, monkeypatch):
+    import transformers
+
+    folder = checkpoint(farskip=True, gated_attention=True, auto_map={"AutoConfig": "configuration_x.X"})
+    seen = {}
+
+    def from_pretrained(path, **options):
+        seen.update(options, path=path)
+        raise UserError("stop")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(UserError, match="stop"):
+        load_model(folder, trust_remote_code=True)
+    assert seen["trust_remote_code"] is True and seen["path"] == folder
+    with pytest.raises(UserError, match="gated_attention"):
+        load_model(folder)

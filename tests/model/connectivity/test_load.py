@@ -1,0 +1,340 @@
+"""Loading checkpoints: what each combination gives, and every mistake as one line before weights are read."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity, convert_checkpoint, farskip_layers, load_model
+from fcsd.model.connectivity import load as load_module
+from fcsd.model.families import FAMILIES
+from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+from tests.support import assert_same_model
+
+FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model):
+    return model(X, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base checkpoint of qwen3_moe, the same in shards, and its FarSkip conversion. Read only."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(root / "base")
+    model.save_pretrained(root / "sharded", max_shard_size="30KB")
+    convert_checkpoint(root / "base", root / "far", Connectivity("last:2"))
+    return root
+
+
+@pytest.fixture
+def base(saved, tmp_path):
+    """A copy of the base checkpoint to damage."""
+    return shutil.copytree(saved / "base", tmp_path / "base")
+
+
+@pytest.fixture
+def no_weights_read(monkeypatch):
+    """Loading fails the test if it comes as far as building the model with weights."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", refuse)
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_combination_of_checkpoint_and_connectivity(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "base")
+    far = Connectivity("all", mlp="full")
+    convert_checkpoint(tmp_path / "base", tmp_path / "far", far)
+    regular = logits(model)
+    inputs = {"input_ids": X}
+
+    plain = load_model(tmp_path / "base")
+    assert type(plain) is type(model) and not plain.training
+    assert_same_model(plain, model, inputs)
+
+    rewired = load_model(tmp_path / "base", connectivity=far)
+    assert type(rewired).__name__ == f"FarSkip{FAMILIES[family].causal_lm}"
+    assert farskip_layers(rewired) == [0, 1, 2, 3]
+    assert (logits(rewired) - regular).abs().max() > 0.5
+    assert rewired.config.model_type == f"farskip_{family}"
+
+    for given in (None, far, Connectivity([0, 1, 2, 3], mlp="full")):
+        stored = load_model(tmp_path / "far", connectivity=given)
+        assert type(stored) is type(rewired)
+        assert_same_model(stored, rewired, inputs)
+
+    undone = load_model(tmp_path / "far", original=True)
+    assert type(undone) is type(model)
+    assert_same_model(undone, model, inputs)
+    assert undone.config.model_type == family
+
+
+def test_the_auto_classes_load_a_farskip_checkpoint_after_registering(saved):
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from fcsd.model.connectivity import register
+
+    register()
+    expected = logits(load_model(saved / "far"))
+    model = AutoModelForCausalLM.from_pretrained(saved / "far").eval()
+    assert torch.equal(logits(model), expected)
+    headless = AutoModel.from_pretrained(saved / "far").eval()
+    with torch.no_grad():
+        assert torch.equal(model.lm_head(headless(X).last_hidden_state), expected)
+
+
+def test_options_reach_the_model(saved):
+    model = load_model(
+        saved / "base",
+        connectivity=Connectivity("all"),
+        dtype="bfloat16",
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert model.config._experts_implementation == "eager"
+    assert load_model(saved / "base").dtype == torch.float32
+
+
+def test_a_sharded_checkpoint_loads(saved):
+    assert len(list((saved / "sharded").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(load_model(saved / "sharded")), logits(load_model(saved / "base")))
+
+
+def test_another_connectivity_than_the_checkpoints_is_refused(saved, no_weights_read):
+    with pytest.raises(
+        UserError, match=r"already converted with layers \[2, 3\].* but layers \[0, 1, 2, 3\]"
+    ):
+        load_model(saved / "far", connectivity=Connectivity("all"))
+    with pytest.raises(UserError, match="attention full"):
+        load_model(saved / "far", connectivity=Connectivity("last:2", attention="full"))
+    with pytest.raises(UserError, match="give no connectivity with it"):
+        load_model(saved / "far", connectivity=Connectivity("last:2"), original=True)
+
+
+def test_missing_and_wrong_paths(tmp_path, saved, no_weights_read):
+    for path in (tmp_path / "nowhere", str(tmp_path / "nowhere"), "./runs/nowhere", "nowhere"):
+        with pytest.raises(UserError, match="nowhere: no such folder"):
+            load_model(path)
+    with pytest.raises(UserError, match="is a file; a checkpoint is a folder"):
+        load_model(saved / "base" / "config.json")
+    with pytest.raises(
+        UserError, match=r"config\.json: no such file; is this folder a Hugging Face checkpoint"
+    ):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="revision 'main' applies to a Hub repository"):
+        load_model(saved / "base", revision="main")
+
+
+def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_read):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"^owner/name: no such folder, and the Hub did not give") as caught:
+        load_model("owner/name")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": None}, "model_type is missing"),
+        ({"model_type": "bloomz"}, "model type 'bloomz' is not supported; `fcsd families` lists the "),
+        ({"model_type": "llama", "num_experts": None, "num_local_experts": None}, "is a dense model"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "none of its 4 layers is an MoE layer"),
+        ({"farskip": {"version": 1}}, "contradicts the field farskip, which is present"),
+        ({"model_type": "farskip_qwen3_moe"}, "contradicts the field farskip, which is absent"),
+        ({"hidden_size": 48}, "but config.json says"),
+        ({"num_hidden_layers": 5}, "tensors are missing, the first is 'model.layers.4."),
+        ({"hidden_size": "wide"}, "transformers refuses it"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures names MixtralForCausalLM, but model_type"),
+        ({"model_type": "mixtral"}, "names Qwen3MoeForCausalLM, but model_type is 'mixtral'"),
+        ({"architectures": ["FarSkipQwen3MoeForCausalLM"]}, "names FarSkipQwen3MoeForCausalLM, but"),
+        ({"model_type": "deepseek_v4"}, "cannot be converted: its layers mix several residual streams"),
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "brings code of its own: trust_remote_code=True",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(
+    base, changes, message, no_weights_read
+):
+    edit_config(base, **changes)
+    for connectivity in (None, Connectivity("all")):
+        with pytest.raises(UserError) as caught:
+            load_model(base, connectivity=connectivity)
+        assert message in str(caught.value)
+        assert str(base) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_config_is_refused(base, no_weights_read):
+    (base / "config.json").write_text('{"model_type": ')
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        load_model(base)
+    (base / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json: a JSON object is needed, got list"):
+        load_model(base)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 5000, -1])
+def test_a_truncated_weight_file_is_refused(base, kept, no_weights_read):
+    file = base / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:kept])
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged or incomplete safetensors file"):
+        load_model(base, connectivity=Connectivity("all"))
+
+
+def test_a_corrupt_weight_file_is_refused(base, no_weights_read):
+    file = base / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[20:60] = b"\xff" * 40
+    file.write_bytes(bytes(data))
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged or incomplete"):
+        load_model(base)
+
+
+def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(base, monkeypatch, no_weights_read):
+    opened = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read: Permission denied"):
+        load_model(base)
+
+
+def test_missing_weights_and_pickles_are_refused(base, no_weights_read):
+    (base / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no weights: neither model\.safetensors nor"):
+        load_model(base)
+    (base / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle, convert it to safetensors first"):
+        load_model(base)
+
+
+def test_a_missing_shard_or_a_tensor_that_is_not_in_its_shard_is_refused(saved, tmp_path, no_weights_read):
+    folder = shutil.copytree(saved / "sharded", tmp_path / "sharded")
+    shards = sorted(folder.glob("*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    moved = dict(index["weight_map"])
+    name = next(key for key, file in moved.items() if file == shards[0].name)
+    moved[name] = shards[1].name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index | {"weight_map": moved}))
+    with pytest.raises(UserError, match=f"tensor '{name}' is not in this file"):
+        load_model(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shards[1].unlink()
+    with pytest.raises(UserError, match=rf"{shards[1].name}: no such file, .* \(1 of {len(shards)} shards"):
+        load_model(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="weight_map is missing or empty"):
+        load_model(folder)
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_refused(saved, tmp_path):
+    def damaged(change):
+        folder = shutil.copytree(saved / "base", tmp_path / f"damaged{len(list(tmp_path.iterdir()))}")
+        change_tensors(folder, change)
+        return folder
+
+    expert = "model.layers.2.mlp.experts.3.up_proj.weight"
+    norm = "model.layers.1.input_layernorm.weight"
+    for name in (expert, norm, "lm_head.weight"):
+        with pytest.raises(UserError, match=rf"1 tensors are missing, the first is '{name}'"):
+            load_model(damaged(lambda tensors: tensors.pop(name)))  # noqa: B023
+    with pytest.raises(UserError, match=rf"tensor '{norm}' has shape \[16\], but config\.json says \[32\]"):
+        load_model(damaged(lambda tensors: tensors.update({norm: torch.ones(16)})))
+    with pytest.raises(UserError, match=rf"tensor '{expert}' has shape \[24, 16\]"):
+        load_model(damaged(lambda tensors: tensors.update({expert: torch.ones(24, 16)})))
+    extra = {"model.layers.1.self_attn.extra.weight": torch.ones(3)}
+    with pytest.raises(
+        UserError, match=r"belong to no parameter, the first is 'model\.layers\.1\.self_attn\.extra"
+    ):
+        load_model(damaged(lambda tensors: tensors.update(extra)), connectivity=Connectivity("all"))
+
+
+def test_what_transformers_reports_as_missing_is_an_error_even_if_the_headers_look_right(saved, monkeypatch):
+    """The second line of defence: weights that transformers could not place never stay at random values."""
+    monkeypatch.setattr(load_module, "check_tensors", lambda *args: None)
+    folder = saved.parent / "defence"
+    shutil.copytree(saved / "base", folder)
+    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(UserError, match=r"1 tensors are missing, the first is 'model\.norm\.weight'"):
+        load_model(folder)
+
+
+def test_a_checkpoint_with_fused_experts_loads(saved, tmp_path):
+    model = load_model(saved / "base")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    names = load_file(tmp_path / "fused" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    far = load_model(tmp_path / "fused", connectivity=Connectivity("last:2"))
+    assert torch.equal(logits(far), logits(load_model(saved / "far")))
+
+
+def test_tied_embeddings_load(tmp_path):
+    model = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    far = load_model(tmp_path / "tied", connectivity=Connectivity("none"))
+    assert torch.equal(logits(far), logits(model))
+    far.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load_model(tmp_path / "again")), logits(model))
+
+
+def test_an_unknown_family_loads_as_it_is_only_when_remote_code_is_allowed(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=99,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="dense model"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="dense model"):
+        load_model(tmp_path, connectivity=Connectivity("all"), trust_remote_code=True)
+    assert torch.equal(logits(load_model(tmp_path, trust_remote_code=True)), logits(model))
+
+
+def test_a_checkpoint_without_moe_layers_cannot_be_made(tmp_path):
+    assert tiny_config("deepseek_v2").first_k_dense_replace == 1
+    tiny_model("deepseek_v2", first_k_dense_replace=4).save_pretrained(tmp_path / "dense")
+    with pytest.raises(UserError, match=r"none of its 4 layers is an MoE layer .*first_k_dense_replace"):
+        load_model(tmp_path / "dense", connectivity=Connectivity("all"))

@@ -1,0 +1,48 @@
+"""A rewired model is the original for the length of a context, in every kind of layer, and then rewired as before."""
+
+import pytest
+import torch
+
+from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers
+from fcsd.model.connectivity.rewire import regular
+from fcsd.model.families import FAMILIES
+from fcsd.pipeline.tiny.configs import TINY
+from fcsd.pipeline.tiny.models import tiny_model
+
+# One family of each kind of layer: what differs between the others are names.
+KINDS = {
+    (
+        family.layout, bool(family.norms), bool(family.moe_argument), bool(family.block_shared),
+        bool(family.block_gate), family.shared_in_place, family.additive, bool(family.layer_shared), family.residual,
+        bool(family.side_output), bool(family.stream_edit), family.multimodal,
+    ): name
+    for name, family in reversed(FAMILIES.items()) if name in TINY
+}  # fmt: skip
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=X, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", sorted(KINDS.values()))
+def test_inside_the_context_the_logits_are_the_originals_to_the_last_bit(family):
+    model = tiny_model(family)
+    original = logits(model)
+    convert_model(model, Connectivity("all"))
+    rewired, layers = logits(model), farskip_layers(model)
+    with regular(model):
+        inside = logits(model)
+        assert farskip_layers(model) == []
+    assert torch.equal(inside, original) and not torch.equal(rewired, original)
+    assert farskip_layers(model) == layers and torch.equal(logits(model), rewired)
+
+
+def test_an_error_inside_the_context_leaves_the_model_rewired():
+    model = tiny_model("qwen2_moe")
+    convert_model(model, Connectivity("all"))
+    rewired = logits(model)
+    with pytest.raises(ZeroDivisionError), regular(model):
+        raise ZeroDivisionError
+    assert torch.equal(logits(model), rewired)

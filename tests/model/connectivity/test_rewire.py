@@ -1,0 +1,403 @@
+"""The contract of every family: a rewired model against forward passes written from the equations."""
+
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fcsd.model.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
+from fcsd.model.families import FAMILIES, moe_mask
+from fcsd.pipeline.tiny.configs import TINY
+from fcsd.pipeline.tiny.models import tiny_model
+from tests.float64 import BOUND, error
+from tests.reference.adapted import LAYERS
+from tests.reference.images import IMAGES
+from tests.reference.parts import arguments_found_once
+from tests.reference.reference import MOE, reference_forward
+from tests.reference.surgery import surgery_forward
+
+FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
+SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
+
+SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
+RECURRENT = (
+    *("bailing_hybrid", "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax"),
+    *("qwen3_5_moe_text", "qwen3_next"),
+)
+
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    **{("sdpa", name): "attention sinks have no sdpa path" for name in SINKS},
+    ("packed", "gpt_oss"): "masks are built without position ids",
+    ("packed", "afmoe"): "masks are built without position ids",
+    ("checkpointing", "jetmoe"): "it does not support activation checkpointing",
+    ("packed", "minimax_m3_vl_text"): "blocks of keys are chosen over the whole row",
+    **{("packed", name): "the recurrent state runs on from one sequence into the next" for name in RECURRENT},
+    ("cache of several tokens", "jamba"): "Mamba's state is read only when a single token is added",
+}
+"""(contract, family) -> what the original of transformers 5.23 does not do either. The tests show it on the
+original, so that an exception that is no longer needed fails."""
+
+
+def tokens(rows: int = 2, length: int = 11, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padding(rows: int, length: int, padding: int = 4) -> torch.Tensor:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return mask
+
+
+@torch.no_grad()
+def logits(model, input_ids, **inputs):
+    return model(input_ids, use_cache=False, **inputs).logits
+
+
+@torch.no_grad()
+def reference(model, *args, **inputs):
+    return reference_forward(model, *args, **inputs)
+
+
+def resolved(model, selection):
+    return resolve_layers(selection, moe_mask(model.config, FAMILIES[model.config.model_type]))
+
+
+def stack_of(model):
+    return rewire.decoder_layers(model, FAMILIES[model.config.model_type.removeprefix("farskip_")])
+
+
+def excepted(contract, family, original_fails):
+    """True where the family is an exception, after showing that the original fails, too."""
+    if (contract, family) not in EXCEPTIONS:
+        return False
+    assert original_fails(), f"{family}, {contract}: the original can do it now; delete the exception"
+    return True
+
+
+def test_every_supported_family_has_a_tiny_model_and_a_reference():
+    assert FAMILIES.keys() == TINY.keys()
+    written = {name for name, family in FAMILIES.items() if family.reference == "written"}
+    assert written == MOE.keys() | IMAGES.keys() | LAYERS.keys()
+    assert len(written) >= 14
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_converted_model_computes_the_equations(family, implementation, padded):
+    def original_refuses():
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            tiny_model(family, attn_implementation=implementation)
+        return True
+
+    if excepted(implementation, family, original_refuses):
+        return
+    x = tokens()
+    mask = left_padding(*x.shape) if padded else None
+    kept = slice(None) if mask is None else mask.bool()
+    model = tiny_model(family, attn_implementation=implementation)
+    # Where attention and MLP read the same stream, an outdated MLP alone changes nothing and is refused.
+    sides = SIDES[:2] if FAMILIES[family].layout == "parallel" else SIDES
+    # Padding and the attention's implementation know of no selection: every pair of selection and sides once.
+    every_pair = not padded and implementation == ("eager" if family in SINKS else "sdpa")
+    if FAMILIES[family].reference == "written" and every_pair:
+        cases = [*itertools.product(SELECTIONS, sides)]
+    else:
+        selections = SELECTIONS[1:] if every_pair else SELECTIONS[-1:]
+        cases = [*itertools.product(["all"], sides), *itertools.product(selections, sides[:1])]
+    selected = {str(selection): resolved(model, selection) for selection, _ in cases}
+    with arguments_found_once():
+        references = [
+            reference(model, x, selected[str(selection)], *sides, attention_mask=mask)[0]
+            for selection, sides in cases
+        ]
+    for (selection, (attention, mlp)), expected in zip(cases, references, strict=True):
+        unconvert_model(model)
+        layers = selected[str(selection)]
+        assert convert_model(model, Connectivity(selection, attention, mlp), regular_ok=True) == layers
+        actual = logits(model, x, attention_mask=mask)
+        worst = error(actual[kept], expected[kept])
+        assert worst < BOUND, f"{selection} {attention} {mlp}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_regular_model_computes_the_reference_without_farskip_layers(family):
+    model, x = tiny_model(family), tokens()
+    assert error(logits(model, x), reference(model, x, [])[0]) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama4_text", {"interleave_moe_layer_step": 2}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("qwen2_moe", {"mlp_only_layers": [1, 3]}),
+        ("deepseek_v2", {"first_k_dense_replace": 2}),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}),
+        ("jamba", {"expert_layer_period": 2}),
+        ("lfm2_moe", {"num_dense_layers": 2}),
+        ("qwen3_next", {"mlp_only_layers": [1, 3]}),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}),
+        ("laguna", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
+    ],
+)
+@pytest.mark.parametrize("sides", SIDES)
+def test_dense_layers_read_what_is_in_flight_and_leave_nothing_in_flight(family, overrides, sides):
+    model, x = tiny_model(family, **overrides), tokens()
+    for selection in ("all", "moe", {"first": 3}, [1, 2]):
+        unconvert_model(model)
+        layers = resolved(model, selection)
+        expected, _ = reference(model, x, layers, *sides)
+        convert_model(model, Connectivity(selection, *sides), regular_ok=True)
+        assert error(logits(model, x), expected) < BOUND, selection
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_no_layers_and_unconverting_are_bit_identical_to_the_original(family):
+    model, x = tiny_model(family), tokens()
+    original = logits(model, x)
+    assert convert_model(model, Connectivity("none")) == []
+    assert torch.equal(logits(model, x), original)
+    convert_model(model, Connectivity("all"))
+    assert (logits(model, x) - original).abs().max() > 1
+    unconvert_model(model)
+    assert torch.equal(logits(model, x), original)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_recorded_hidden_states_are_the_full_streams(family):
+    model, x = tiny_model(family), tokens()
+    _, streams = reference(model, x, range(4))
+    convert_model(model, Connectivity("all"))
+    with torch.no_grad():
+        recorded = model(x, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(recorded) == len(streams) == 5
+    # The last recorded state is after the final norm, in the regular model too.
+    for k, (actual, expected) in enumerate(zip(recorded[:-1], streams[:-1], strict=True)):
+        assert error(actual, expected) < BOUND, k
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_generating_with_the_cache_gives_what_full_passes_give(family):
+    model, x = tiny_model(family), tokens(length=9)
+    mask = left_padding(*x.shape)
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    @torch.no_grad()
+    def difference(*cuts):
+        """Largest difference to the logits of one pass when the tokens come in parts."""
+        parts, cache = [], None
+        for start, end in itertools.pairwise((0, *cuts, x.shape[1])):
+            out = model(x[:, start:end], past_key_values=cache, use_cache=True)
+            parts.append(out.logits)
+            cache = out.past_key_values
+        return error(torch.cat(parts, dim=1), logits(model, x))
+
+    def made(cache):
+        return model.generate(x, attention_mask=mask, use_cache=cache, **settings)
+
+    if not excepted("cache", family, lambda: difference(6, 7, 8) > 0.01):
+        convert_model(model, Connectivity("all"))
+        assert torch.equal(made(True), made(False))
+        assert difference(6, 7, 8) < BOUND
+        unconvert_model(model)
+    if not excepted("cache of several tokens", family, lambda: difference(6) > 0.01):
+        convert_model(model, Connectivity("all"))
+        assert difference(6) < BOUND
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_gradient_checkpointing_does_not_change_gradients(family):
+    x = tokens()
+    model = tiny_model(family).train()
+
+    def original_refuses():
+        with pytest.raises(ValueError, match="does not support activation checkpointing"):
+            model.activation_checkpointing_enable()
+        return True
+
+    if excepted("checkpointing", family, original_refuses):
+        return
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(0)  # routers that sample in training
+        loss = model(x, labels=x, use_cache=False).loss
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    original = gradients()
+    convert_model(model, Connectivity("all"))
+    plain = gradients()
+    assert plain.keys() == original.keys()
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        runs = []
+        moe = getattr(stack_of(model)[1], FAMILIES[family].moe)
+        hook = moe.register_forward_pre_hook(lambda *_: runs.append(1))  # noqa: B023
+        checkpointed = gradients()
+        hook.remove()
+        model.activation_checkpointing_disable()
+        assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
+        assert checkpointed.keys() == plain.keys()
+        for name, gradient in plain.items():
+            # Re-entrant checkpoints may add gradients up in another order.
+            assert (checkpointed[name] - gradient).abs().max() <= (BOUND if reentrant else 0), name
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_packed_sequences_with_position_ids_give_what_they_give_alone(family):
+    model = tiny_model(family)
+    parts = [tokens(1, 5, seed=1), tokens(1, 7, seed=2)]
+    positions = torch.cat([torch.arange(part.shape[1])[None] for part in parts], dim=1)
+
+    def difference():
+        packed = logits(model, torch.cat(parts, dim=1), position_ids=positions)
+        return error(packed, torch.cat([logits(model, part) for part in parts], dim=1))
+
+    if excepted("packed", family, lambda: difference() > 0.01):
+        return
+    assert difference() < BOUND
+    convert_model(model, Connectivity("all"))
+    assert difference() < BOUND
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_gradients_are_those_of_the_equations(family):
+    model, x = tiny_model(family), tokens(2, 6)
+    weights = {name: p for name, p in stack_of(model).named_parameters() if p.requires_grad}
+
+    def gradients(output):
+        loss = torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        return torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+
+    expected = gradients(reference_forward(model, x, range(4))[0])
+    convert_model(model, Connectivity("all"))
+    actual = gradients(model(x, use_cache=False).logits)
+    for name, a, e in zip(weights, actual, expected, strict=True):
+        if e is None:  # the choice of experts or of what is attended to has no gradient
+            assert a is None or not a.any(), name
+            continue
+        assert (a - e).abs().max() < BOUND * max(1.0, float(e.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    ("family", "jitter"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.2}),
+        ("minimax_m2", {"router_jitter_noise": 0.2}),
+        ("phimoe", {"input_jitter_noise": 0.2}),
+    ],
+)
+def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(family, jitter):
+    model, x = tiny_model(family, **jitter).train(), tokens()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        expected, _ = surgery_forward(model, x, range(4))
+    torch.manual_seed(1)
+    logits(model, x)  # the reference begins with a pass of the model, which draws as many numbers
+    convert_model(model, Connectivity("all"))
+    assert error(logits(model, x), expected) < BOUND
+
+
+HYBRIDS = ("jamba", "granitemoehybrid", "lfm2_moe", "qwen3_next")
+MUTANTS = {
+    "the MLP side uses the norm of attention": (
+        "norm = getattr(self.norms, name)",
+        "norm = getattr(self.norms, self.family.in_norm)",
+        ("qwen3_moe", "deepseek_v2", *HYBRIDS),
+    ),
+    "attention gets the full stream": (
+        "self.a = o if attention_input is None else attention_input",
+        "self.a = o",
+        ("qwen3_moe", "deepseek_v2", *HYBRIDS),
+    ),
+    "the MLP side sees attention": (
+        "if not self.plan.outdated:\n            return norm(h)",
+        "return norm(h)",
+        ("qwen3_moe", "deepseek_v2", *HYBRIDS),
+    ),
+    "the shared experts stay in flight": (
+        "return rest + shared_output",
+        "return rest",
+        ("qwen2_moe", "deepseek_v2", "granitemoeshared", "granitemoehybrid", "qwen3_next", "hunyuan_v1_moe"),
+    ),
+    "the residual multiplier is forgotten": (
+        "shared_output * getattr(self.layer, self.family.residual_multiplier)",
+        "shared_output",
+        ("granitemoeshared", "granitemoe_swa", "granitemoehybrid"),
+    ),
+    "the sigmoid gate is forgotten": (
+        "shared.output = multiply(gate, shared.output)\n        return shared.output",
+        "return multiply(gate, shared.output)",
+        ("qwen2_moe", "qwen3_next"),
+    ),
+    "Llama 4's routed output is added into what was caught": (
+        "(self.output + routed).to",
+        "self.output.add_(routed).to",
+        ("llama4_text",),
+    ),
+    "a dense layer leaves its output in flight": (
+        "and is_one_of(block, family.moe_block)",
+        "",
+        ("deepseek_v2", "ernie4_5_moe", "lfm2_moe", "qwen3_next"),
+    ),
+    "a regular layer gets the partial stream": (
+        "and k + 1 in selected",
+        "and k + 1 < len(stack)",
+        ("qwen3_moe", "deepseek_v2", *HYBRIDS),
+    ),
+}
+"""What is wrong -> (text of `rewire.py`, what a mutant has in its place, families in which it must show)."""
+
+
+def mutated(old, new, monkeypatch):
+    text = Path(rewire.__file__).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    module = types.ModuleType("mutant_rewire")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text.replace(old, new), "mutant_rewire.py", "exec"), module.__dict__)
+    return module
+
+
+def largest_error(module, family):
+    """Of the logits, over two selections; infinite where the mutant does not run."""
+    x, worst = tokens(), 0.0
+    for layers in ([0, 1, 2, 3], [0, 1, 2]):
+        model = tiny_model(family)
+        expected, _ = reference(model, x, layers)
+        field = {"version": 1, "layers": layers, "attention": "partial", "mlp": "outdated"}
+        module.rewire(model, FAMILIES[family], field)
+        try:
+            worst = max(worst, error(logits(model, x), expected))
+        except (TypeError, ValueError, AttributeError):
+            worst = float("inf")
+    return worst
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
+    """What the comparisons above could miss: each mutation must show in each family that it concerns."""
+    old, new, families = MUTANTS[mutant]
+    module, same = mutated(old, new, monkeypatch), mutated(old, old, monkeypatch)
+    for family in families:
+        assert largest_error(module, family) > 0.05, family
+        assert largest_error(same, family) < BOUND, family
+
+
+def test_rewiring_is_refused_for_an_unknown_version_or_side_and_indices_out_of_range():
+    model, family = tiny_model("qwen3_moe"), FAMILIES["qwen3_moe"]
+    good = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
+    for change in ({"version": 2}, {"attention": "half"}, {"mlp": "late"}, {"layers": [4]}, {"layers": [-1]}):
+        with pytest.raises(ValueError, match=r"config\.farskip"):
+            rewire.rewire(model, family, good | change)
+    with pytest.raises(ValueError, match=r"config\.farskip"):
+        rewire.rewire(model, family, None)

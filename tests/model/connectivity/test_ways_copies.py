@@ -1,0 +1,84 @@
+"""Copies, pickles and other precisions of rewired models."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model, unconvert_model
+from fcsd.pipeline.tiny.models import tiny_model
+
+FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
+X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))
+
+
+def converted(family):
+    model = tiny_model(family)
+    convert_model(model, Connectivity("all"))
+    return model
+
+
+@torch.no_grad()
+def logits(model):
+    return model(X, use_cache=False).logits.float()
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)  # fmt: skip
+def test_a_copy_is_rewired_and_independent(family, copied):
+    model = converted(family)
+    expected = logits(model)
+    other = copied(model)
+    assert type(other) is type(model) and farskip_layers(other) == farskip_layers(model) == [0, 1, 2, 3]
+    assert torch.equal(logits(other), expected)
+    unconvert_model(model)
+    regular = logits(model)
+    assert (regular - expected).abs().max() > 1
+    assert torch.equal(logits(other), expected)
+    unconvert_model(other)
+    assert torch.equal(logits(other), regular)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_bfloat16_is_no_less_exact_than_in_the_original(family):
+    """Mean error against float32 with the same, already rounded, weights; over few
+    tokens, those whose experts change decide it."""
+    half = tiny_model(family).to(torch.bfloat16)
+    full = copy.deepcopy(half).float()
+    original = float((logits(half) - logits(full)).abs().mean())
+    for model in (half, full):
+        convert_model(model, Connectivity("all"))
+    assert 0 < float((logits(half) - logits(full)).abs().mean()) < 1.5 * original
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_dtype_can_change_before_and_after_the_conversion(family):
+    before = tiny_model(family).to(torch.bfloat16)
+    convert_model(before, Connectivity("all"))
+    after = converted(family).to(torch.bfloat16)
+    assert next(after.parameters()).dtype == torch.bfloat16
+    assert torch.equal(logits(before), logits(after))
+    with torch.no_grad():
+        assert torch.isfinite(after(X, labels=X).loss)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_loading_in_bfloat16_is_loading_and_then_converting(family, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, connectivity=Connectivity("all"), dtype="bfloat16")
+    model = load_model(tmp_path, dtype="bfloat16")
+    convert_model(model, Connectivity("all"))
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(logits(loaded), logits(model))

@@ -1,0 +1,105 @@
+"""DeepSpeed ZeRO-3 on two gloo ranks: the loss and gradients of one process."""
+
+import importlib
+import importlib.util
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, rewire
+from fcsd.model.families import FAMILIES
+from fcsd.pipeline.tiny.models import tiny_model
+from tests.float64 import ROUNDINGS, in_float64
+from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
+
+FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
+X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'fcsd[deepspeed]'"
+)
+
+
+def converted(family):
+    model = tiny_model(family)
+    convert_model(model, Connectivity("all"))
+    return model.train()
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest(actual, expected):
+    """The largest difference of gradients."""
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - gradient).abs().max()) for name, gradient in expected.items())
+
+
+def zero3(rank, cases):
+    """(family, checkpointing, leaf) -> (loss error, gradient error), in units of float32's spacing there and of the
+    distance of one process' gradients from float64; DeepSpeed has no float64.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
+
+        # Otherwise a C++ extension for reductions in shared memory is compiled, which takes a minute.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        deepspeed.init_distributed("gloo")
+        results = {}
+        for family, checkpointing, leaf in cases:
+            one = converted(family)
+            expected_loss = one(X, labels=X, use_cache=False).loss
+            expected_loss.backward()
+            expected = gradients(one)
+            one.double().zero_grad()
+            with in_float64():
+                one(X, labels=X, use_cache=False).loss.backward()
+                rounding = largest(expected, gradients(one))
+
+            model = converted(family)
+            if checkpointing:
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            if leaf:
+                stack = rewire.decoder_layers(model, FAMILIES[family])
+                set_z3_leaf_modules(model, [type(getattr(stack[-1], FAMILIES[family].moe))])
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                config={
+                    "train_micro_batch_size_per_gpu": 2,
+                    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                    "zero_allow_untested_optimizer": True,
+                    "zero_force_ds_cpu_optimizer": False,
+                },
+            )
+            assert farskip_layers(engine.module) == [0, 1, 2, 3]
+            with pytest.raises(UserError, match="DeepSpeedEngine: not a transformers model"):
+                convert_model(engine, Connectivity("all"))
+            rows = X.chunk(2)[rank]
+            loss = engine(rows, labels=rows, use_cache=False).loss
+            engine.backward(loss)
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            parameters = dict(engine.module.named_parameters())
+            found = {name: safe_get_full_grad(parameters[name]) for name in expected}
+            error = float((mean / 2 - expected_loss).abs() / expected_loss) / torch.finfo(mean.dtype).eps
+            results[family, checkpointing, leaf] = (error, largest(found, expected) / rounding)
+            engine.destroy()
+    return results
+
+
+def test_zero3_has_the_loss_and_gradients_of_one_process(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import_what_deepspeed_imports()
+    cases = [(family, False, False) for family in FAMILY_NAMES]
+    cases += [("qwen3_moe", True, False), ("deepseek_v3", True, True)]
+    for results in run_ranks(zero3, 2, cases):
+        assert list(results) == cases
+        for case, (loss, gradients) in results.items():
+            assert loss < ROUNDINGS and gradients < ROUNDINGS, (case, loss, gradients)

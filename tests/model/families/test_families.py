@@ -1,0 +1,140 @@
+"""The table of families against the upstream classes that it names."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import register
+from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.families import FAMILIES, base_model_type, expert_counts, family_of, moe_mask, text_config
+from fcsd.pipeline.tiny.configs import TINY
+from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+
+NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
+
+
+def upstream(family):
+    path = FAMILIES[family].upstream.removesuffix(".py").replace("/", ".")
+    return importlib.import_module(f"transformers.{path}")
+
+
+def several(names):
+    return names if isinstance(names, tuple) else (names,) if names else ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_exists_upstream_and_on_the_layers(name):
+    family, module, model = FAMILIES[name], upstream(name), tiny_model(name)
+    layer_classes = several(family.decoder_layer)
+    classes = (family.causal_lm, family.base_model, family.moe_block, *layer_classes)
+    assert all(hasattr(module, one) for one in classes)
+    assert type(model).__name__ == family.causal_lm
+    assert any(type(part).__name__ == family.base_model for part in model.modules())
+    assert type(model.config).__name__ == family.config
+    mask = moe_mask(model.config, family)
+    stack = decoder_layers(model, family)
+    assert {type(layer).__name__ for layer in stack} == set(layer_classes)
+    for layer, is_moe in zip(stack, mask, strict=True):
+        norms = getattr(layer, family.norms) if family.norms else layer
+        for norm in (*several(family.in_norm), *several(family.mlp_norm)):
+            assert isinstance(getattr(norms, norm), torch.nn.Module)
+        block = getattr(layer, family.moe)
+        assert (type(block).__name__ == family.moe_block) == is_moe
+        if not is_moe:
+            continue
+        shared = [child for child, _ in block.named_children() if "shared" in child]
+        assert sorted(shared) == sorted(filter(None, (family.block_shared, family.block_gate)))
+        assert [child for child, _ in layer.named_children() if "shared" in child] == (
+            [family.layer_shared] if family.layer_shared else []
+        )
+        assert hasattr(layer, "residual_multiplier") == (family.residual_multiplier is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("qwen3_moe", {}, [1, 1, 1, 1]),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ("qwen2_moe", {"mlp_only_layers": [0, 2]}, [0, 1, 0, 1]),
+        ("qwen2_moe", {"mlp_only_layers": [3], "decoder_sparse_step": 2}, [0, 1, 0, 0]),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, [0, 0, 0, 1]),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, [1, 1, 1, 1]),
+        ("glm4_moe", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
+        ("llama4_text", {"interleave_moe_layer_step": 2}, [0, 1, 0, 1]),
+        ("llama4_text", {"moe_layers": [0]}, [1, 0, 0, 0]),
+        ("mixtral", {}, [1, 1, 1, 1]),
+        ("gpt_oss", {}, [1, 1, 1, 1]),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}, [1, 0, 1, 0]),
+        ("exaone_moe", {"first_k_dense_replace": 2}, [0, 0, 1, 1]),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, [0, 1, 0, 1]),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, [1, 1, 1, 0]),
+        ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0}, [1, 0, 0, 1]),
+        ("jamba", {"num_experts": 1}, [0, 0, 0, 0]),
+        ("lfm2_moe", {"num_dense_layers": 2}, [0, 0, 1, 1]),
+        ("granitemoehybrid", {}, [1, 1, 1, 1]),
+        ("granitemoehybrid", {"num_local_experts": 0}, [0, 0, 0, 0]),
+    ],
+)
+def test_the_moe_layers_are_those_of_the_built_model(name, overrides, expected):
+    family, model = FAMILIES[name], tiny_model(name, **overrides)
+    assert moe_mask(model.config, family) == [bool(value) for value in expected]
+    built = [type(getattr(layer, family.moe)).__name__ == family.moe_block for layer in model.model.layers]
+    assert built == moe_mask(model.config, family)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_is_found_from_a_config_object_raw_json_and_a_farskip_config(name):
+    config = tiny_config(name)
+    assert family_of(config) is FAMILIES[name]
+    assert family_of(json.loads(config.to_json_string())) is FAMILIES[name]
+    register(name)
+    farskip = AutoConfig.for_model(f"farskip_{name}", **{"num_hidden_layers": 4, **TINY[name]})
+    assert family_of(farskip) is FAMILIES[name]
+    assert base_model_type(farskip.model_type) == name
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_the_config_fields_of_a_row_are_upstreams_own_and_no_other_name_for_them(name):
+    family = FAMILIES[name]
+    config = text_config(tiny_config(name), family)
+    for field in (family.num_experts, family.experts_per_token):
+        *section, last = field.split(".")
+        owner = getattr(config, section[0]) if section else config
+        assert last in owner.to_dict() and isinstance(getattr(owner, last), int)
+    scales = {"logits_scaling", "logit_scale", "logits_mup_width_multiplier", "output_multiplier"}
+    found = {field for field in scales if hasattr(config, field)}
+    assert found == ({family.logit_scale[0]} if family.logit_scale else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("dbrx", (8, 2)), ("gemma4", (8, 2)), ("deepseek_v3", (8, 2)), ("llama4", (4, 1))],
+)
+def test_experts_are_counted_from_the_fields_of_the_row(name, expected):
+    config = text_config(tiny_config(name), FAMILIES[name])
+    assert expert_counts(config, FAMILIES[name]) == expected
+    assert expert_counts(config, None) == expected  # a family that is not on the list has one of these names
+
+
+def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_are_told_apart():
+    with pytest.raises(
+        UserError, match=r"'jamba9' is not supported; the nearest that are: jamba; `fcsd families`"
+    ):
+        family_of({"model_type": "jamba9", "num_experts": 16})
+    with pytest.raises(UserError, match="'llama' is a dense model: it has no MoE layer"):
+        family_of(AutoConfig.for_model("llama"))
+    with pytest.raises(UserError, match="'qwen3' is a dense model"):
+        family_of({"model_type": "qwen3"})
+    with pytest.raises(UserError, match=r"this model is dense, none of its 4 layers .*first_k_dense_replace"):
+        family_of(tiny_config("deepseek_v3", first_k_dense_replace=4))
+    with pytest.raises(UserError, match="model_type is missing"):
+        family_of({})
+
+
+def test_registering_an_unsupported_family_is_refused():
+    with pytest.raises(UserError, match="'farskip_jamba9' is not supported"):
+        register("farskip_jamba9")

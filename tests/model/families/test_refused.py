@@ -1,0 +1,73 @@
+"""Families that are refused by name, each with its reason."""
+
+import importlib
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity, convert_checkpoint, register
+from fcsd.model.families import FAMILIES, REFUSED, family_of
+from fcsd.pipeline.tiny.models import tiny_config
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_family_is_named_with_its_reason(name):
+    with pytest.raises(UserError) as error:
+        family_of({"model_type": name})
+    assert str(error.value).startswith(f"model type '{name}' cannot be converted: {REFUSED[name]}")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_family_exists_upstream_and_is_not_supported(name):
+    assert name in CONFIG_MAPPING
+    assert name not in FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("deepseek_v4", ["HyperConnection", "hc_mult"]),
+        ("hy_v4", ["hyper connection", "attn_hc"]),
+        ("glm5_next", ["HyperConnection", "attn_hc"]),
+        ("qwen4_exp", ["hyper_connection"]),
+        ("inkling2", ["block_states"]),
+        ("longcat_flash", ["shortcut_mlp_output", "self.input_layernorm[1]"]),
+        ("zaya", ["prev_router_hidden_states"]),
+        ("nemotron_h", ["self.mixer("]),
+        ("doge", ["down_embed = nn.Embedding"]),
+        ("bamba", ["num_experts = 1"]),
+        ("diffusion_gemma", ["ForBlockDiffusion"]),
+        ("openai_privacy_filter", ["bidirectional"]),
+    ],
+)
+def test_the_reason_can_be_seen_in_the_upstream_source(module, words):
+    """An upstream rewrite that makes a family fit shows here."""
+    path = importlib.import_module(f"transformers.models.{module}.modeling_{module}").__file__
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    assert [word for word in words if word not in source] == []
+
+
+def test_converting_and_registering_a_refused_family_say_why(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4", "n_routed_experts": 8}')
+    with pytest.raises(
+        UserError, match=r"'deepseek_v4' cannot be converted: its layers mix several residual"
+    ):
+        convert_checkpoint(tmp_path, tmp_path / "out", Connectivity("all"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="'farskip_zaya' cannot be converted: each router reads"):
+        register("farskip_zaya")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("hidden_size_per_layer_input", 8, "a per-layer input branch"),
+        ("num_kv_shared_layers", 2, "layers that reuse keys and values"),
+    ],
+)
+def test_a_member_of_a_family_that_the_equations_do_not_fit_is_refused(field, value, reason):
+    config = tiny_config("gemma4_text", **{field: value})
+    with pytest.raises(UserError, match=rf"gemma4_text.*{field}: {value} is not supported.*0.*{reason}"):
+        family_of(config)

@@ -1,0 +1,104 @@
+"""A transformers release that adds or changes a family is noticed here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from fcsd.model.families import FAMILIES
+from fcsd.model.families.refused import REFUSED
+from tests.reference.upstream import (
+    PAGE,
+    README,
+    SNAPSHOT,
+    fingerprint,
+    moe_model_types,
+    with_count,
+    with_families,
+)
+from tests.support import ROOT
+
+WRITE = "`python -m tests.reference.upstream`"
+
+
+def saved():
+    return json.loads((ROOT / SNAPSHOT).read_text(encoding="utf-8"))
+
+
+def test_the_page_of_families_has_the_tables_of_the_registry():
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert text == with_families(text), f"{PAGE}: its tables are not those of the registry; {WRITE}"
+    assert all(f"| {name} " in text for name in (*FAMILIES, *REFUSED))
+
+
+def test_the_readme_says_how_many_families_there_are_and_links_to_their_page():
+    text = (ROOT / README).read_text(encoding="utf-8")
+    assert text == with_count(text), f"{README}: its number of families is not that of the registry; {WRITE}"
+    assert f"{len(FAMILIES)} model families" in text and f"]({PAGE})" in text
+
+
+def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_reason():
+    undecided = [name for name in moe_model_types() if name not in FAMILIES and name not in REFUSED]
+    assert not undecided, (
+        f"transformers {transformers.__version__} has MoE model types that fcsd neither supports nor refuses:"
+        f" {', '.join(undecided)}. See docs/adding-a-family.md, or give the reason in"
+        " fcsd/model/families/refused.py"
+    )
+    assert not FAMILIES.keys() & REFUSED.keys()
+    assert all(len(reason) > 20 for reason in REFUSED.values())
+
+
+def test_the_moe_model_types_of_transformers_are_those_of_the_snapshot():
+    now, then = set(moe_model_types()), set(saved()["model_types"])
+    assert now == then, (
+        f"transformers {transformers.__version__} has {sorted(now - then)} that {saved()['transformers']} had"
+        f" not, and no longer {sorted(then - now)}. Decide on each, run tests/model/connectivity, then {WRITE}"
+    )
+
+
+def test_no_supported_family_has_changed_upstream():
+    now, then = {name: fingerprint(family) for name, family in FAMILIES.items()}, saved()["families"]
+    changed = sorted(name for name in now.keys() & then.keys() if now[name] != then[name])
+    assert not changed, (
+        f"transformers {transformers.__version__}: the decoder layer, the MoE block or the loop over layers is"
+        f" not that of {saved()['transformers']} in {', '.join(changed)}. Read what changed, run the contract"
+        f" tests (pytest tests/model/connectivity tests/model/families), then {WRITE}"
+    )
+    assert now.keys() == then.keys(), f"{sorted(now.keys() ^ then.keys())}: added or removed here; {WRITE}"
+
+
+def test_a_changed_layer_or_loop_and_nothing_else_changes_the_fingerprint(tmp_path, monkeypatch):
+    """The same text with other comments, docstrings and annotations is the same; other code is not."""
+    family, source = FAMILIES["qwen3_moe"], Path(transformers.__file__).parent / "models/qwen3_moe"
+    folder = tmp_path / "models" / "qwen3_moe"
+    folder.mkdir(parents=True)
+    text = (source / "modeling_qwen3_moe.py").read_text(encoding="utf-8")
+    monkeypatch.setattr("tests.reference.upstream._MODELS", tmp_path / "models")
+
+    def hashed(changed):
+        (folder / "modeling_qwen3_moe.py").write_text(changed, encoding="utf-8")
+        return fingerprint(family)
+
+    def replaced(old, new):
+        assert old in text
+        return text.replace(old, new)
+
+    same = saved()["families"]["qwen3_moe"]
+    layer = "class Qwen3MoeDecoderLayer(GradientCheckpointingLayer):\n"
+    assert hashed(text) == same
+    assert hashed(replaced(layer, f'{layer}    """A layer."""\n    # with a comment\n')) == same
+    assert hashed(replaced("hidden_states: torch.Tensor,", "hidden_states: 'torch.Tensor | None',")) == same
+    assert hashed(replaced("residual + hidden_states", "residual - hidden_states")) != same
+    assert hashed(replaced("self.layers[", "self.layers[1:][")) != same
+
+
+@pytest.mark.parametrize(
+    "text", ["class LlamaSparseMoeBlock(nn.Module): ...", "class LlamaMLP:\n    def f(self): self.experts(x)"]
+)
+def test_a_model_type_that_gets_experts_is_found(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("tests.reference.upstream._MODELS", tmp_path)
+    (tmp_path / "llama").mkdir()
+    for content, found in (("class LlamaMLP:\n    pass", False), (text, True)):
+        (tmp_path / "llama" / "modeling_llama.py").write_text(content, encoding="utf-8")
+        assert ("llama" in moe_model_types()) == found

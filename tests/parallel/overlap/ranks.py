@@ -1,0 +1,86 @@
+"""What the tests of overlapped expert parallelism share: models spread over ranks, steps, and comparisons of both."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fcsd.model.connectivity import Connectivity, load_model
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.parallel.overlap import attach, detach, with_plan
+from fcsd.parallel.overlap.layer import runtimes
+
+X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
+CHECKPOINTING = {"use_reentrant": False}
+Gradients = dict[str, torch.Tensor]
+
+
+def spread(folder: Path, connectivity: Connectivity | None, size: int, **options: Any) -> Any:
+    """The model with its experts over groups of `size` ranks, all else sharded by FSDP2 over all ranks."""
+    from transformers.distributed import DistributedConfig
+
+    world = torch.distributed.get_world_size()
+    config = DistributedConfig(fsdp_size=world, ep_size=size, ep_implementation="farskip", **options)
+    config = with_plan(config, read_config(folder)[1])
+    return load_model(folder, connectivity=connectivity, distributed_config=config)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def step(model: Any, *batches: torch.Tensor) -> Gradients:
+    """Name -> gradient, this rank's part of it, summed over the batches; "loss", the last one's."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    for x in batches:
+        loss = model(x, labels=x, use_cache=False).loss
+        loss.backward()
+    found = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | found
+
+
+def local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def same(one: Gradients, other: Gradients) -> bool:
+    """Whether all gradients are equal to the last bit, on all ranks."""
+    equal = one.keys() == other.keys() and all(torch.equal(local(one[n]), local(other[n])) for n in one)
+    if not torch.distributed.is_initialized():
+        return equal
+    everywhere = torch.tensor(int(equal))
+    torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+def worst(actual: Gradients, expected: Gradients | None) -> float:
+    """The largest error of a gradient, relative to the largest of its tensor; 0 on a rank that expects nothing.
+
+    All ranks call this, which gathers the gradients.
+    """
+    found = {name: whole(gradient) for name, gradient in actual.items()}
+    if expected is None:
+        return 0.0
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    errors = [
+        float((found[n] - g).abs().max() / g.abs().max())
+        for n, g in expected.items()
+        if n != "loss" and g.any()
+    ]
+    return max(errors)
+
+
+def attached(model: Any, overlap: Any, **options: Any) -> tuple[list[Any], list[Any]]:
+    """Attach anew; the exchanges and the steps that will be noted."""
+    detach(model)
+    attach(model, overlap, **options)
+    records: list[Any] = []
+    steps: list[Any] = []
+    for runtime in runtimes(model):
+        runtime.log = steps
+        if runtime.ep is not None:
+            runtime.ep.port.records = records
+    return records, steps

@@ -1,0 +1,244 @@
+"""Overlapped expert parallelism where something is out of the ordinary: precision, layers, tokens, hooks, caches."""
+
+import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd.model.connectivity import Connectivity, load_model
+from fcsd.model.connectivity.rewire import regular
+from fcsd.parallel.overlap import detach
+from fcsd.parallel.overlap.schedule import LayerFacts, schedule
+from fcsd.pipeline.tiny.models import tiny_model
+from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, whole, worst
+from tests.reference.ranks import run_ranks
+
+FAMILIES = ("qwen2_moe", "deepseek_v3", "axk1", "granitemoeshared")
+"""A gated shared expert; a dense layer and latent attention; a norm behind the experts; a shared expert beside them."""
+CONNECTIVITIES = {
+    "some layers": Connectivity([0, 1, 3]),
+    "the last half": Connectivity("last:50%"),
+    "attention alone": Connectivity(mlp="full"),
+    "MLP alone": Connectivity(attention="full"),
+    "none before": Connectivity([3]),
+}
+
+
+def outcome(
+    model: Any, one: Any, *batches: torch.Tensor, reference: tuple[torch.Tensor, ...] = (X,)
+) -> tuple[bool, bool, float, list[Any]]:
+    """(bits of blocking and full, bits of full with checkpointing, error against one process, steps of full).
+
+    one: the model of one process, on the rank whose turn it is to compute with it.
+    """
+    model.activation_checkpointing_disable()
+    attached(model, "blocking")
+    blocking = step(model, *batches)
+    _, steps = attached(model, "full")
+    overlapped = same(step(model, *batches), blocking)
+    order = list(steps)
+    model.activation_checkpointing_enable(CHECKPOINTING)
+    checkpointed = same(step(model, *batches), blocking)
+    return overlapped, checkpointed, worst(blocking, one and step(one, *reference)), order
+
+
+@contextmanager
+def starved(*models: Any) -> Iterator[None]:
+    """All tokens go to experts 0 and 1, which are the first rank's."""
+    handles = []
+    for model in filter(None, models):
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                handles.append(layer.mlp.gate.register_forward_hook(lambda _m, _a, o: (o[0], o[1], o[2] % 2)))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def freeze(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "gate.weight" in name or "embed" in name or ("layers.0." in name and ".experts." not in name):
+            parameter.requires_grad_(False)
+
+
+def cases(rank: int, folder: Path, families: tuple[str, ...]) -> dict[Any, Any]:
+    everything, x = Connectivity("all"), X.chunk(2)[rank]
+    turn = itertools.cycle([0, 1])
+    found: dict[Any, Any] = {}
+    for family in families:
+        for name, connectivity in CONNECTIVITIES.items():
+            one = load_model(folder / family, connectivity=connectivity) if next(turn) == rank else None
+            found[family, name] = outcome(spread(folder / family, connectivity, 2), one, x)
+        if family not in ("qwen2_moe", "deepseek_v3"):
+            continue
+        model = spread(folder / family, everything, 2, fsdp_mixed_precision=True)
+        found[family, "bf16"] = outcome(model, None, x)
+        model, one = (
+            spread(folder / family, everything, 2),
+            load_model(folder / family, connectivity=everything),
+        )
+        mine = one if next(turn) == rank else None
+        with starved(model, mine):
+            found[family, "no token for a rank"] = outcome(model, mine, x)
+        mine = one if next(turn) == rank else None
+        halves = (X[::2], X[1::2])
+        found[family, "accumulated"] = outcome(model, mine, x[:1], x[1:], reference=halves)
+        found[family, "reads"] = read(model, one, x)
+        model = spread(folder / family, everything, 2)
+        freeze(model)
+        freeze(one)
+        found[family, "frozen"] = outcome(model, one if next(turn) == rank else None, x)
+    return found
+
+
+READ = ("streams", "hook", "block", "while it is read", "regular")
+
+
+@torch.no_grad()
+def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
+    """What a reader of layers sees, the original in the same model, and generation with a cache."""
+    model.eval(), one.eval()
+    attached(model, "full")
+    before = model(x, use_cache=False).logits
+    streams = model(x, output_hidden_states=True, use_cache=False).hidden_states
+    expected = one(x, output_hidden_states=True, use_cache=False).hidden_states
+    records, _ = attached(model, "full")
+    after = model(x, use_cache=False).logits
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[1].register_forward_hook(
+        lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    model(x, use_cache=False)
+    hook.remove()
+    blocks: list[Any] = [[], []]
+    for each, outputs in zip((model, one), blocks, strict=True):
+        hook = each.model.layers[2].mlp.register_forward_hook(
+            lambda _m, _a, out, to=outputs: to.append(out[0])
+        )
+        again = each(x, use_cache=False).logits
+        hook.remove()
+    with regular(model), regular(one):
+        original = [each(x, use_cache=False).logits for each in (model, one)]
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(x)
+    made = [each.generate(x, attention_mask=mask, **settings) for each in (model, one)]
+    order = [f"{event} {r.kind} {r.layer}" for event, r in records if r.kind != "counts"]
+    return {
+        "streams": max(float((a - b).abs().max()) for a, b in zip(streams, expected, strict=True)),
+        "hook": float((seen[0] - expected[2]).abs().max()),
+        "block": float((blocks[0][0] - blocks[1][0]).abs().max()),
+        "while it is read": float((whole(after) - again).abs().max()),
+        "regular": float((whole(original[0]) - original[1]).abs().max()),
+        "is another model": bool((original[1] - again).abs().max() > 0.01),
+        "same afterwards": torch.equal(whole(before), whole(after)),
+        "overlaps again": order.index("start dispatch 2") > order.index("wait combine 1") > 0,
+        "tokens": torch.equal(*made),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        tiny_model(family).save_pretrained(folder / family)
+    one, other = run_ranks(cases, 2, folder, FAMILIES, timeout_s=240)
+    for case, facts in one.items():
+        if case[1] != "reads":
+            one[case] = (*facts[:2], max(facts[2], other[case][2]), facts[3])
+    return one  # type: ignore[no-any-return]
+
+
+def test_every_connectivity_has_the_bits_of_blocking_and_the_gradients_of_one_process(found: Any) -> None:
+    for family in FAMILIES:
+        for name in CONNECTIVITIES:
+            overlapped, checkpointed, error, _ = found[family, name]
+            assert overlapped and checkpointed and error < 5e-6, (family, name, found[family, name])
+
+
+def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_inside_themselves(
+    found: Any,
+) -> None:
+    """axk1: a norm follows its experts, so that its layers wait for their own combine."""
+
+    def steps(facts: list[LayerFacts]) -> list[tuple[int, str]]:
+        return [(k, each.name) for k, layer in enumerate(facts) if layer for each in schedule(layer)]
+
+    layers = range(4)
+    attention = [LayerFacts(incoming=k > 0, outgoing=k < 3, outdated=False) for k in layers]
+    assert found["qwen2_moe", "attention alone"][3] == steps(attention)
+    assert found["qwen2_moe", "MLP alone"][3] == steps([LayerFacts() for _ in layers])
+    own = [
+        "router",
+        "start dispatch",
+        "attention a",
+        "finish dispatch",
+        "experts",
+        "start combine",
+        "attention b",
+    ]
+    own += ["shared expert", "finish combine"]
+    assert found["axk1", "the last half"][3] == [(k, name) for k in (2, 3) for name in own]
+
+
+@pytest.mark.parametrize("case", ["bf16", "no token for a rank", "frozen", "accumulated"])
+def test_what_is_out_of_the_ordinary_changes_no_bit(found: Any, case: str) -> None:
+    for family in ("qwen2_moe", "deepseek_v3"):
+        overlapped, checkpointed, error, _ = found[family, case]
+        assert overlapped and checkpointed and error < 5e-6, (family, found[family, case])
+
+
+def test_who_reads_a_layer_gets_the_whole_stream_and_generation_the_tokens_of_one_process(found: Any) -> None:
+    for family in ("qwen2_moe", "deepseek_v3"):
+        facts = found[family, "reads"]
+        assert max(facts[what] for what in READ) < 1e-4, facts
+        assert (
+            facts["is another model"]
+            and facts["same afterwards"]
+            and facts["overlaps again"]
+            and facts["tokens"]
+        ), facts
+
+
+# ---- memory
+
+
+def held(model: Any, x: torch.Tensor) -> int:
+    """Bytes of tensors that a forward pass leaves for the backward pass."""
+
+    def tensors() -> dict[int, int]:
+        gc.collect()
+        plain = (torch.Tensor, torch.nn.Parameter)  # asking for more of an object may warn
+        seen = [t.untyped_storage() for t in gc.get_objects() if type(t) in plain and t.is_floating_point()]
+        return {storage.data_ptr(): storage.nbytes() for storage in seen}
+
+    model.train()
+    before = tensors()
+    loss = model(x, labels=x, use_cache=False).loss
+    after = tensors()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return sum(size for place, size in after.items() if before.get(place) != size)
+
+
+def memory(rank: int, folder: Path) -> float:
+    model = spread(folder, Connectivity("all"), 2)
+    model.activation_checkpointing_enable(CHECKPOINTING)
+    x = torch.randint(3, 99, (1, 120), generator=torch.Generator().manual_seed(rank))
+    held(model, x)
+    landed = held(model, x)
+    attached(model, "full")
+    held(model, x)
+    ratio = held(model, x) / landed
+    detach(model)
+    return ratio
+
+
+def test_a_checkpointed_forward_pass_keeps_what_blocking_exchanges_keep(tmp_path: Path) -> None:
+    """No combined rows: those would be several times as much, one for each token and expert."""
+    tiny_model("deepseek_v3", hidden_size=256, num_hidden_layers=6).save_pretrained(tmp_path)
+    assert max(run_ranks(memory, 2, tmp_path)) < 1.1

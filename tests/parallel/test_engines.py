@@ -1,0 +1,694 @@
+"""FSDP2, ZeRO-3 and expert parallelism on two gloo ranks train what one process does, no rank has a whole model."""
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, weights_fingerprint
+from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity import Connectivity, convert_model, load_model
+from fcsd.model.load import ModelFolder
+from fcsd.parallel.engine import Engine, check_precision, checkpoints_activations, requested_engine
+from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.place import load_for_launch
+from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
+from fcsd.parallel.state import _first_row
+from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.head import attach_loss_head, final_hidden
+from fcsd.training.prepare import freeze_embeddings_and_head
+from fcsd.training.teachers.base import ModelTeacher
+from tests.float64 import ROUNDINGS, in_float64
+from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
+from tests.support import ROOT, Bench, start
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'fcsd[deepspeed]'"
+)
+ENGINES = ["fsdp2", pytest.param("zero3", marks=NEEDS_DEEPSPEED)]
+EP = ["--expert-parallel", "2"]
+
+
+def environment(config: Path) -> dict[str, str]:
+    """The variables that `accelerate launch --config_file CONFIG` starts its processes with."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    args = launch_command_parser().parse_args(["--config_file", str(config), "-m", "fcsd"])
+    args, *_ = _validate_launch_command(args)
+    if args.use_deepspeed:
+        fields = load_config_from_file(str(config)).deepspeed_config
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        found = prepare_deepspeed_cmd_env(args)[1]
+        import_what_deepspeed_imports()
+    else:
+        found = prepare_multi_gpu_env(args)
+    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+
+
+def bytes_on_rank(model: torch.nn.Module) -> dict[str, int]:
+    """Bytes of each parameter that this rank holds between steps."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        local: Any = parameter
+        if hasattr(local, "ds_tensor"):
+            local = local.ds_tensor
+        elif hasattr(local, "to_local"):
+            local = local.to_local()
+        found[name] = local.numel() * local.element_size()
+    return found
+
+
+def launched(
+    rank: int, variables: dict[str, str], commands: list[list[str]], ends_at: int | None
+) -> list[tuple[int, str]]:
+    """Run commands on this rank as a launch with these variables; (exit status, lines printed as errors) of each.
+
+    ends_at: the first command is interrupted, on all ranks, in the step after this one.
+    """
+    from accelerate.state import AcceleratorState
+
+    from fcsd.training.trainer import DistillTrainer
+
+    os.environ.update(variables)
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    multiprocessing.process.current_process()._config["daemon"] = (
+        False  # a cache has a worker that reads ahead
+    )
+    compute = DistillTrainer.compute_loss
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == ends_at:
+            DistillTrainer.compute_loss = compute  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    if ends_at is not None:
+        DistillTrainer.compute_loss = interrupted  # type: ignore[method-assign]  # a fork of its own
+    found = []
+    for command in commands:
+        captured = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stderr(captured):
+            warnings.simplefilter("ignore")  # DeepSpeed's
+            status = main(command)
+        text = captured.getvalue()
+        found.append((status, text[-2000:] if status else ""))
+    return found
+
+
+def outcomes(
+    name: str, *commands: list[str], world: int = 2, ends_at: int | None = None, **variables: str
+) -> list[list[tuple[int, str]]]:
+    """`commands` one after another under configs/NAME.yaml, on `world` forked ranks."""
+    found = environment(ROOT / "configs" / f"{name}.yaml") | {"DS_ACCELERATOR": "cpu"} | variables
+    return run_ranks(launched, world, found, list(commands), ends_at, timeout_s=240)
+
+
+def launch(name: str, *commands: list[str], **options: Any) -> list[int]:
+    """The exit statuses of `commands`, which end well on all ranks or were interrupted on all."""
+    ranks = outcomes(name, *commands, **options)
+    statuses = [[status for status, _ in rank] for rank in ranks]
+    assert all(row == statuses[0] for row in statuses), ranks
+    assert set(statuses[0]) <= {0, 130}, ranks
+    return statuses[0]
+
+
+def history(bench: Bench, name: str) -> list[dict[str, float]]:
+    lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def compare(bench: Bench, one: str, two: str) -> None:
+    """The same loss curve and weights within what the order of float sums can do."""
+    for a, b in zip(history(bench, one), history(bench, two), strict=True):
+        for key in ("step", "loss", "kl", "learning_rate", "teacher_entropy"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3), (key, a, b)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+    left, right = (
+        load_file(bench.folder / n / "distill" / "model" / "model.safetensors") for n in (one, two)
+    )
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_train_what_one_process_trains(bench: Bench, engine: str) -> None:
+    """With early stopping, whose work all ranks share: the best weights are kept in parts, and the model left whole."""
+    stopping = bench.choice if engine == "fsdp2" else bench.early_stopping
+    changes = {"early_stopping": stopping | {"every_steps": 4, "min_delta": 0.5}}
+    assert launch(f"cpu_2_{engine}", ["distill", str(bench.recipe("two", **changes))]) == [0]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
+    compare(bench, "one", "two")
+    one, two = (
+        read_json(bench.folder / name / "distill" / "manifest.json")["results"] for name in ("one", "two")
+    )
+    assert one.keys() == two.keys() and one["best_step"] == two["best_step"] == 12
+    stopped = [read_json(bench.folder / name / "distill" / "scores.json") for name in ("one", "two")]
+    assert stopped[0] == stopped[1] and len(stopped[0]["points"]) == 4
+    assert files(bench.folder / "two" / "distill") == files(bench.folder / "one" / "distill")
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_that_was_ended_goes_on_to_the_last_bit_on_as_many_ranks(bench: Bench, engine: str) -> None:
+    config = f"cpu_2_{engine}"
+    command = ["distill", str(bench.recipe("ended"))]
+    assert launch(config, command, command, ["distill", str(bench.recipe("whole"))], ends_at=6) == [130, 0, 0]
+    one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "ended"))
+    assert one == other
+    assert [p["loss"] for p in history(bench, "whole")] == [p["loss"] for p in history(bench, "ended")]
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "ep"])
+def test_with_bf16_float32_weights_are_trained_in_bfloat16(bench: Bench, engine: str) -> None:
+    train = {
+        "max_steps": 4,
+        "batch_size_tokens": 128,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+    }
+    train |= {"warmup_steps": 2, "logging_steps": 1, "save_steps": 2}
+    changes: dict[str, Any] = {"train": train | {"bf16": True}}
+    if engine == "ep":  # loaded in its dtype, and then cast
+        changes["model"] = {"path": str(bench.base), "dtype": "bfloat16"}
+    command = ["distill", str(bench.recipe("half", **changes))]
+    command += EP if engine == "ep" else []
+    assert launch(f"cpu_2_{engine}", command, ends_at=3) == [130]
+    assert main(["distill", str(bench.recipe("one", train=train))]) == 0
+    checkpoint = bench.folder / "half" / "distill" / "checkpoints" / "checkpoint-2"
+    stored = [load_file(path) for path in sorted(checkpoint.glob("state-*.safetensors"))]
+    assert len(stored) == 2
+    assert {tensor.dtype for part in stored for tensor in part.values()} == {torch.float32}
+    whole = load_file(bench.base / "model.safetensors")
+    assert sum(x.numel() for part in stored for n, x in part.items() if "|" not in n) == sum(
+        x.numel() for x in whole.values()
+    )
+    # Less than a bfloat16 rounding has moved them: they are not rounded.
+    assert any(not torch.equal(x, x.bfloat16().float()) for part in stored for x in part.values())
+    logged = [p for p in read_json(checkpoint / "trainer_state.json")["log_history"] if "loss" in p]
+    for half, one in zip(logged, history(bench, "one"), strict=False):
+        assert half["kl"] != one["kl"] and half["kl"] == pytest.approx(one["kl"], rel=0.05)
+
+
+SHARED_BY_ALL = {"train": {
+    "max_steps": 10, "batch_size_tokens": 128, "per_device_train_batch_size": 1, "learning_rate": 1e-3,
+    "warmup_steps": 2, "logging_steps": 1, "save_steps": 2, "gradient_checkpointing": True,
+}}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_engine_and_number_of_ranks_with_the_same_data(bench: Bench) -> None:
+    """Two copies, four shards (in two replicas), ZeRO-3 on two ranks, one process: ten steps in four launches."""
+    command = ["distill", str(bench.recipe("many", **SHARED_BY_ALL))]
+    mesh = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}  # fmt: skip
+    assert launch("cpu_2", command, ends_at=2) == [130]
+    assert launch("cpu_2_fsdp2", command, ends_at=4, world=4, **mesh) == [130]
+    if importlib.util.find_spec("deepspeed") is not None:
+        assert launch("cpu_2_zero3", command, ends_at=6) == [130]
+    assert launch("cpu_2_fsdp2", command, ends_at=8) == [130]
+    assert main(command) == 0
+    assert main(["distill", str(bench.recipe("one", **SHARED_BY_ALL))]) == 0
+    compare(bench, "one", "many")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_spread_teacher_fills_a_cache_that_one_process_and_two_train_on_alike(
+    bench: Bench, engine: str
+) -> None:
+    teacher = {"backend": "cache", "cache": str(bench.folder / "cache"), "spot_check_rows": 2}
+    train = {
+        "max_steps": 4, "batch_size_tokens": 128, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+        "warmup_steps": 1, "logging_steps": 1,
+    }  # fmt: skip
+    two, one = (str(bench.recipe(name, teacher=teacher, train=train)) for name in ("two", "one"))
+    assert launch(f"cpu_2_{engine}", ["cache-teacher", two], ["distill", two]) == [0, 0]
+    assert main(["distill", one, "--set", "teacher.spot_check_rows=60"]) == 0
+    compare(bench, "one", "two")
+
+
+def test_adapters_on_spread_weights_are_refused_before_anything_is_loaded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcsd.pipeline.distill.load_for_launch", None)
+    command = ["distill", str(bench.recipe("r", lora={"r": 4}))]
+    ((first, one),), ((second, other),) = outcomes("cpu_2_fsdp2", command)
+    assert first == second == 2 and "lora: adapters on weights that are sharded over ranks" in one + other
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_every_configuration_and_it_asks_for_what_its_name_says(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "zero3" in config.stem and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed: pip install 'fcsd[deepspeed]'")
+    found = environment(config)
+    for name, value in {**found, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    names = {"gpu_1": "ddp", "cpu_2": "ddp", "ep_8": "ddp", "cpu_2_ep": "ddp"}
+    engine = requested_engine(16 if "2x8" in config.stem else 8, torch.device("cpu"))
+    assert engine.name == names.get(config.stem, "zero3" if "zero3" in config.stem else "fsdp2")
+    assert engine.replicas == (2 if "2x8" in config.stem else 1)
+    check_precision(TrainConfig(bf16=True), engine)
+    if engine.name == "zero3":
+        kinds = zero_settings()
+        offload = "cpu" if "offload" in config.stem else "none"
+        assert kinds["offload_optimizer"]["device"] == kinds["offload_param"]["device"] == offload
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (FSDP | {"FSDP_VERSION": "1"}, "FSDP version 1 is not supported; set fsdp_version: 2"),
+        (
+            FSDP | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"},
+            "NO_WRAP would gather the whole model at once; set TRANSF",
+        ),
+        (FSDP | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "SIZE_BASED_WRAP would gather"),
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "train.gradient_checkpointing decides"),
+        (
+            FSDP | {"ACCELERATE_MIXED_PRECISION": "fp16"},
+            "mixed_precision fp16 is not supported; .* train.bf16: true",
+        ),
+        (
+            FSDP
+            | MESH
+            | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "3", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+            "dp_replicate_size 3 x dp_shard_size 2 is not the number of processes, 8",
+        ),
+        (FSDP | MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size 2 is not supported"),
+        (
+            MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "8"},
+            "parallelism_config needs distributed_type: FSDP",
+        ),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
+        pytest.param(
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "DS_ACCELERATOR": "cpu",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+            },
+            "DeepSpeed zero_stage 2 is not supported; set zero_stage: 3",
+            marks=NEEDS_DEEPSPEED,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_launch_that_cannot_work_is_refused_in_one_line(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message) as error:
+        requested_engine(8, torch.device("cpu"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_precision_that_recipe_and_launch_do_not_agree_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(
+        UserError, match=r"train.dtype bfloat16: ZeRO-3 keeps float32 weights .* train.bf16: true"
+    ):
+        check_precision(TrainConfig(dtype="bfloat16"), Engine("zero3"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    check_precision(TrainConfig(bf16=True), Engine("fsdp2"))
+    with pytest.raises(UserError, match=r"mixed_precision bf16, the recipe train.bf16 false"):
+        check_precision(TrainConfig(), Engine("fsdp2"))
+
+
+def test_a_layer_class_of_another_model_is_refused() -> None:
+    engine = Engine("fsdp2", layer_classes=("LlamaDecoderLayer",))
+    with pytest.raises(
+        UserError, match=r"cls_to_wrap LlamaDecoderLayer: .* are Qwen2MoeDecoderLayer; leave the key"
+    ):
+        shard_student(model_of("untied"), Launch(torch.device("cpu"), engine), TrainConfig())
+
+
+def test_more_processes_than_a_machine_has_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import PartialState
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    PartialState._reset_state()
+    with pytest.raises(
+        UserError, match="8 processes were started on this machine, which has 2 devices; set num_proc"
+    ):
+        join_launch()
+
+
+def test_activation_checkpointing_is_on_from_a_size_on_unless_the_recipe_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("untied")
+    assert not checkpoints_activations(TrainConfig(), model)
+    assert checkpoints_activations(TrainConfig(gradient_checkpointing=True), model)
+    monkeypatch.setattr("fcsd.parallel.engine.CHECKPOINTING_FROM", 1000)
+    assert checkpoints_activations(TrainConfig(), model)
+    assert not checkpoints_activations(TrainConfig(gradient_checkpointing=False), model)
+
+
+def model_of(kind: str) -> Any:
+    model = tiny_model(
+        "qwen2_moe",
+        num_hidden_layers=3,
+        num_experts=3 if kind == "odd" else 4,
+        tie_word_embeddings=kind == "tied",
+    )
+    if kind == "tied":
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def on_rank(engine: str, build: Any) -> tuple[Any, Launch]:
+    """A model as this rank of a sharded run begins with it, and its launch."""
+    from accelerate.state import AcceleratorState
+
+    warnings.simplefilter("ignore")  # DeepSpeed's; a fork of its own
+    os.environ.update(environment(ROOT / "configs" / f"cpu_2_{engine}.yaml") | {"DS_ACCELERATOR": "cpu"})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    found = join_launch()
+    if found.loads_weights:
+        return build(), found
+    with torch.device("meta"):
+        empty = build()
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    return empty, found
+
+
+def teacher_on_rank(rank: int, engine: str, kind: str, rows: torch.Tensor) -> tuple[Any, ...]:
+    model, found = on_rank(engine, lambda: model_of(kind))
+    head = shard_teacher(model, found)
+    assert shard_teacher(model, found) is head
+    batch = {"input_ids": rows[rank : rank + 1], "labels": rows[rank : rank + 1]}
+    batch["position_ids"] = torch.arange(rows.shape[1])[None]
+    batches = [
+        dict(batch),
+        batch | {"labels": torch.full_like(batch["labels"], -100)},
+    ]  # the second one keeps nothing
+    ModelTeacher(model, head).prepare(batches)
+    body = bytes_on_rank(model.model)
+    return head.weight.detach(), batches[0]["teacher_hidden"], batches[1]["teacher_hidden"].shape, body
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_no_rank_holds_more_of_the_teacher_than_its_part_and_the_head(engine: str, kind: str) -> None:
+    rows = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+    whole = model_of(kind)
+    ranks = run_ranks(teacher_on_rank, 2, engine, kind, rows)
+    sizes = {name: parameter.numel() * 4 for name, parameter in whole.model.named_parameters()}
+    for rank, (head, hidden, none, body) in enumerate(ranks):
+        assert torch.equal(head, whole.lm_head.weight)
+        assert body.keys() == sizes.keys()
+        for name, size in sizes.items():
+            # 99 rows are 50 and 49; ZeRO fills up
+            assert body[name] <= size / 2 + whole.config.hidden_size * 4, (rank, name)
+        expected = final_hidden(whole, rows[rank : rank + 1], None, None)[:-1]
+        torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+        assert none == (0, whole.config.hidden_size)
+    assert all(ranks[0][3][name] + ranks[1][3][name] >= size for name, size in sizes.items())
+
+
+def step_of(model: Any, rows: torch.Tensor, keep: torch.Tensor, teacher: Any) -> torch.Tensor:
+    hidden = final_hidden(teacher, rows, None, keep)
+    outputs = model(
+        input_ids=rows, keep=keep, objective="kl", teacher_hidden=hidden, teacher_head=teacher.lm_head
+    )
+    return outputs["loss"]
+
+
+def student_of(kind: str) -> Any:
+    model = model_of("tied" if kind == "tied" else "untied")
+    convert_model(model, Connectivity({"last": 2}))  # layers of several classes with one name
+    if kind == "frozen":
+        freeze_embeddings_and_head(model)
+    attach_loss_head(model)
+    return model.train()
+
+
+def student_on_rank(
+    rank: int, engine: str, kind: str, rows: torch.Tensor, keep: torch.Tensor
+) -> tuple[float, dict[str, torch.Tensor], dict[str, int], set[str]]:
+    """(loss of this rank, gradients, bytes of each parameter, modules that are gathered as one)."""
+    model, found = on_rank(engine, lambda: student_of(kind))
+    teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
+    shard_student(model, found, TrainConfig())
+    sizes, mine = bytes_on_rank(model), (rows[rank : rank + 1], keep[rank : rank + 1], teacher)
+    if engine == "fsdp2":
+        from torch.distributed.fsdp import FSDPModule
+
+        loss = step_of(model, *mine)
+        loss.backward()
+        named = model.named_parameters()
+        gradients = {name: p.grad.full_tensor() for name, p in named if p.grad is not None}
+        units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        return float(loss.detach()), gradients, sizes, units
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    wrapped, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero_settings(),
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )
+    loss = step_of(wrapped, *mine)
+    wrapped.backward(loss)
+    named = wrapped.module.named_parameters()
+    gradients = {name: safe_get_full_grad(p) for name, p in named if p.requires_grad}
+    units = {name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)}
+    return float(loss.detach()), gradients, sizes, units
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["untied", "tied", "frozen"])
+def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_keeps_nothing(
+    engine: str, kind: str
+) -> None:
+    rows = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[1] = False
+    whole, teacher = student_of(kind), tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
+    loss = step_of(whole, rows, keep, teacher) / 2  # the mean over two ranks
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
+    ranks = run_ranks(student_on_rank, 2, engine, kind, rows, keep)
+    # DeepSpeed has no float64; what float32 rounds in one process is the unit.
+    whole.double().zero_grad()
+    with in_float64():
+        (step_of(whole, rows, keep, teacher.double()) / 2).backward()
+    rounding = max(
+        float((whole.get_parameter(name).grad - value).abs().max()) for name, value in expected.items()
+    )
+    assert [found[0] for found in ranks] == [pytest.approx(2 * float(loss.detach()), rel=1e-5), 0.0]
+    for _, gradients, sizes, units in ranks:
+        assert {name for name, value in gradients.items() if value.abs().sum() > 0} <= expected.keys()
+        assert "lm_head.weight" not in gradients if kind == "frozen" else True
+        for name, value in expected.items():
+            assert (gradients[name] - value).abs().max() < ROUNDINGS * rounding < 1e-3, name
+        assert sum(sizes.values()) <= sum(p.numel() for p in whole.parameters()) * 4 * 0.51
+        layers = {f"model.layers.{i}" for i in range(3)}
+        assert units >= (layers if engine == "fsdp2" else {f"{layer}.mlp" for layer in layers})
+
+
+@pytest.mark.parametrize(
+    ("configuration", "options"),
+    [pytest.param("cpu_2_zero3", [], marks=NEEDS_DEEPSPEED), ("cpu_2_ep", EP)],
+    ids=["zero3", "ep"],
+)
+def test_the_trainings_of_a_sweep_share_a_launch_and_a_spread_teacher(
+    bench: Bench, configuration: str, options: list[str]
+) -> None:
+    sweep = {
+        "batch_size_tokens": [128],
+        "learning_rate": [1e-3, 2e-3],
+        "steps": 2,
+        "warmup_steps": 1,
+        "last_steps": 1,
+    }
+    assert launch(configuration, ["sweep", str(bench.recipe("two", sweep=sweep)), *options]) == [0]
+    assert main(["sweep", str(bench.recipe("one", sweep=sweep))]) == 0
+    two, one = (
+        read_json(bench.folder / name / "sweep" / "sweep.json")["candidates"] for name in ("two", "one")
+    )
+    for spread, alone in zip(two, one, strict=True):
+        assert spread["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+
+
+def test_a_model_from_scratch_is_that_of_the_first_rank(bench: Bench) -> None:
+    keep = (
+        "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts",
+        "num_attention_heads", "num_key_value_heads", "shared_expert_intermediate_size", "num_experts_per_tok",
+        "max_position_embeddings",
+    )  # fmt: skip
+    config = {name: value for name, value in tiny_config("qwen2_moe").to_dict().items() if name in keep}
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
+    train = {
+        "max_steps": 2,
+        "batch_size_tokens": 128,
+        "warmup_steps": 1,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+    }
+    plan = {"config": config, "tokenizer": str(bench.base), "data": data, "train": train}
+    two, one = (str(bench.recipe(name, model=None, pretrain=plan)) for name in ("two", "one"))
+    assert launch("cpu_2_fsdp2", ["pretrain", two]) == [0]
+    assert main(["pretrain", one]) == 0
+    left, right = (
+        load_file(bench.folder / n / "pretrain" / "model" / "model.safetensors") for n in ("two", "one")
+    )
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_accelerate_launch_starts_fsdp2_from_its_configuration(bench: Bench) -> None:
+    config = str(ROOT / "configs" / "cpu_2_fsdp2.yaml")
+    command = ("-m", "accelerate.commands.launch", "--config_file", config, "-m", "fcsd", "distill")
+    with start(*command, str(bench.recipe("r")), "--set", "train.max_steps=2") as child:
+        _, errors = child.communicate()
+    assert child.returncode == 0, errors
+    assert len(history(bench, "r")) == 2
+
+
+# ---- expert parallelism
+
+
+def test_expert_parallel_ranks_train_what_one_process_trains(bench: Bench) -> None:
+    changes = {"early_stopping": bench.early_stopping | {"every_steps": 4}}
+    assert launch("cpu_2_ep", ["distill", str(bench.recipe("two", **changes)), *EP]) == [0]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
+    compare(bench, "one", "two")
+    assert files(bench.folder / "two" / "distill") == files(bench.folder / "one" / "distill")
+
+
+@pytest.mark.slow
+def test_an_expert_parallel_run_that_was_ended_goes_on_to_the_last_bit(bench: Bench) -> None:
+    first, second = (["distill", str(bench.recipe(name)), *EP] for name in ("ended", "whole"))
+    assert launch("cpu_2_ep", first, first, second, ends_at=6) == [130, 0, 0]
+    one, other = (weights_fingerprint(bench.folder / n / "distill" / "model") for n in ("whole", "ended"))
+    assert one == other
+    assert [p["loss"] for p in history(bench, "whole")] == [p["loss"] for p in history(bench, "ended")]
+
+
+@pytest.mark.slow
+def test_an_expert_parallel_run_goes_on_under_other_engines_and_comes_from_them(bench: Bench) -> None:
+    """Two ranks, FSDP2, four ranks of which pairs share the experts (each expert in two parts), one process."""
+    command = ["distill", str(bench.recipe("many", **SHARED_BY_ALL))]
+    assert launch("cpu_2_ep", [*command, *EP, "--overlap", "off"], ends_at=2) == [130]
+    assert launch("cpu_2_fsdp2", command, ends_at=4) == [130]
+    assert launch("cpu_2_ep", [*command, *EP], ends_at=8, world=4) == [130]
+    assert main(command) == 0
+    assert main(["distill", str(bench.recipe("one", **SHARED_BY_ALL))]) == 0
+    compare(bench, "one", "many")
+
+
+def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
+    """Name -> where this rank's rows begin, and how many there are; they are the checkpoint's."""
+    from accelerate.state import AcceleratorState
+
+    os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    launch = join_launch(expert_parallel=size)
+    model = load_for_launch(ModelFolder(ModelConfig(path=str(folder)), folder), launch)
+    whole = load_model(folder)
+    for _ in range(2):  # the runs of a sweep share it
+        assert torch.equal(shard_teacher(model, launch).weight, whole.lm_head.weight)
+    found = {}
+    for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        local, start = parameter.to_local(), _first_row(parameter)
+        assert torch.equal(local, expected[start : start + len(local)]), name
+        found[name] = (start, len(local))
+    return found
+
+
+@pytest.mark.parametrize(("world", "size", "held"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
+def test_a_rank_holds_whole_experts_of_its_own(tmp_path: Path, world: int, size: int, held: int) -> None:
+    model_of("untied").save_pretrained(tmp_path)
+    ranks = run_ranks(loaded_on_rank, world, tmp_path, size)
+    for name in ranks[0]:
+        rows = sorted(found[name] for found in ranks)
+        if ".experts." in name:
+            assert rows == [(start, held) for start in range(0, 4, held)]
+        else:
+            assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(rows)), name
+
+
+def test_what_expert_parallel_ranks_cannot_train_is_refused(bench: Bench) -> None:
+    train = yaml.safe_load(bench.recipe().read_text())["train"]
+    cases: dict[str, dict[str, Any]] = {
+        "muon orthogonalises whole matrices": {"train": train | {"optimizer": "muon"}},
+        "an average is kept of whole weights": {"train": train | {"ema_decay": 0.9}},
+        "layer_lr_ratio: does not work with --expert-parallel": {"train": train | {"layer_lr_ratio": 0.9}},
+        "lora: adapters on weights that are sharded over ranks": {"lora": {"r": 4}},
+    }
+    recipes = [bench.recipe(f"r{number}", **changes) for number, changes in enumerate(cases.values())]
+    ranks = outcomes("cpu_2_ep", *(["distill", str(recipe), *EP] for recipe in recipes))
+    for message, ((first, one), (second, other)) in zip(cases, zip(*ranks, strict=True), strict=True):
+        assert first == second == 2 and message in one + other, (message, one, other)
+
+
+def test_a_model_whose_experts_cannot_be_spread_is_refused(bench: Bench, tmp_path: Path) -> None:
+    tiny_model("llama4_text").save_pretrained(tmp_path / "llama4")
+    model_of("odd").save_pretrained(tmp_path / "odd")
+    for folder, message in (("llama4", "has no `ep_plan`"), ("odd", "Cannot evenly shard 3 experts")):
+        ranks = run_ranks(refusal, 2, tmp_path / folder)
+        assert all(f"{folder}: cannot be sharded with --expert-parallel 2" in line for line in ranks)
+        assert all(message in line and "Launch FSDP2 instead" in line and "\n" not in line for line in ranks)
+
+
+def refusal(rank: int, folder: Path) -> str:
+    from accelerate.state import AcceleratorState
+
+    os.environ.update(environment(ROOT / "configs" / "cpu_2_ep.yaml"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # fcsd has a plan for Llama 4, transformers has none.
+    launch = join_launch(expert_parallel=2, overlap="off")
+    with pytest.raises(UserError) as error:
+        load_for_launch(ModelFolder(ModelConfig(path=str(folder)), folder), launch)
+    return str(error.value)
+
+
+def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    assert requested_engine(8, cpu, 4) == Engine("ep", expert_parallel=4)
+    assert requested_engine(8, cpu).name == "ddp"
+    for size in (3, 0, -2, 16):
+        with pytest.raises(UserError, match=r"does not divide the number of proc.*, 8;"):
+            requested_engine(8, cpu, size)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"launch with distributed_type: MULTI_GPU .*ep_8"):
+        requested_engine(8, cpu, 4)

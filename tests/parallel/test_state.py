@@ -1,0 +1,93 @@
+"""Weights and optimiser on disk: what is read is what was written, or an error that says what is missing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.parallel.ranks import ALONE
+from fcsd.parallel.state import check_state, read_state, write_state
+from fcsd.pipeline.tiny.models import tiny_model
+
+X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def trained(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    model = tiny_model("qwen2_moe", seed=seed, num_hidden_layers=2, num_experts=4)
+    model.lm_head.requires_grad_(False)
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad], "initial_lr": 1e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    go_on(model, optimizer, steps)
+    return model, optimizer
+
+
+def go_on(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X, labels=X, use_cache=False).loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcsd.parallel.state.FILE_BYTES", 20_000)
+
+
+def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, small_files: None) -> None:
+    model, optimizer = trained(2)
+    write_state(tmp_path, model, optimizer, ALONE)
+    files = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert (
+        len(files) > 5 and {"state-00001-of-00001.safetensors", "state-00001-of-00001.1.safetensors"} < files
+    )
+    check_state(tmp_path)
+    go_on(model, optimizer, 2)
+    other, fresh = trained(0, seed=1)
+    other.lm_head.weight.data.copy_(model.lm_head.weight)  # frozen: not stored
+    fresh.param_groups[0]["lr"] = 5.0
+    read_state(tmp_path, other, fresh, ALONE)
+    assert fresh.param_groups[0]["lr"] == 1e-3
+    go_on(other, fresh, 2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.unlink(), r"cannot be read .* the checkpoint is damaged: remove it"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be read"),
+    ],
+    ids=["missing", "cut off"],
+)
+@pytest.mark.parametrize("name", ["state-00001-of-00001.1.safetensors", "state-00001-of-00001.3.safetensors"])
+def test_a_file_that_is_not_whole_is_named(
+    tmp_path: Path, small_files: None, spoil: Any, message: str, name: str
+) -> None:
+    write_state(tmp_path, *trained(1), ALONE)
+    spoil(tmp_path / name)
+    with pytest.raises(UserError, match=message) as error:
+        check_state(tmp_path)
+    assert name in str(error.value)
+
+
+def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
+    write_state(tmp_path, *trained(1), ALONE)
+    (tmp_path / "state-00001-of-00001.safetensors").rename(tmp_path / "state-00002-of-00003.safetensors")
+    with pytest.raises(UserError, match="1 of 3 state files are there"):
+        check_state(tmp_path)
+
+
+def test_the_checkpoint_of_another_model_or_optimiser_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    write_state(tmp_path, model, optimizer, ALONE)
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(
+        UserError, match=r"holds no numbers of 'lm_head.weight', needed are 3168; .* other trainable"
+    ):
+        read_state(tmp_path, model, None, ALONE)
+    model.lm_head.requires_grad_(False)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(UserError, match="an optimiser of 1 parameter groups, this one has 2"):
+        read_state(tmp_path, model, optimizer, ALONE)

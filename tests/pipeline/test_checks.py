@@ -1,0 +1,112 @@
+"""What recipe and machine rule out is said before any model is loaded, not after hours of training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.pipeline import checks
+from fcsd.pipeline.checks import check_run
+from tests.support import Bench, run_of
+
+SWEEP = {"batch_size_tokens": [128, 96], "learning_rate": [1e-3], "steps": 2}
+DATA = {"train": [{"path": "gone/rows.jsonl"}], "max_length": 32}
+WRONG = {
+    "tracker": (
+        {"variants": {"v": {"train.report_to": ["wandb"]}}},
+        r"variants\.v: train\.report_to: wandb is not",
+    ),
+    "batch": ({"sweep": SWEEP}, r"train\.batch_size_tokens: 96 is not a multiple of 64"),
+    "layers": (
+        {"variants": {"v": {"connectivity.layers": [0, 9]}}},
+        r"variants\.v: connectivity\.layers: index 9 is out of range: the model has 2 decoder layers",
+    ),
+    "data": ({"variants": {"v": {"data": DATA}}}, r"variants\.v: data set gone/rows\.jsonl: no such file"),
+    "column": (
+        {"variants": {"v": {"data.train": [{"path": "alpaca.jsonl"}]}}},
+        r"variants\.v: data set alpaca\.jsonl: no column 'messages'; it has 'instruction', 'output'; name the right"
+        r" ones under `columns`, for example \{path: alpaca\.jsonl, columns: \{'prompt': 'instruction', 'response': ",
+    ),
+    "empty file": (
+        {"variants": {"v": {"data.train": [{"path": "empty.jsonl", "split": "train[:50%]"}]}}},
+        r"variants\.v: data set empty\.jsonl, split 'train.*': it is empty",
+    ),
+    "test set": (
+        {"evaluation": {"suite": "tiny", "data_root": "."}},
+        r"task tiny_code: .*: no such folder; the data root must hold",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_a_run_that_cannot_end_well_does_not_begin(
+    bench: Bench, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alpaca.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    find = checks.check_reporters.__globals__["importlib"].util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else find(name))
+    with pytest.raises(UserError, match=message):
+        check_run(run_of(bench.recipe("r", **changes)))
+    assert not (bench.folder / "r").exists()
+
+
+def test_a_sandbox_that_this_machine_does_not_have_is_missed_before_the_trainings(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise UserError("the sandbox would be weak")
+
+    monkeypatch.setattr(checks, "CodeScorer", refuse)
+    with pytest.raises(UserError, match="the sandbox would be weak"):
+        check_run(run_of(bench.recipe("r")))
+
+
+def test_what_is_finished_is_not_checked_again(bench: Bench) -> None:
+    run = run_of(bench.recipe("r", variants={"v": {"data": DATA}}))
+    folder = run.layout.stage("v")
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    check_run(run)
+
+
+def test_fcsd_run_checks_first(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(bench.recipe("r", variants={"v": {"data": DATA}}))]) == 2
+    assert "gone/rows.jsonl: no such file" in capsys.readouterr().err
+    assert not (bench.folder / "r" / "convert").exists()
+
+
+def test_rows_longer_than_the_models_positions_are_told_once_and_beyond_a_table_refused(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 256}
+    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 512, "per_device_train_batch_size": 2}
+    run = run_of(bench.recipe("long", data=data, train=train))
+    for _ in range(2):
+        check_run(run)
+    text = f"data.max_length 256: rows are longer than the 128 positions of {bench.base}: what an example has"
+    assert capfd.readouterr().err.count(text) == 1
+    check_run(run_of(bench.recipe("short")))
+    assert "positions" not in capfd.readouterr().err
+
+    pretrain = {
+        "config": {"model_type": "qwen2_moe", "max_position_embeddings": 24},
+        "tokenizer": str(bench.base),
+        "data": {"train": [{"path": str(bench.rows)}], "max_length": 32},
+        "train": train | {"batch_size_tokens": 64},
+    }
+    check_run(run_of(bench.recipe("new", model=None, pretrain=pretrain)))
+    told = capfd.readouterr().err
+    assert "pretrain.data.max_length 32: rows are longer than the 24 positions of a qwen2_moe" in told
+
+    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table.save_pretrained(bench.folder / "table")
+    run = run_of(bench.recipe("table", teacher={"path": str(bench.folder / "table")}))
+    with pytest.raises(
+        UserError, match=r"data\.max_length 32: rows are longer than the 16 positions of .*table, which"
+    ):
+        check_run(run)

@@ -1,0 +1,291 @@
+"""Early stopping in a real training, by every kind of task: weights stay what they would be, and nothing is lost."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.files import data_dir, read_json, weights_fingerprint
+from fcsd.base.strict import validate
+from fcsd.cli.main import main
+from fcsd.evaluation.code import scorer as scorer_module
+from fcsd.evaluation.code.scorer import CodeScorer
+from fcsd.evaluation.config import SuiteConfig, TaskConfig
+from fcsd.model.load import load_tokenizer
+from fcsd.pipeline.scoring import early_stopping
+from fcsd.training import trainer as trainer_module
+from tests.reference.ranks import run_ranks
+from tests.support import Bench, evaluate, make_bench, run_of, write_rows
+from tests.training.test_parallel import ranks
+
+TRAIN = {
+    "max_steps": 4, "batch_size_tokens": 64, "per_device_train_batch_size": 1, "learning_rate": 1e-3,
+    "warmup_steps": 1, "logging_steps": 1, "save_steps": 2,
+}  # fmt: skip
+OFTEN = {"every_steps": 1, "patience": 50}
+
+
+@pytest.fixture
+def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
+    """An early_stopping section of every kind."""
+    folder = bench.folder.parent / "answers"
+    write_rows(folder / "test.jsonl", [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(5)])
+    answers = {
+        "metric": "exact_match,none",
+        "kind": "generation",
+        "task": "tiny_answers",
+        "dataset": str(folder),
+    }
+    return {
+        "code": bench.early_stopping | OFTEN,
+        "likelihood": bench.choice | OFTEN,
+        "generation": of(bench.choice | OFTEN, **answers, max_new_tokens=2),
+        "heldout_kl": OFTEN | {"metric": "heldout_kl"},
+    }
+
+
+def of(stopping: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The same section with other keys of its task."""
+    return stopping | {"task": stopping["task"] | changes}
+
+
+def recipe(bench: Bench, name: str, stopping: dict[str, Any] | None, **changes: Any) -> Path:
+    rows = {"path": str(bench.rows)}
+    data = {"train": [rows], "heldout": rows, "heldout_examples": 5, "max_length": 32}
+    return bench.recipe(name, data=data, early_stopping=stopping, **({"train": TRAIN} | changes))
+
+
+def left(bench: Bench, name: str) -> tuple[str, list[float]]:
+    """Fingerprint of the weights, and the loss of every step."""
+    folder = bench.folder / name / "distill"
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    return weights_fingerprint(folder / "model"), [json.loads(line)["loss"] for line in lines]
+
+
+def scores(bench: Bench, name: str) -> Any:
+    return read_json(bench.folder / name / "distill" / "scores.json")
+
+
+# ---- nothing is disturbed
+
+
+def test_scores_of_no_kind_change_a_bit_of_the_weights(
+    bench: Bench, metrics: dict[str, dict[str, Any]]
+) -> None:
+    """With dropout, so that a random number drawn by a score would show; each kind in one process."""
+    lora = {"r": 4, "target_modules": ["q_proj"], "lora_dropout": 0.3}
+    options = {"lora": lora, "train": TRAIN | {"gradient_checkpointing": True}}
+    assert main(["distill", str(recipe(bench, "none", None, **options))]) == 0
+    for kind, stopping in metrics.items():
+        assert main(["distill", str(recipe(bench, kind, stopping, **options))]) == 0
+        assert left(bench, kind) == left(bench, "none"), kind
+        found = scores(bench, kind)
+        assert [point["step"] for point in found["points"]] == [0, 1, 2, 3, 4]
+        assert (found["num_items"], found["num_items_total"]) == {
+            "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (found["num_items"], None),
+        }[kind]  # fmt: skip
+        assert all((point["stderr"] is None) == (kind == "code") for point in found["points"])
+        results = read_json(bench.folder / kind / "distill" / "manifest.json")["results"]["early_stopping"]
+        share = results["scoring_s"] / results["run_s"]
+        assert 0 < share < 1 and results["share_of_time"] == pytest.approx(share, abs=0.01)
+
+
+def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(bench: Bench) -> None:
+    """Rows that do not divide by two; a task on spread weights is among the tests of engines."""
+    train = TRAIN | {"max_steps": 2}
+    stopping = {"two": OFTEN | {"metric": "heldout_kl"}, "none": None, "choice": bench.choice | OFTEN}
+    for name, section in stopping.items():
+        path = recipe(bench, name, section, train=train)
+        assert [status for status, _ in run_ranks(ranks, 2, ["distill", str(path)], "")] == [0, 0]
+        assert left(bench, name) == left(bench, "two")
+    assert len(scores(bench, "choice")["points"]) == 3
+    assert main(["distill", str(recipe(bench, "one", stopping["two"], train=train))]) == 0
+    one, two = scores(bench, "one"), scores(bench, "two")
+    assert one["num_items"] == two["num_items"] and two["num_items"] % 2 == 1
+    for a, b in zip(one["points"], two["points"], strict=True):
+        assert [a["score"], a["stderr"]] == pytest.approx([b["score"], b["stderr"]], rel=1e-3)
+
+
+# ---- the same scorer, in its own process
+
+
+def test_a_score_is_what_evaluate_gives(bench: Bench, metrics: dict[str, dict[str, Any]]) -> None:
+    """Of the model as it is left, which is the best one: the last."""
+    assert (
+        main(["distill", str(recipe(bench, "r", metrics["likelihood"], train=TRAIN | {"max_steps": 1}))]) == 0
+    )
+    from fcsd.model.connectivity import load_model
+
+    folder = bench.folder / "r" / "distill" / "model"
+    row = validate(TaskConfig, metrics["likelihood"]["task"], "row")
+    result, _ = evaluate(
+        load_model(folder), load_tokenizer(folder), SuiteConfig(name="s", tasks=[row]), data_root=None, batch_size=3,
+        limit=4, progress=False,
+    )  # fmt: skip
+    task = result["tasks"]["tiny_choice"]
+    found = scores(bench, "r")
+    assert (found["best_score"], found["best_stderr"]) == pytest.approx((task["value"], task["stderr"]))
+
+
+def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
+    bench: Bench, metrics: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[Any] = []
+    spawn = scorer_module.SandboxServer._spawn
+
+    def noted(self: Any) -> None:
+        spawn(self)
+        servers.append((self._process.pid, Path(self.folder)))
+
+    monkeypatch.setattr(scorer_module.SandboxServer, "_spawn", noted)
+    monkeypatch.setattr(scorer_module, "default_num_workers", lambda *_: 1)
+    assert main(["distill", str(recipe(bench, "r", metrics["code"]))]) == 0
+    ((pid, folder),) = servers
+    assert not Path(f"/proc/{pid}").exists() and not folder.exists()
+
+
+def test_where_lm_eval_says_so_lower_is_better(
+    bench: Bench, metrics: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd.model.connectivity import load_model
+
+    task = yaml.safe_load((data_dir("eval") / "tasks" / "tiny" / "tiny_choice.yaml").read_text())
+    task["task"], task["metric_list"][0]["higher_is_better"] = "mistakes", False
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mistakes.yaml").write_text(yaml.safe_dump(task))
+    monkeypatch.chdir(tmp_path)  # where the command runs: paths of a recipe begin there
+    stopping = of(metrics["likelihood"], task="mistakes", lm_eval_include="mine")
+    tokenizer, model = load_tokenizer(bench.base), load_model(bench.base)
+    for section, higher in ((stopping, False), (metrics["likelihood"], True)):
+        with early_stopping(run_of(recipe(bench, "r", section)), tokenizer) as (_, score):
+            assert score is not None and score(model).higher_is_better is higher
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("likelihood", {"metric": "acc_norm,none"}, r"metric 'acc_norm,none' does not exist; allowed: acc,none"),
+        ("likelihood", {"kind": "generation"}, r"kind is 'generation', but lm-eval's output_type is multiple_choice"),
+        ("likelihood", {"task": "tiny_choise"}, r"task tiny_choise: not defined in .*did you mean 'tiny_choice'"),
+        ("likelihood", {"split": "validation"}, r"task tiny_choice: cannot be loaded"),
+        ("code", {"dataset": "absent/absent"}, r"task problems: absent/absent: cannot read"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_scored_is_said_before_training(
+    bench: Bench, metrics: dict[str, dict[str, Any]], kind: str, change: dict[str, Any], message: str
+) -> None:
+    plan = run_of(recipe(bench, "r", of(metrics[kind], **change)))
+    with pytest.raises(UserError, match=message), early_stopping(plan, load_tokenizer(bench.base)):
+        pass
+
+
+# ---- what goes wrong in the middle
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> list[int]:
+    """The n-th calls of the scorer fail, for n in `calls`, counted from 1."""
+    grade, made = CodeScorer.score_samples, []
+
+    def fails(self: Any, *args: Any, **options: Any) -> Any:
+        made.append(1)
+        if len(made) in calls:
+            raise ScorerError("the sandbox server has ended")
+        return grade(self, *args, **options)
+
+    monkeypatch.setattr(CodeScorer, "score_samples", fails)
+    return made
+
+
+@pytest.fixture(scope="module")
+def by_code(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """What a run by code that nothing happens to leaves."""
+    bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
+        assert main(["distill", str(recipe(bench, "whole", bench.early_stopping | OFTEN))]) == 0
+    return left(bench, "whole"), scores(bench, "whole")
+
+
+def test_a_scorer_that_fails_once_is_asked_again(
+    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = failing(monkeypatch, {3})
+    assert main(["distill", str(recipe(bench, "r", metrics["code"]))]) == 0
+    assert len(made) == 6 and (left(bench, "r"), scores(bench, "r")) == by_code
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_with_that_score(
+    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "r", metrics["code"]))]
+    captured = io.StringIO()
+    with monkeypatch.context() as patch, contextlib.redirect_stderr(captured):
+        failing(patch, {step + 1, step + 2})
+        assert main(command) == 2
+    assert re.search(
+        rf"error: early stopping: no score at step {step}: the sandbox server has ended; the training is not lost: run"
+        rf" the same command again, and it goes on with this score from \S*checkpoint-{step}\n",
+        captured.getvalue(),
+    )
+    kept = read_json(
+        bench.folder / "r" / "distill" / "checkpoints" / f"checkpoint-{step}" / "early_stopping.json"
+    )
+    assert [point["step"] for point in kept["points"]] == list(range(step))
+    captured = io.StringIO()
+    # No score depends on the batch size, and a smaller one is what helps where memory ran out.
+    with contextlib.redirect_stderr(captured):
+        assert main([*command, "--set", "early_stopping.batch_size=1"]) == 0
+    assert f"step {step}: pass@1 0.0000 (1 of 1 items)" in captured.getvalue()
+    assert (left(bench, "r"), scores(bench, "r")) == by_code
+    results = read_json(bench.folder / "r" / "distill" / "manifest.json")["results"]["early_stopping"]
+    assert results["scoring_s"] > kept["time"]["scoring_s"] > 0 and results["run_s"] > kept["time"]["run_s"]
+
+
+def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_goes_on(
+    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "r", metrics["code"]))]
+    compute = trainer_module.DistillTrainer.compute_loss
+
+    def asked(self: Any, *args: Any, **options: Any) -> Any:
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.DistillTrainer, "compute_loss", asked)
+        assert main(command) == 128 + signal.SIGTERM
+    kept = read_json(bench.folder / "r" / "distill" / "checkpoints" / "checkpoint-3" / "early_stopping.json")
+    assert kept["points"][-1]["step"] == 2
+    assert main(command) == 0
+    assert (left(bench, "r"), scores(bench, "r")) == by_code
+
+
+def test_a_signal_during_a_score_ends_the_run_behind_it(
+    bench: Bench, metrics: dict[str, dict[str, Any]], by_code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["distill", str(recipe(bench, "r", metrics["code"]))]
+    grade, made = CodeScorer.score_samples, []
+
+    def asked(self: Any, *args: Any, **options: Any) -> Any:
+        made.append(1)
+        if len(made) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return grade(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CodeScorer, "score_samples", asked)
+        assert main(command) == 128 + signal.SIGTERM
+    kept = read_json(bench.folder / "r" / "distill" / "checkpoints" / "checkpoint-2" / "early_stopping.json")
+    assert kept["points"][-1]["step"] == 2 and len(made) == 3
+    assert main(command) == 0
+    assert (left(bench, "r"), scores(bench, "r")) == by_code

@@ -1,0 +1,424 @@
+"""Every recipe for a real model runs, from one switch, on a tiny model of its family."""
+
+import functools
+import itertools
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from transformers import AutoConfig
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir, read_json
+from fcsd.cli.main import build_parser, main
+from fcsd.data.dataset import build_dataset
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
+from fcsd.evaluation.suites import dataset_location
+from fcsd.model.load import find_model
+from fcsd.parallel.launch import join_launch
+from fcsd.pipeline import distill, pretrain, run
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.rehearse import rehearse as rehearse_in
+from fcsd.pipeline.tiny.tasks import write_tiny_data
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.recipe.recipe import Recipe
+from tests.parallel.test_engines import environment as launch_environment
+from tests.parallel.test_engines import launch
+from tests.pipeline.tiny.test_tasks import SIZES
+from tests.support import ROOT, in_a_fork, in_forked_ranks
+
+
+def rehearse(recipe: Recipe, folder: Path) -> Recipe:
+    return rehearse_in(recipe, folder, join_launch())
+
+
+REAL = sorted(path for path in data_dir("recipes").glob("*/*.yaml") if path.parent.name != "tiny")
+DISTILLED = [path for path in REAL if load_recipe(path).pretrain is None]
+PRETRAINED = [path for path in REAL if load_recipe(path).pretrain is not None]
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
+    """Dotted keys of the leaves that differ, numbers of list items left out."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = one.keys() | other.keys()
+        return set().union(*(differences(one.get(key), other.get(key), f"{prefix}.{key}") for key in keys))
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return set().union(*(differences(a, b, prefix) for a, b in zip(one, other, strict=True)))
+    return set() if one == other else {prefix.removeprefix(".")}
+
+
+SWAPPED = {
+    "name",
+    "output_dir",
+    "model.path",
+    "data.train.path",
+    "data.heldout.path",
+    "data.heldout_examples",
+    "data.max_length",
+    "train.max_steps",
+    "train.batch_size_tokens",
+    "train.warmup_steps",
+    "train.logging_steps",
+    "train.save_steps",
+    "early_stopping.every_steps",
+    "early_stopping.limit",
+    "early_stopping.task.max_new_tokens",
+    "sweep.batch_size_tokens",
+    "sweep.steps",
+    "sweep.warmup_steps",
+    "sweep.last_steps",
+    "sweep.train_tokens",
+    "evaluation.data_root",
+    "evaluation.limit",
+}
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    small = rehearse(recipe, tmp_path / "r")
+    swapped = SWAPPED | {f"pretrain.{key}" for key in SWAPPED} | {"pretrain.tokenizer"}
+    found = differences(recipe.dump(), small.dump())
+    assert {key for key in found if not key.startswith(("pretrain.config", "variants"))} <= swapped
+    for variant in recipe.variants:
+        assert differences(recipe.variant(variant).dump(), small.variant(variant).dump()) <= swapped
+    assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
+    # A batch divides over ranks and micro-batches as the real one.
+    for variant in [None, *recipe.variants]:
+        real, tiny = (each.variant(variant) if variant else each for each in (recipe, small))
+        rows = real.train.batch_size_tokens // real.data.max_length
+        assert tiny.train.batch_size_tokens == min(rows, 64) * tiny.data.max_length
+
+
+def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the_real_data(
+    tmp_path: Path,
+) -> None:
+    for family, recipe in {
+        "qwen3_moe": "qwen3-30b-a3b",
+        "deepseek_v2": "deepseek-v2-lite",
+        "llama4": "llama-4-scout",
+    }.items():
+        small = rehearse(load_recipe(data_dir("recipes") / recipe / "distill.yaml"), tmp_path / recipe)
+        config = AutoConfig.from_pretrained(small.model.path)
+        assert config.model_type == family and config.dtype == torch.bfloat16
+    hub = tmp_path / "llama-4-scout" / "hub"
+    genqa = datasets.load_dataset(str(hub / "tomg-group-umd/GenQA"), split="dialog")
+    assert genqa.column_names == ["text", "prompt", "template", "idx", "category"]
+    assert set(genqa[0]["text"][0]) == {"role", "content"}
+    infinity = datasets.load_dataset(str(hub / "BAAI/Infinity-Instruct"), "7M", split="train")
+    assert set(infinity[0]["conversations"][0]) == {"from", "value"}
+    mbpp = datasets.load_dataset(str(hub / "evalplus/mbppplus"), split="test")
+    assert mbpp.column_names[:3] == ["task_id", "code", "prompt"]
+
+
+# The recipes' own micro-batch, a row or two, is that of the distillations; elsewhere it would be most of the time.
+FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=8"]
+
+
+def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
+    """Distil a rehearsal; the results in its manifest."""
+    # The sweep, which the distillation would wait for, is trained in a test of its own.
+    assert main(["distill", str(path), "--rehearse", str(folder), "--set", "sweep=null", *options]) == 0
+    place = folder / "run" / (f"variants/{options[-1]}" if "--variant" in options else "distill")
+    assert (place / "model" / "model.safetensors").is_file()
+    return read_json(place / "manifest.json")["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", DISTILLED, ids=name)
+def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    # Reading the items of eleven benchmarks takes ten seconds: once is enough.
+    looked_at = name(path) == "qwen3-30b-a3b/distill"
+    results = distilled(path, tmp_path / "r", *([] if looked_at else ["--set", "data.decontaminate=null"]))
+    assert results["steps"] == 2
+    if looked_at:
+        found = results["decontamination"]
+        assert found["num_left_out"] == 0 and found["num_items"] == 8 * (
+            11 + 57
+        )  # MBPP+ twice, MMLU by subject
+    scores = read_json(tmp_path / "r" / "run" / "distill" / "scores.json")["points"]
+    assert [point["step"] for point in scores] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in DISTILLED if load_recipe(path).variants], ids=name)
+def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    seen = set()
+    for variant, changes in load_recipe(path).variants.items():
+        kind = str({key: value for key, value in changes.items() if key != "objective.l2_coefficient"})
+        if kind in seen:
+            continue  # another coefficient of the same loss
+        seen.add(kind)
+        options = ["--set", "early_stopping=null", "--set", "data.decontaminate=null", "--variant", variant]
+        assert distilled(path, tmp_path / "r", *FEW_MICRO_BATCHES, *options)["steps"] == 2
+
+
+@pytest.mark.slow
+def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(tmp_path: Path) -> None:
+    path, folder = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml", tmp_path / "r"
+    small = ["--rehearse", str(folder), "--set", "data.decontaminate=null", "--set", "early_stopping=null"]
+    small += FEW_MICRO_BATCHES
+    assert main(["sweep", str(path), *small]) == 0
+    choice = read_json(folder / "run" / "sweep" / "manifest.json")["results"]
+    assert len(choice["candidates"]) == 6
+    assert main(["distill", str(path), *small]) == 0
+    settings = read_json(folder / "run" / "distill" / "manifest.json")["settings"]["train"]
+    assert settings["batch_size_tokens"] == choice["batch_size_tokens"]
+    # As many tokens as two steps of the batch that the recipe names.
+    assert settings["max_steps"] * settings["batch_size_tokens"] >= 2 * 32 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PRETRAINED, ids=name)
+def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    options = ["--rehearse", str(folder), "--set", "pretrain.data.decontaminate=null"]
+    assert main(["pretrain", str(path), *options]) == 0
+    place = folder / "run" / "pretrain"
+    assert read_json(place / "manifest.json")["results"]["steps"] == 2
+    model_type = json.loads((place / "model" / "config.json").read_text())["model_type"]
+    family = "qwen3_moe" if path.stem == "camoe" else "deepseek_v2"
+    assert model_type == (f"farskip_{family}" if "farskip" in path.stem else family)
+
+
+@pytest.mark.slow
+def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
+    path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
+    small = rehearse(load_recipe(path), tmp_path / "r")
+    model = find_model(small.model)
+    suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
+    evaluation = Evaluation("original", model, suite, small.evaluation, reference)
+    stage = run_evaluation(evaluation, tmp_path / "out", join_launch())
+    result = read_json(stage.folder / "results.json")
+    assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
+    assert abs(result["kl_to_original"]["kl"]) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(tmp_path: Path) -> None:
+    row = {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"}
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(json.dumps({"name": "one", "tasks": [row]}))
+    changes = ["sweep=null", "data.decontaminate=null", "early_stopping=null", f"evaluation.suite={suite}"]
+    path = data_dir("recipes") / "llama-4-scout" / "distill.yaml"
+    options = [word for change in changes for word in ("--set", change)]
+    assert main(["run", str(path), "--rehearse", str(tmp_path / "r"), *options]) == 0
+    run = tmp_path / "r" / "run"
+    models = read_json(run / "report" / "report.json")["models"]
+    assert {name: model["layers"] for name, model in models.items()} == {
+        "original": "0", "converted": "4/4", "fcsd": "4/4"
+    }  # fmt: skip
+    assert "# llama-4-scout-rehearsal-farskip" in (run / "publish" / "README.md").read_text()
+
+
+MINIMAL = {
+    "name": "x",
+    "output_dir": "runs/x",
+    "data": {"train": [{"path": "some.jsonl"}], "max_length": 32},
+    "train": {"batch_size_tokens": 128, "warmup_steps": 0},
+}
+
+
+def small_recipe(path: str, **changes: Any) -> Recipe:
+    return Recipe.model_validate(MINIMAL | {"model": {"path": path}} | changes)
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> str:
+    tiny_model("granitemoeshared", vocab_size=300).save_pretrained(tmp_path / "own")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "own")
+    return str(tmp_path / "own")
+
+
+def test_of_any_other_model_the_family_is_read_from_its_config(own_model: str, tmp_path: Path) -> None:
+    small = rehearse(small_recipe(own_model, connectivity={"layers": [0, 5]}), tmp_path / "r")
+    config = AutoConfig.from_pretrained(small.model.path)
+    assert config.model_type == "granitemoeshared"
+    assert config.num_hidden_layers == 6  # so that every layer that the recipe names is there
+
+
+@pytest.mark.parametrize(
+    ("suffix", "columns"),
+    [
+        (".jsonl", {"messages": "m"}),
+        (".json", {"text": "t"}),
+        (".parquet", {"prompt": "p", "input": "i", "response": "r"}),
+        ("", {"prompt": "p", "response": "r"}),
+    ],
+    ids=["jsonl", "json", "parquet", "folder"],
+)
+def test_data_under_a_path_is_rehearsed_in_its_own_format_and_columns(
+    suffix: str, columns: dict[str, str], own_model: str, tmp_path: Path
+) -> None:
+    source = {"path": str(tmp_path / f"mine{suffix}"), "columns": columns}
+    if not suffix:
+        source |= {"split": "train[:50%]+dev"}
+    small = rehearse(
+        small_recipe(own_model, data={"train": [source], "max_length": 32}, objective={"vocab_size": 300}),
+        tmp_path / "r",
+    )
+    rows = build_dataset(small.data.train, tiny_tokenizer(), max_length=32)
+    assert len(rows) >= 4  # one batch
+    assert small.objective.vocab_size == AutoConfig.from_pretrained(small.model.path).vocab_size
+
+
+def test_another_checkpoint_as_the_teacher_and_a_cache_are_swapped_too(
+    own_model: str, tmp_path: Path
+) -> None:
+    recipe = small_recipe(
+        own_model,
+        teacher={"path": "Qwen/Qwen3-30B-A3B", "backend": "cache", "cache": "/data/cache"},
+        variants={"alone": {"teacher": None}},
+    )
+    small = rehearse(recipe, tmp_path / "r")
+    assert small.teacher is not None and small.variant("alone").teacher.path is None
+    assert AutoConfig.from_pretrained(small.teacher.path).model_type == "qwen3_moe"
+    assert small.teacher.cache == str(tmp_path / "r" / "teacher-cache")
+
+
+def test_a_rehearsal_is_made_once_and_never_over_something_else(own_model: str, tmp_path: Path) -> None:
+    recipe = small_recipe(own_model)
+    first = rehearse(recipe, tmp_path / "r")
+    made = (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns
+    assert rehearse(recipe, tmp_path / "r") == first
+    assert (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns == made
+    with pytest.raises(UserError, match="holds the rehearsal of other settings; choose another folder"):
+        rehearse(small_recipe(own_model, seed=3), tmp_path / "r")
+    with pytest.raises(UserError, match="is something else than a rehearsal; choose a new folder"):
+        rehearse(recipe, Path(own_model))
+    with pytest.raises(UserError, match=r"--rehearse: no/such: no such folder.*to find the model's family"):
+        rehearse(small_recipe("no/such"), tmp_path / "other")
+
+
+def test_data_that_fcsd_makes_are_advised_with_their_command_and_found_when_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "tiny/demo"]) == 2
+    command = "`fcsd tiny-data runs/tiny-data` makes it"
+    assert capsys.readouterr().err.endswith(f"runs/tiny-data/train.jsonl: no such file; {command}\n")
+    assert main(["run", "tiny/demo", "--rehearse", "small"]) == 2
+    *warnings, line = capsys.readouterr().err.splitlines()
+    assert [each.rpartition("; ")[2] for each in warnings] == [command] * 3
+    assert line.endswith("in the layout of its hub repository; `fcsd tiny-data OUT` makes it")
+    for name in ("code", "choice", "answers"):
+        (tmp_path / "runs" / "tiny-data" / "data" / "fcsd" / f"tiny-{name}").mkdir(parents=True)
+    small = rehearse(load_recipe("tiny/demo"), Path("small"))
+    assert capsys.readouterr().err == ""
+    for row in load_suite(small.evaluation.suite).tasks:
+        assert dataset_location(row, Path("small/hub")).endswith(f"runs/tiny-data/data/{row.dataset}")
+
+
+def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_training(
+    own_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"kind": "code", "task": "mine", "dataset": "me/mine"}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
+    evaluation = {"suite": str(tmp_path / "own.yaml")}
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(MINIMAL | {"model": {"path": own_model}, "evaluation": evaluation})
+    )
+    assert main(["run", str(tmp_path / "recipe.yaml"), "--rehearse", str(tmp_path / "r")]) == 2
+    said = capsys.readouterr().err
+    assert "--rehearse: task mine of suite own: no rows of the data set me/mine are known" in said
+    assert "task mine: " in said.splitlines()[-1] and not (tmp_path / "r" / "run").exists()
+
+    (tmp_path / "root" / "me" / "mine").mkdir(parents=True)
+    (tmp_path / "root" / "me" / "mine" / "test.jsonl").write_text("{}")
+    evaluation["data_root"] = str(tmp_path / "root")
+    small = rehearse(small_recipe(own_model, evaluation=evaluation), tmp_path / "again")
+    place = dataset_location(
+        load_suite(small.evaluation.suite).tasks[0], Path(str(small.evaluation.data_root))
+    )
+    assert (Path(place) / "test.jsonl").read_text() == "{}"
+
+
+# ---- the commands that their headers print
+
+
+def header_commands(path: Path) -> list[list[str]]:
+    """The indented commands of a recipe's header, in words; a backslash goes on in the next line."""
+    header = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    text = "\n".join(line.removeprefix("#") for line in header).replace("\\\n", " ")
+    lines = (line for line in text.splitlines() if line.startswith("    "))
+    return [
+        shlex.split(line.replace("--machine_rank N", "--machine_rank 0"), comments=True) for line in lines
+    ]
+
+
+def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads_that() -> None:
+    for path in DISTILLED + PRETRAINED:
+        launched = [words for words in header_commands(path) if words[0] == "accelerate"]
+        assert launched or path.stem == "camoe", path
+        for words in launched:
+            arguments = launch_command_parser().parse_args(words[2:])
+            config = data_dir("recipes").parent / arguments.config_file
+            assert config.is_file() or (
+                arguments.config_file == "MY.yaml"
+                and "MY.yaml is configs/fsdp2_2x8.yaml with" in path.read_text()
+            )
+
+
+def up_to_the_first_stage(command: list[str]) -> int:
+    """Run a command until it would read its first rows or write its first model: all that it refuses is refused."""
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        raise UserError("has been checked")
+
+    distill.training_rows = pretrain.training_rows = run.convert = checked  # type: ignore[attr-defined]
+    run.pretrain = checked  # type: ignore[attr-defined]  # a fork of its own
+    return main(command)
+
+
+@pytest.mark.parametrize("path", REAL, ids=name)
+def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = launch_environment(ROOT / "configs" / "cpu_2_fsdp2.yaml")
+    monkeypatch.chdir(tmp_path)  # where there is no checkout
+    for number, words in enumerate(header_commands(path)):
+        command = words[words.index("fcsd") + 1 :]
+        build_parser().parse_args(command)
+        if command[0] == "tiny-data":
+            write_tiny_data(Path(command[1]), **SIZES)
+        if command[0] in ("tiny-data", "evaluate") or "--rehearse" in command:
+            continue
+        rehearsal = functools.partial(up_to_the_first_stage, [*command, "--rehearse", str(number)])
+        if words[0] == "accelerate":
+
+            def on_one(rank: int, rehearsal: Callable[[], int] = rehearsal) -> int:
+                os.environ.update(environment)
+                return rehearsal()
+
+            found = in_forked_ranks(on_one, 2, tmp_path)
+        else:
+            found = [(in_a_fork(rehearsal, tmp_path / "output"), (tmp_path / "output").read_text())]
+        assert [status for status, _ in found] == [2] * len(found), found
+        assert sum("error: has been checked" in text for _, text in found) == 1, (words, found)
+
+
+@pytest.mark.slow
+def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
+    path = data_dir("recipes") / "studies" / "pretrain-farskip.yaml"
+    words = next(words for words in header_commands(path) if words[0] == "accelerate")
+    command = [*words[words.index("fcsd") + 1 :], "--rehearse", str(tmp_path / "r")]
+    assert launch("cpu_2_fsdp2", command) == [0]
+    assert read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"]["steps"] == 2

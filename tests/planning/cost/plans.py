@@ -1,0 +1,49 @@
+"""Plans and links that several test modules of this room look at."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.files import read_json, write_json
+from fcsd.planning.cost.planned import Planned
+from fcsd.steering.network.links import LinkModel
+from tests.real_configs import CONFIGS
+
+EIGHT: dict[str, Any] = {"gpu": "mi325x", "fused_attention": False}
+
+
+def lite(tmp_path: Path) -> str:
+    """A folder with the config of the first four layers of DeepSeek-V2-Lite, of which one is dense."""
+    (tmp_path / "lite").mkdir()
+    write_json(
+        tmp_path / "lite" / "config.json",
+        read_json(CONFIGS / "DeepSeek-V2-Lite.json") | {"num_hidden_layers": 4},
+    )
+    return str(tmp_path / "lite")
+
+
+def with_values(one: Planned, **values: float) -> Planned:
+    return one.assuming(**values)
+
+
+def with_links(one: Planned, links: LinkModel) -> Planned:
+    return replace(one, machine=replace(one.machine, links=links))
+
+
+def even_links(ranks: int, beta: float) -> LinkModel:
+    rows = [[beta] * ranks] * ranks
+    zero = [[1e-5] * ranks] * ranks
+    phase = {
+        "alpha_s": zero,
+        "beta_s_per_byte": rows,
+        "r2": rows,
+        "refined": [[True] * ranks] * ranks,
+        "repeats": 3,
+    }
+    return LinkModel.model_validate(
+        {
+            "endpoints": [str(i) for i in range(ranks)], "collective": "all_to_all_single", "backend": "nccl",
+            "world_size": ranks, "libraries": {}, "metadata": phase, "dispatch": phase, "combine": phase,
+            "ports": {"egress_s_per_byte": [None] * ranks, "ingress_s_per_byte": [None] * ranks},
+        }
+    )  # fmt: skip

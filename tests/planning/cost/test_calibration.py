@@ -1,0 +1,25 @@
+"""The operations of a calibration, by hand."""
+
+import pytest
+
+from fcsd.planning.cost.calibration import calibration_flops
+
+
+def test_the_operations_of_a_calibration_are_those_counted_by_hand() -> None:
+    # Two layers of width 4: XᵀX and XᵀY of two problems of 4 inputs (4 x 2 x 16) and of one of 8 (2 x 64 + 2 x 32), and
+    # of two of 4 inputs for each of the 3 experts of a token.
+    sums = 4 * 2 * 16 + 2 * 64 + 2 * 32 + 3 * 2 * 2 * 2 * 16
+    # Cholesky of 4 and of 8 inputs, the map by two triangles and two residuals, each a product with the Gram matrix;
+    # each of 5 experts has two maps, both solved twice, with two more residuals.
+    four, eight, residual = 4**3 / 3 + 6 * 4**3, 8**3 / 3 + 6 * 8**2 * 4, 2 * 4**3
+    solved = 2 * four + eight + 5 * 2 * (2 * four + 2 * residual)
+    found = calibration_flops(
+        forward=100,
+        tokens=10,
+        num_layers=2,
+        hidden_size=4,
+        num_parameters=50,
+        num_experts=5,
+        experts_per_token=3,
+    )
+    assert found == pytest.approx(10 * (6 * 100 + 2 * sums) + 2 * solved + 50 * 4 * 2, rel=1e-12)

@@ -1,0 +1,434 @@
+"""`fcsd plan`: operations by hand, the paper's measured speed-ups, memory, files, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import TRAINING, V2, V3, at
+from benchmarks.plan import planned as published
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
+from fcsd.cli.main import main
+from fcsd.model.config import ConnectivityConfig
+from fcsd.planning.cost.assumptions import ASSUMPTIONS
+from fcsd.planning.cost.hardware import find_gpu
+from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
+from fcsd.planning.cost.operations import WHOLE
+from fcsd.planning.cost.plan import OVER_PREDICTION, memory, plan
+from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.table import plan_table
+from fcsd.planning.cost.times import plan_times
+from fcsd.steering.network.links import write_links
+from tests.planning.cost.plans import EIGHT, even_links, lite
+from tests.real_configs import CONFIGS, real_folder
+
+
+@pytest.fixture(scope="module")
+def v3() -> Planned:
+    return published("DeepSeek-V3", V3, EIGHT | {"global_batch": 64})
+
+
+# ---- operations
+
+
+def test_the_operations_of_a_layer_are_those_of_its_published_sizes(v3: Planned) -> None:
+    """arXiv 2412.19437, 4.2: hidden 7168, 128 heads of 128 + 64, latents 1536 and 512, 8 of 256 experts of 2048."""
+    tokens, layer = 4096, v3.work.layers[3]
+    per_token = {
+        "attention a" + WHOLE: 7168 * 1536 + 7168 * (512 + 64),
+        "attention a": 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128),
+        "attention b": 128 * 128 * 7168,
+        "router": 7168 * 256,
+        "experts": 8 * 3 * 7168 * 2048,
+        "shared expert": 3 * 7168 * 2048,
+    }
+    assert {name: work.flops for name, work in layer.steps.items()} == {
+        name: 2.0 * tokens * weights for name, weights in per_token.items()
+    }
+    assert layer.core == 2.0 * 128 * tokens**2 * (128 + 64 + 128)
+    assert layer.scores == 128 * tokens**2
+    assert layer.steps["experts"].weights == 256 * 3 * 7168 * 2048
+    assert layer.steps["attention b"].weights == per_token["attention b"]
+    assert v3.work.num_parameters == pytest.approx(71e9, rel=0.005)  # as the paper calls it
+
+
+def test_every_query_head_has_scores_whoever_shares_its_keys() -> None:
+    """Qwen3-30B-A3B: 32 heads of 128 on 4 of keys and values."""
+    layer = published("Qwen3-30B-A3B", {"num_hidden_layers": 1}, {"length": 64, "batch": 2}).work.layers[0]
+    assert layer.scores == 2 * 32 * 64**2 and layer.core == 2.0 * 2 * 32 * 64**2 * (128 + 128)
+    assert layer.work("attention a").flops == 2.0 * 2 * 64 * 2048 * (32 + 4 + 4) * 128
+
+
+def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -> None:
+    scout = published("Llama-4-Scout-17B-16E", {}, {"batch": 1, "length": 64, "phase": "prefill"})
+    assert scout.work.layers[0].work("experts").flops == 2.0 * 64 * 3 * 5120 * 8192
+    assert scout.work.layers[0].work("shared expert").flops == 2.0 * 64 * 3 * 5120 * 8192
+
+
+def test_only_moe_layers_have_exchanges_and_dense_ones_an_mlp(tmp_path: Path) -> None:
+    lite = prepare(PlanSettings(str(real_folder("DeepSeek-V2-Lite", tmp_path / "m")), length=256))
+    assert lite.work.moe == [False] + [True] * 26
+    assert lite.work.layers[0].work("mlp").flops == 2.0 * 256 * 3 * 2048 * 10944
+    assert [row["layer"] for row in plan_times(lite)["windows"]] == list(range(1, 27))
+
+
+# ---- the paper's measurements
+
+
+@pytest.mark.parametrize("row", TRAINING[:3], ids=[row[0] for row in TRAINING[:3]])
+def test_assumptions_that_were_not_fitted_give_the_papers_speed_ups_and_overlap(row: Any) -> None:
+    _, name, changes, settings, speed_up, overlap = row
+    times = at(published(name, changes, settings), "assumed")
+    assert times["speed_up"] == pytest.approx(speed_up, abs=0.035)
+    if overlap is not None:
+        found = [100 * times["overlap"][way] for way in ("forward", "backward")]
+        assert found == pytest.approx(overlap, abs=12)
+
+
+def test_the_assumed_values_are_those_that_were_chosen_before_the_comparison() -> None:
+    chosen = {
+        "gemm": 0.5,
+        "grouped": 0.4,
+        "core": 0.3,
+        "hbm": 0.65,
+        "link": 0.85,
+        "nic": 0.8,
+        "slowdown": 0.15,
+    }
+    assert {name: ASSUMPTIONS[name].value for name in chosen} == chosen
+
+
+def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it_is_a_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"gpu": "mi300x", "phase": "prefill", "batch": 16, "fp8": True, "length": 1024}
+    gain = plan_times(published("DeepSeek-V2-Lite", V2, settings))["speed_up"] - 1
+    assert gain > 3 * 0.125  # the paper: 8.2 to 16.8 %
+    gains = {
+        length: plan_times(published("DeepSeek-V2-Lite", V2, settings | {"length": length}))["speed_up"] - 1
+        for length in (512, 2048)
+    }
+    over = [gains[512] / 0.082, gains[2048] / 0.168]
+    assert max(over) == pytest.approx(OVER_PREDICTION[1], abs=0.1) and min(over) > OVER_PREDICTION[0]
+    folder = lite(tmp_path)
+    assert main(["plan", folder, "--phase", "prefill", "--json"]) == 0
+    gain = 100 * (json.loads(capsys.readouterr().out)["times"]["speed_up"] - 1)
+    assert main(["plan", folder, "--phase", "prefill"]) == 0
+    bound = f"were 1.3 to 5.2 times smaller, which makes {gain:.1f}% {gain / 5.2:.1f}% to {gain / 1.3:.1f}%"
+    assert bound in next(line for line in capsys.readouterr().out.splitlines() if "UPPER BOUND" in line)
+    assert main(["plan", folder, "--gpu", "mi325x", "--length", "512"]) == 0
+    assert "UPPER BOUND" not in capsys.readouterr().out
+
+
+# ---- memory
+
+
+def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
+    served = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100})
+    parts = memory(served)["parts"]
+    assert memory(served)["gpu_bytes"] == 141_000_000_000
+    assert parts["activations"] == 2 * 100 * 2048 * 2 * 4
+    short = published("DeepSeek-V2-Lite", {}, {"phase": "prefill", "batch": 2, "length": 100, "fp8": True})
+    assert memory(short)["parts"]["weights"] == 15_706_484_224 // 8
+    assert parts["weights"] == 15_706_484_224 * 2 // 8
+    assert parts["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
+    short = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128})
+    parts = memory(short)["parts"]
+    assert parts["student weights"] == short.work.num_parameters * 4 // 8
+    assert parts["optimizer states"] == 2 * parts["gradients"]
+    # Of a layer that is gathered a rank has an eighth of the experts: two layers in bfloat16, and of one the gradient.
+    whole = published("DeepSeek-V2-Lite", {"num_hidden_layers": 3}, {"length": 128, "expert_parallel": 1})
+    head, attention = 102400 * 2048, 2048 * (3072 + 576 + 2048) + 512 * 4096
+    experts = 64 * 3 * 2048 * 1408
+    layer = experts + 3 * 2048 * 2816 + attention + 64 * 2048
+    more = memory(whole)["parts"]["gathered weights"] - parts["gathered weights"]
+    assert more == pytest.approx(2 * 2 * 7 / 8 * experts + (2 + 4) * (layer - head), rel=0.001)
+
+
+def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> None:
+    """Llama 4's own code runs all 16 on every token; ranks that share them run the one that a token chose."""
+    config = read_json(CONFIGS / "Llama-4-Scout-17B-16E.json")
+    text = config["text_config"] | {"num_hidden_layers": 2}
+    kept = []
+    for length in (512, 1024):
+        settings = {"length": length, "expert_parallel": 8}
+        one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
+        kept.append(memory(one)["parts"]["activations"])
+    # Of a token, layer and expert, the routed and the shared one: gate, up, activation and product, in bfloat16. Beside
+    # it what attention keeps; 16 routed experts would be 1.1 MB.
+    experts = 2 * 4 * 8192 * 2
+    assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
+
+
+# ---- files
+
+
+def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
+    path = tmp_path / "windows.json"
+    assert main(["plan", lite(tmp_path), "--length", "512", "--windows", str(path)]) == 0
+    found = json.loads(path.read_text())
+    rows = plan_times(prepare(PlanSettings(str(tmp_path / "lite"), length=512)))["windows"]
+    for name in ("dispatch_s", "combine_s"):
+        assert found[name] == [row[name] for row in rows]
+    assert found["layers"] == [1, 2, 3] and found["expert_parallel"] == 8
+    assert len(found["dispatch_s"]) == len(found["combine_s"]) == 3
+    assert min(found["dispatch_s"]) > 0 and found["combine_s"][-1] < found["combine_s"][0]
+
+
+@pytest.mark.parametrize("option", ["--windows", "--figure"])
+def test_a_file_that_plan_did_not_write_stays_and_its_own_is_replaced(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = lite(tmp_path)
+    words = ["plan", folder, "--length", "64"]
+    words += ["--study", str(study(tmp_path / "s", 4))] if option == "--figure" else []
+    foreign = [Path(folder) / "config.json", tmp_path / "picture.png"]
+    foreign[1].write_bytes(b"\x89PNG\r\n\x1a\n" + b"tEXtSoftware\0somebody else's")
+    before = [path.read_bytes() for path in foreign]
+    for path in foreign:
+        assert main([*words, option, str(path)]) == 2
+        assert f"{path}: is there and is something else; name another file" in capsys.readouterr().err
+    assert [path.read_bytes() for path in foreign] == before
+    own = tmp_path / "own"
+    for length in ("64", "128"):
+        assert main([*words, "--length", length, option, str(own)]) == 0
+        before.append(own.read_bytes())
+    assert option == "--figure" or before[-1] != before[-2]
+
+
+def test_a_cluster_file_says_what_the_options_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, cluster = lite(tmp_path), tmp_path / "cluster.yaml"
+    cluster.write_text("gpu: mi300x\nnodes: 2\nnetwork_gb_s: 25\nassumptions: {gemm: 0.6}\n")
+
+    def planned(*words: str) -> Any:
+        assert main(["plan", folder, "--length", "512", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    by_file = planned("--cluster", str(cluster))
+    by_options = planned("--gpu", "mi300x", "--nodes", "2", "--network-gb-s", "25")
+    assert by_file["machine"] == by_options["machine"] and by_file["memory"] == by_options["memory"]
+    assert by_file["times"]["compute_s"] < by_options["times"]["compute_s"]  # gemm
+
+
+def study(folder: Path, num_layers: int) -> Path:
+    points = [
+        {
+            "side": side,
+            "num_layers": n,
+            "layers": list(range(n)) if side == "first" else list(range(num_layers - n, num_layers)),
+            "values": {"kl": {"value": 0.1 * n, "stderr": 0.01, "num_tokens": 9}},
+        }
+        for side in ("first", "last")
+        for n in (2, num_layers)
+    ]
+    folder.mkdir()
+    found = {
+        "schema_version": 1, "study": {}, "num_hidden_layers": num_layers, "moe_layers": list(range(1, num_layers)),
+        "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "points": points,
+    }  # fmt: skip
+    (folder / "layers.json").write_text(json.dumps(found))
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_a_study_stands_beside_what_each_selection_brings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = tmp_path / "worth.png"
+    words = ["plan", lite(tmp_path), "--length", "512", "--study", str(study(tmp_path / "s", 4)), "--json"]
+    assert main([*words, "--figure", str(figure)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = {(row["side"], row["num_layers"]): row for row in facts["study"]}
+    assert rows["last", 4]["speed_up"] == pytest.approx(facts["times"]["speed_up"])
+    # Of the first two layers one is dense.
+    assert 1 < rows["first", 2]["speed_up"] < rows["last", 2]["speed_up"] < rows["last", 4]["speed_up"]
+    assert rows["last", 2]["loss"] == 0.2 and rows["last", 2]["selection"] == "2-3"
+    assert figure.stat().st_size > 5000
+
+
+def routed(folder: Path, **changes: Any) -> Path:
+    """A routing study of the model of `lite`: in each of three layers the first eighth of 64 experts has most rows."""
+    loads = [[[hot] * 8 + [10] * 56 for _ in range(2)] for hot in (10, 30, 50)]
+    facts = {"layers": [1, 2, 3], "num_experts": 64, "top_k": 6, "counts": loads} | changes
+    folder.mkdir()
+    (folder / "routing.json").write_text(json.dumps({"schema_version": 1, "models": [facts]}))
+    return folder
+
+
+def test_the_imbalance_of_a_routing_study_is_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", lite(tmp_path), "--length", "512"]
+    assert main(words) == 0
+    assert "EVEN ROUTING is assumed (imbalance 1)" in capsys.readouterr().out
+    assert main([*words, "--routing", str(routed(tmp_path / "r"))]) == 0
+    assert "EVEN ROUTING" not in capsys.readouterr().out
+    assert main([*words, "--routing", str(tmp_path / "r"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    # 1; 30 over (30 + 7 x 10) / 8; 50 over 120 / 8
+    expected = (1 + 30 / 12.5 + 50 / 15) / 3
+    (row,) = [row for row in facts["sensitivity"] if row["name"] == "imbalance"]
+    assert facts["imbalance"] == row["value"] == pytest.approx(expected)
+    assert row["range"] == [1.0, 5.1] and "DeepSpeed issue 8213" in row["source"]
+    assert row["speed_up"][0] != row["speed_up"][1]
+    even = plan_times(prepare(PlanSettings(str(tmp_path / "lite"), length=512)))["exchange_s"]["combine"]
+    uneven = facts["times"]["exchange_s"]["combine"]
+    assert uneven - 20e-6 == pytest.approx(expected * (even - 20e-6))
+
+
+def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(v3: Planned) -> None:
+    facts = plan(v3)
+    times, text = facts["times"], plan_table(facts)
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    }
+    share = f"{times['communication_s'] / times['regular_s']:.1%}"
+    assert rows["regular"] == [f"{1e3 * times['regular_s']:,.0f}", share, share, "1.000"]
+    overlapped = times["overlapped_s"]
+    shares = [f"{times[name] / overlapped:.1%}" for name in ("communication_s", "exposed_s")]
+    assert rows["overlapped"] == [f"{1e3 * overlapped:,.0f}", *shares, f"{times['speed_up']:.3f}"]
+    first = times["windows"][0]
+    assert rows["0"][:2] == [
+        f"{1e3 * times['exchange_s']['dispatch']:.3g}",
+        f"{1e3 * first['dispatch_s']:.3g}",
+    ]
+    for ratio, words in ((0.99, "holds: necessary, not sufficient"), (1.01, "does not hold")):
+        assert f"= {ratio}, {words}" in plan_table(facts | {"times": times | {"equation_9": ratio}})
+
+
+# ---- what is refused
+
+
+def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    write_links(tmp_path / "links.json", even_links(4, 1e-9))
+    others = even_links(8, 1e-9).model_copy(update={"collective": "p2p"})
+    write_links(tmp_path / "p2p.json", others)
+    times = Times(
+        model_type="deepseek_v2", num_layers=4, ranks=8, batch=1, length=64, step_s=1.0,
+        connectivity=ConnectivityConfig(),
+        exchanges=[ExchangeTime(layer=1, kind="dispatch", backward=False, seconds=0.1, window_s=0.2)],
+    )  # fmt: skip
+    write_times(tmp_path / "times.json", times)
+    (tmp_path / "cluster.yaml").write_text("gpu: h100\nassumptions: {gem: 1}\n")
+    (tmp_path / "gpu.yaml").write_text("gpu: h1000\n")
+    (tmp_path / "less.yaml").write_text("gpu: h100\nassumptions: {imbalance: 0.5}\n")
+    (tmp_path / "more.yaml").write_text("gpu: h100\nassumptions: {slowdown: 5}\n")
+    (tmp_path / "zero.yaml").write_text("gpu: h100\nassumptions: {gemm: 0}\n")
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
+    model = lite(tmp_path)
+    return {
+        "gpu": ([model, "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
+        "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
+        "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
+        "memory": ([model, "--gpu", "h100", "--batch", "256"], "--batch 256 --length 4096: a rank needs"),
+        "far beyond memory": (
+            [model, "--batch", str(10**20)],
+            f"--batch {10**20} --length 4096: the stream of these tokens alone takes",
+        ),
+        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the stream of"),
+        "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
+        "another collective": (
+            [model, "--links", str(tmp_path / "p2p.json")],
+            "the links were measured with p2p, the exchanges are all_to_all_single; measure them with",
+        ),
+        "links in serving": (
+            [model, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
+            "measured for all-to-all; decode is planned with all-reduces",
+        ),
+        "dense": ([str(tmp_path / "dense")], "'llama' is a dense model"),
+        "tensor parallel training": ([model, "--tp", "2"], "--tp 2: training is planned without tensor parallelism"),
+        "server's experts": (
+            [model, "--phase", "prefill", "--ep", "4"],
+            "--ep 4: a server's experts are spread over its 8 tensor-parallel ranks",
+        ),
+        "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
+        "batch": ([model, "--batch", "0"], "--batch 0: must be 1 or more"),
+        "network": ([model, "--network-gb-s", "0"], "--network-gb-s 0: must be above 0"),
+        "no network": ([model, "--network-gb-s", "inf"], "--network-gb-s inf: must be above 0, and finite"),
+        "no ranks": ([model, "--ep", "0"], "--ep 0: does not divide the 8 GPUs"),
+        "no servers": ([model, "--phase", "prefill", "--tp", "0"], "--tp 0: there are 8 GPUs"),
+        "no rows": ([model, "--global-batch", "0"], "--global-batch 0: not a multiple of 8 rows"),
+        "gpu of a file": ([model, "--cluster", str(tmp_path / "gpu.yaml")], f"{tmp_path}/gpu.yaml: gpu h1000: unknown"),
+        "two machines": (
+            [model, "--gpu", "h100", "--cluster", str(tmp_path / "cluster.yaml")],
+            "--cluster and --gpu are both given",
+        ),
+        "assumption": (
+            [model, "--cluster", str(tmp_path / "cluster.yaml")],
+            "assumptions.gem: unknown; did you mean 'gemm'?",
+        ),
+        "measured elsewhere": (
+            [model, "--length", "128", "--measured", str(tmp_path / "times.json")],
+            "--measured: length is 64 in the file and 128 in the plan",
+        ),
+        "another model's routing": (
+            [model, "--routing", str(routed(tmp_path / "r", top_k=8))],
+            "a routing study of 3 MoE layers, top 8 of 64 experts, the model has 3, top 6 of 64",
+        ),
+        "no routing": ([model, "--routing", str(tmp_path)], "routing.json: no such file"),
+        "routing twice": (
+            [model, "--routing", str(tmp_path / "r"), "--measured", str(tmp_path / "times.json")],
+            "--routing and --measured are both given",
+        ),
+        "less than even": (
+            [model, "--cluster", str(tmp_path / "less.yaml")],
+            "assumptions.imbalance: 0.5: must be 1 or more: rows of the rank",
+        ),
+        "more than all": (
+            [model, "--cluster", str(tmp_path / "more.yaml")],
+            "assumptions.slowdown: 5: must be 0 or more, at most 1: seconds computation loses",
+        ),
+        "fp8": ([model, "--fp8", "--gpu", "a100"], "--fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
+        "steps of a server": (
+            [model, "--phase", "decode", "--global-batch", "8"],
+            "--global-batch: of an optimiser step, which --phase decode has not",
+        ),
+        "value": ([model, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
+        "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
+        "windows": ([model, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
+        "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),
+        "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
+        "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, the model has 4"),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_planned_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = refusals(tmp_path)
+    for words, expected in cases.values():
+        assert main(["plan", *words]) == 2, words
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1
+        assert expected in printed.err, (words, printed.err)
+
+
+def test_amds_keys_are_read_and_its_gate_is_explained_as_inspect_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = real_folder("Instella-MoE-16B-A3B-Think", tmp_path / "amd")
+    assert main(["inspect", str(folder)]) == 0
+    reason = capsys.readouterr().out.partition("not possible: ")[2].splitlines()[0]
+    assert reason.startswith("gated_attention: ") and reason.endswith(
+        "AMD's own code under transformers 4.57"
+    )
+    assert main(["plan", str(folder)]) == 2
+    assert capsys.readouterr().err == f"fcsd plan: error: {folder / 'config.json'}: {reason}\n"
+    own = {"gated_attention": False, "mlp_only_farskip": True, "num_hidden_layers": 5, "farskip_end_idx": 3}
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | own))
+    assert main(["plan", str(folder), "--length", "64", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["layers"], settings["attention"], settings["mlp"]) == ([0, 1, 2, 3], "full", "outdated")
+
+
+def test_the_gpus_that_are_known_are_told_once() -> None:
+    with pytest.raises(UserError) as told:
+        find_gpu("none of them")
+    assert str(told.value).count("allowed:") == 1
+    with pytest.raises(UserError, match=r"allowed: a100, .*; did you mean 'h200'\?$"):
+        find_gpu("h20")

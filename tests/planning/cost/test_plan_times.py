@@ -1,0 +1,365 @@
+"""The times of a plan by hand: matmuls, rows, exchanges, rings, servers, the step as a whole."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import V3
+from benchmarks.plan import planned as published
+from fcsd.model.connectivity import Connectivity
+from fcsd.planning.cost.assumptions import ASSUMPTIONS
+from fcsd.planning.cost.plan import plan
+from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.times import plan_times
+from tests.planning.cost.plans import EIGHT, even_links, lite, with_links, with_values
+
+
+@pytest.fixture(scope="module")
+def v3() -> Planned:
+    return published("DeepSeek-V3", V3, EIGHT | {"global_batch": 64})
+
+
+def test_an_exchange_takes_the_slowest_of_peer_links_and_interface(v3: Planned) -> None:
+    sent = 4096 * 8 * 7168 * 2  # bytes a rank
+    one = plan_times(v3)["exchange_s"]["dispatch"]
+    assert one == pytest.approx(20e-6 + sent / 8 / (64e9 * 0.75 * 0.85))
+    far = published("DeepSeek-V3", V3, EIGHT | {"nodes": 4})
+    assert plan_times(far)["exchange_s"]["combine"] == pytest.approx(40e-6 + sent * 24 / 32 / (50e9 * 0.8))
+    switch = published("DeepSeek-V3", V3, {"gpu": "h200", "nodes": 2, "expert_parallel": 8})
+    assert plan_times(switch)["exchange_s"]["combine"] == pytest.approx(20e-6 + sent * 7 / 8 / (450e9 * 0.85))
+
+
+def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> None:
+    times = plan_times(with_values(v3, slowdown=0.25))
+    sent = 8 * 6 * 2 * sum(times["exchange_s"].values())  # micro-batches, layers, both passes
+    assert times["communication_s"] == pytest.approx(sent)
+    gathers = times["sharding_s"]
+    assert times["regular_s"] == pytest.approx(times["compute_s"] + sent + gathers[0])
+    hidden = sent - times["exposed_s"]
+    assert times["overlapped_s"] == pytest.approx(
+        times["regular_s"] - 0.75 * hidden + gathers[1] - gathers[0]
+    )
+    exchange = times["exchange_s"]["combine"]
+    left = {"forward": 0.0, "backward": 0.0}
+    for row in times["windows"]:
+        for name, factor in (("forward", 1), ("backward", 2)):
+            combine = 0.0 if row["layer"] == 5 else row["combine_s"]  # the paper: the last is not hidden
+            left[name] += max(0, exchange - factor * row["dispatch_s"]) + max(0, exchange - factor * combine)
+    for name, seconds in left.items():
+        assert times["overlap"][name] == pytest.approx(1 - seconds / (6 * 2 * exchange))
+    steps = times["layer_s"]
+    assert times["windows"][3]["dispatch_s"] == pytest.approx(steps["attention b"])
+    assert times["windows"][3]["combine_s"] == pytest.approx(steps["shared expert"] + steps["attention a"])
+
+
+def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
+    some = replace(v3, connectivity=Connectivity("last:50%"))
+    found = [plan_times(one)["speed_up"] for one in (v3, some)]
+    assert found[0] > found[1] > 1
+    none = plan_times(v3, layers=[])
+    assert none["speed_up"] == pytest.approx(1) and none["exposed_s"] == pytest.approx(
+        none["communication_s"]
+    )
+    assert plan_times(v3, layers=[3, 4, 5]) == plan_times(some)
+
+
+def test_a_converted_checkpoint_is_planned_as_it_is() -> None:
+    field = {"version": 1, "layers": [4, 5], "attention": "partial", "mlp": "outdated"}
+    own = published(
+        "DeepSeek-V3", V3 | {"farskip": field, "model_type": "farskip_deepseek_v3"}, {"length": 64}
+    )
+    regular = published("DeepSeek-V3", V3, {"length": 64, "connectivity": Connectivity([4, 5])})
+    assert plan_times(own) == plan_times(regular)
+    assert sum(row["dispatch_s"] > 0 for row in plan_times(own)["windows"]) == 2
+
+
+def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "decode", "batch": 4, "length": 1000}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    latent = 27 * (512 + 64) * 2 * 1000 * 4  # bytes, whole on every rank
+    assert lite.cached == latent
+    steps = plan_times(with_values(lite, row_passes=0))["layer_s"]
+    bandwidth = 4800e9 * 0.65
+    output = 2048 * 2048 * 2 / 8  # bytes of the output projection on one of 8 ranks
+    assert steps["attention b"] == pytest.approx(latent / 27 / bandwidth + output / bandwidth)
+    used = 64 * (1 - (1 - 6 / 64) ** 4)
+    assert steps["experts"] == pytest.approx(used * 3 * 2048 * 1408 * 2 / 8 / bandwidth)
+    all_reduce = 2 * (20e-6 + 7 / 8 * 4 * 2048 * 2 / (450e9 * 0.85))
+    assert plan_times(lite)["exchange_s"]["all_reduce"] == pytest.approx(all_reduce)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_router(fp8: bool) -> None:
+    """DeepSeek-V2-Lite where memory costs nothing: hidden 2048, 16 heads of 128 + 64, latent 512, 6 of 64 experts."""
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "batch": 2, "length": 512, "fp8": fp8}
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9)
+    peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
+    core = 2.0 * 2 * 16 * 512**2 * (128 + 64 + 128) / 2  # a mask leaves out half of the pairs
+    found = plan_times(lite)["layer_s"]
+    per_token = {
+        "attention a": 2048 * (512 + 64) + (2048 * 16 * 192 + 512 * 16 * 256) / 8,
+        "attention b": 16 * 128 * 2048 / 8,
+        "router": 2048 * 64,
+        "shared expert": 3 * 2048 * 2816 / 8,
+        "experts": 6 * 3 * 2048 * 1408 / 8 / (0.4 / 0.5),
+    }
+    for name, weights in per_token.items():
+        more = core / (bf16 * 0.25) / 8 if name == "attention b" else 0.0
+        assert found[name] == pytest.approx(2 * tokens * weights / peak + more, rel=1e-6), name
+    assert lite.roofline.head(lite.work) == pytest.approx(2 * tokens * 102400 * 2048 / peak / 8)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(fp8: bool) -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "length": 8, "fp8": fp8}
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), row_passes=0, grouped=1e9)
+    used = 64 / 8 * (1 - (1 - 6 / 64) ** (8 * 8))
+    bandwidth, width = 4800e9 * 0.65, 1 if fp8 else 2
+    assert plan_times(lite)["layer_s"]["experts"] == pytest.approx(used * 3 * 2048 * 1408 * width / bandwidth)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
+    """Eight passes in four equal parts: before the dispatch, before and after the experts, behind the combine."""
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "length": 64, "tensor_parallel": tp}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    some, none = (with_values(lite, row_passes=passes, imbalance=1.5) for passes in (8, 0))
+    part = 2 * 64 * 6 * 2048 * 2 / (4800e9 * 0.65) * 1.5 / tp
+    layer = lite.work.layers[5]
+    found, without = (one.roofline.steps(one.work, layer, 1) for one in (some, none))
+    more = {name: found[name] - without[name] for name in found}
+    assert {name: value / part for name, value in more.items()} == pytest.approx(
+        {"attention a": 0, "attention b": 0, "router": 1, "experts": 2, "shared expert": 0, "arrive": 1},
+        abs=1e-6,
+    )
+    # A server sums up nothing that an exchange has brought.
+    compute = [plan_times(one)["compute_s"] for one in (some, none)]
+    assert compute[0] - compute[1] == pytest.approx(26 * 3 * part)
+
+
+def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "length": 64, "batch": 2, "global_batch": 48}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    roofline, bandwidth, parameters = lite.roofline, 4800e9 * 0.65, 15_706_484_224
+    head = max(2 * 128 * 102400 * 2048 / (989.4e12 * 0.5), 102400 * 2048 * 2 / bandwidth)
+    loss = 3 * head + 8 * 128 * 102400 * 4 / bandwidth
+    assert roofline.loss(lite.work) == pytest.approx(loss)
+    experts = 26 * 64 * 3 * 2048 * 1408
+    once = parameters / 8 * 32 / bandwidth
+    assert roofline.optimizer(parameters / 8) == pytest.approx(once)
+    others, head_only = parameters - experts, 102400 * 2048
+    sent = [
+        27 * 20e-6 + 7 / 8 * each / (450e9 * 0.85)
+        for each in (2 * others, 2 * (others - head_only), 4 * others)
+    ]
+    assert roofline.sharding(lite.work, 8, 8) == pytest.approx(sent)
+    times = plan_times(lite)
+    layers = sum(sum(roofline.steps(lite.work, layer, 8).values()) for layer in lite.work.layers)
+    assert times["compute_s"] == pytest.approx(3 * (3 * layers + loss) + once)  # three micro-batches
+    assert times["outside_layers_s"] == pytest.approx(3 * loss + once)
+
+
+def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
+    even, uneven = (
+        plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"] for share in (1.0, 1.5)
+    )
+    assert uneven["combine"] == pytest.approx(1.5 * even["combine"])
+
+
+def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
+    settings: dict[str, Any] = {"gpu": "h200", "phase": "prefill", "batch": 2, "length": 512}
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
+    steps = [lite.roofline.steps(lite.work, layer, 1) for layer in lite.work.layers]
+    head = lite.roofline.head(lite.work)
+    assert times["communication_s"] == pytest.approx(2 * 27 * each)
+    assert times["compute_s"] == pytest.approx(
+        sum(sum(one.values()) - one.get("arrive", 0) for one in steps) + head
+    )
+    beside = [one["attention a"] + one["attention b"] for one in steps]
+    assert times["windows"][0] == pytest.approx(
+        {"layer": 1, "attention_s": steps[1]["experts"], "routed_s": beside[2]}
+    )
+    # The dense first layer takes one, with nothing beside it, the last routed one has nothing either.
+    left = 2 * each + sum(
+        max(0, each - one["experts"]) + (max(0, each - beside[k]) if k < 27 else 0)
+        for k, one in enumerate(steps[1:], 2)
+    )
+    assert times["exposed_s"] == pytest.approx(left)
+
+
+def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
+    """With `mlp: full` shared experts have one of their own, but in the last layer and in the dense one."""
+    settings: dict[str, Any] = {
+        "gpu": "mi300x", "phase": "prefill", "batch": 16, "length": 512,
+        "connectivity": Connectivity("all", mlp="full"),
+    }  # fmt: skip
+    lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25, link=0.01)
+    times, each = plan_times(lite), lite.roofline.all_reduce(lite.work)
+    sent = (27 * 2 + 25) * each
+    assert times["communication_s"] == pytest.approx(27 * 2 * each)
+    assert times["overlapped_communication_s"] == pytest.approx(sent)
+    assert (
+        times["exposed_s"] > times["communication_s"]
+    )  # which was called a negative share of what is hidden
+    assert times["overlap"]["forward"] == pytest.approx(1 - times["exposed_s"] / sent)
+    assert times["overlap"]["forward"] > 0
+    hidden = sent - times["exposed_s"]
+    assert times["overlapped_s"] == pytest.approx(times["compute_s"] + times["exposed_s"] + 0.25 * hidden)
+
+
+def test_a_token_attends_to_all_before_it_whatever_computes_its_attention() -> None:
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "phase": "decode",
+        "batch": 4,
+        "length": 1000,
+        "tensor_parallel": 1,
+    }
+    lite = published("DeepSeek-V2-Lite", {}, settings)
+    core = 4 * 16 * 2 * 1000 * (128 + 64 + 128)  # FLOPs of 4 tokens, 16 heads
+    peak, bandwidth, layer = 989.4e12, 4800e9 * 0.65, lite.work.layers[5]
+    slow = with_values(lite, fused_core=1e-6, core=1e-6).roofline
+    assert slow.core(layer) == pytest.approx(core / (peak * 1e-6))
+    scores = 4 * 16 * 1000 * 2 * 4 / bandwidth  # bytes, passes
+    assert replace(slow, fused=False).core(layer) == pytest.approx(core / (peak * 1e-6) + scores)
+    cached = (512 + 64) * 2 * 1000 * 4 / bandwidth
+    written_out = replace(lite.roofline, fused=False)
+    assert written_out.core(layer) == pytest.approx(cached + scores)
+
+
+def test_keys_and_values_are_on_as_many_ranks_as_there_are_heads() -> None:
+    settings: dict[str, Any] = {"phase": "prefill", "length": 100}
+    one, two, sixteen = (
+        published("Qwen3-30B-A3B", {}, settings | {"tensor_parallel": tp, "nodes": 2}).cached
+        for tp in (1, 2, 16)
+    )
+    assert one == 48 * 2 * 4 * 128 * 2 * 100 and (one / two, one / sixteen) == (2, 4)
+
+
+def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
+    """Two nodes of 6: of 4 ranks in order the second four are two and two; no group of 3 is parted."""
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "nodes": 2,
+        "gpus_per_node": 6,
+        "length": 64,
+        "network_gb_s": 10.0,
+    }
+    sent, out, far = 64 * 6 * 2048 * 2, 450e9 * 0.85, 10e9 * 0.8
+    apart, near = (
+        plan_times(
+            published("DeepSeek-V2-Lite", {"n_routed_experts": 60}, settings | {"expert_parallel": ep})
+        )
+        for ep in (4, 3)
+    )
+    assert apart["exchange_s"]["combine"] == pytest.approx(40e-6 + sent / 4 * 2 / far)
+    assert near["exchange_s"]["combine"] == pytest.approx(20e-6 + sent / 3 * 2 / out)
+
+
+def test_a_ring_is_as_fast_as_the_links_that_its_ranks_have_to_each_other() -> None:
+    def ring(ranks: int, apart: int = 1, **settings: Any) -> float:
+        one = published("DeepSeek-V3", V3, {"length": 64, "network_gb_s": 10.0} | settings)
+        return one.roofline.ring(1e9, ranks, apart) - 20e-6
+
+    two: dict[str, Any] = {"gpu": "mi325x", "nodes": 2}
+    peer, nic = 64e9 * 0.75 * 0.85, 10e9 * 0.8
+    assert ring(8, **two) == pytest.approx(7 / 8 * 1e9 / (7 * peer))
+    assert ring(4, **two) == pytest.approx(3 / 4 * 1e9 / (3 * peer))  # a mesh: three links of seven
+    assert ring(4, gpu="h200") == pytest.approx(3 / 4 * 1e9 / (450e9 * 0.85))
+    assert ring(16, **two) == pytest.approx(15 / 16 * 1e9 / (8 * nic))
+    assert ring(2, 8, **two) == pytest.approx(
+        1 / 2 * 1e9 / nic
+    )  # a rank on each node has one interface there
+    assert ring(4, 4, **two) == pytest.approx(3 / 4 * 1e9 / min(2 * nic, peer))
+
+
+def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
+    """One group of 8 on each of two nodes: who holds the same experts is on the other node."""
+    settings: dict[str, Any] = {
+        "gpu": "mi325x",
+        "nodes": 2,
+        "expert_parallel": 8,
+        "length": 64,
+        "network_gb_s": 10.0,
+    }
+    one = with_values(published("DeepSeek-V3", V3, settings), latency_us=0)
+    experts = 6 * 256 * 3 * 7168 * 2048
+    others = one.work.num_parameters - experts
+    gather, again, reduce = one.roofline.sharding(one.work, 16, 8)
+    for seconds, width, kept in ((gather, 2, 0), (again, 2, 129280 * 7168), (reduce, 4, 0)):
+        sent = width * experts / 8 / 2 + 15 / 16 * width * (others - kept) / 8
+        assert seconds == pytest.approx(sent / (10e9 * 0.8))
+
+
+def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> None:
+    """Qwen3-30B-A3B, 4 nodes of 8, groups of 8: its 32 micro-batches send for 18.7 s, 0.44 s of which were counted."""
+    settings: dict[str, Any] = {"nodes": 4, "expert_parallel": 8, "global_batch": 1024, "length": 4096}
+    one = published("Qwen3-30B-A3B", {}, settings)
+    experts, head = 48 * 128 * 3 * 2048 * 768, 151936 * 2048
+    others = one.work.num_parameters - experts
+    near, far = 8 * 50e9 * 0.8, 50e9 * 0.8  # a ring over all has eight interfaces a node, the experts' one
+    links = min(450e9 * 0.85, near)
+
+    def sent(width: int, kept: int = 0) -> float:
+        latency = 2 * 48 * 20e-6
+        return latency + 31 / 32 * width * (others - kept) / links + 3 / 4 * width * experts / 8 / far
+
+    whole = 32 * (sent(2) + sent(2, head) + sent(4))
+    assert whole == pytest.approx(18.7, abs=0.05)
+    times = plan_times(with_values(one, prefetch=0.0))
+    assert times["sharding_s"] == pytest.approx([whole, whole])
+    assert times["regular_s"] == pytest.approx(times["compute_s"] + times["communication_s"] + whole)
+    # Half of the computation hides them, of the overlapped step what hides no exchange.
+    assumed = plan_times(one)
+    layers = sum(sum(one.roofline.steps(one.work, layer, 8).values()) for layer in one.work.layers)
+    each = assumed["communication_s"] / 2
+    for k, share in enumerate(({"forward": 0.0, "backward": 0.0}, assumed["overlap"])):
+        beside = [32 * layers - share["forward"] * each, 2 * 32 * layers - share["backward"] * each]
+        ways = (32 * sent(2), 32 * (sent(2, head) + sent(4)))
+        left = sum(max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True))
+        assert assumed["sharding_s"][k] == pytest.approx(left)
+    # Megatron's ranks have their weights whole, and send once a step.
+    once = plan_times(published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"}))
+    assert once["sharding_s"] == pytest.approx([sent(2) + sent(4)] * 2)
+
+
+def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
+    found = plan_times(with_links(v3, even_links(8, 1e-9)))["exchange_s"]
+    rows = 4096 * 8 / 8
+    assert found["combine"] == pytest.approx(1e-5 + rows * 7168 * 2 * 1e-9)
+    assert found["dispatch"] == pytest.approx(2e-5 + (rows * (7168 * 2 + 4) + 256 * 8) * 1e-9)
+
+
+def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
+    """Links on which no dispatch is hidden, and every combine but the last."""
+    links = even_links(8, 1e-11)
+    slow = links.dispatch.model_copy(update={"beta_s_per_byte": [[1e-9] * 8] * 8})
+    times = plan_times(with_links(v3, links.model_copy(update={"dispatch": slow})))
+    dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
+    own = [row["dispatch_s"] for row in times["windows"]]
+    assert max(own) < dispatch and combine < min(row["combine_s"] for row in times["windows"][:-1])
+    left = 6 * dispatch - sum(own) + combine
+    assert times["overlap"]["forward"] == pytest.approx(1 - left / (6 * (dispatch + combine)))
+
+
+def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> None:
+    settings = PlanSettings(lite(tmp_path), nodes=2, expert_parallel=8, length=64)
+    assert prepare(settings, even_links(8, 1e-9)).machine.num_gpus == 16
+
+
+def test_no_assumption_is_without_effect(v3: Planned) -> None:
+    by_phase = [
+        plan(v3),
+        plan(published("DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16})),
+    ]
+    moved = {
+        row["name"]
+        for facts in by_phase
+        for row in facts["sensitivity"]
+        if abs(row["speed_up"][0] - row["speed_up"][1]) > 1e-6
+    }
+    assert moved == set(ASSUMPTIONS)
+    assert all(row["source"] and row["what"] for row in by_phase[0]["sensitivity"])

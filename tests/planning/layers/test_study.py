@@ -1,0 +1,628 @@
+"""The layer study measures what its points say, goes on after a kill, and its plan is the sum of what was measured."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from matplotlib.axes import Axes
+
+from fcsd.base.errors import UserError
+from fcsd.base.stats import ratio, standard_error
+from fcsd.base.strict import validate
+from fcsd.cli.main import main
+from fcsd.data.config import SourceConfig
+from fcsd.data.dataset import build_dataset, heldout_rows
+from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    convert_model,
+    load_model,
+    parse_selection,
+)
+from fcsd.model.load import load_tokenizer
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.tasks import write_tiny_data
+from fcsd.planning.layers import study as study_module
+from fcsd.planning.layers.proposal import (
+    least_sensitive,
+    overlapped_collectives,
+    parse_budget,
+    plan_layers,
+    plan_text,
+    selection_text,
+)
+from fcsd.planning.layers.settings import Study, selections
+from fcsd.planning.layers.study import Measured, difference, read_study
+from fcsd.report.study_plots import plot_layers
+from fcsd.training.calibration.checkpoint import take_rows
+from fcsd.training.calibration.model import calibrate_model
+from fcsd.training.losses.kl import mean_kl, read_original
+from tests.support import evaluate
+
+NUM_LAYERS = 4
+ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "response"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random qwen2_moe of four layers, the first of them dense."""
+    folder = tmp_path_factory.mktemp("study") / "model"
+    fields = {"num_hidden_layers": NUM_LAYERS, "vocab_size": 300, "num_experts": 4, "mlp_only_layers": [0]}
+    tiny_model("qwen2_moe", **fields).save_pretrained(folder)
+    tiny_tokenizer(300).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+    with path.open("w") as file:
+        for n in range(20):
+            roles = (("user", f"{n} + {n % 7}"), ("assistant", f"{n + n % 7} is it"))
+            row = {"messages": [{"role": role, "content": content} for role, content in roles]}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data root of the tiny suite."""
+    folder = tmp_path_factory.mktemp("tasks") / "data"
+    write_tiny_data(
+        folder, num_train=40, num_distill=4, num_heldout=4, num_validation=4, num_test=8, vocab_size=400
+    )
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "study"
+    assert main(command(model, text, folder)) == 0
+    return folder
+
+
+def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
+    sizes = ("--text-examples", str(ROWS["num_examples"]), "--max-length", str(ROWS["max_length"]))
+    return ["layers", str(model), "--text", str(text), *sizes, "--output", str(folder), *more]
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the maps are solved on: none of the rows that the KL is measured on."""
+    path = tmp_path_factory.mktemp("other") / "rows.jsonl"
+    lines = ({"text": f"{n * 7 % 31} times {n} and {n % 5} letters more"} for n in range(60))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+CALIBRATION_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def calibrated(model: Path, text: Path, other_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrated") / "study"
+    assert main(calibrated_command(model, text, other_text, folder)) == 0
+    return folder
+
+
+def calibrated_command(model: Path, text: Path, other_text: Path, folder: Path) -> list[str]:
+    source = f"{{path: {other_text}, columns: {{text: text}}}}"
+    sizes = ("--calibration-tokens", str(CALIBRATION_TOKENS), "--counts", "2", "--sides", "last,single")
+    return command(model, text, folder, "--calibrated", source, *sizes)
+
+
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    def check(words: list[str], message: str) -> None:
+        capsys.readouterr()
+        assert main(words) == 2
+        captured = capsys.readouterr()
+        error = captured.err.strip().splitlines()[-1]
+        assert re.search(message, error), error
+        assert captured.out == ""
+
+    return check
+
+
+# ---- the study
+
+
+def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
+    model: Path, text: Path, finished: Path
+) -> None:
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    original, wired = load_model(model), load_model(model)
+    study = read_study(finished)
+    assert [(point["side"], point["layers"]) for point in study["points"]] == [
+        *[("first", list(range(count))) for count in (1, 2, 3, 4)],
+        *[("last", list(range(4 - count, 4))) for count in (1, 2, 3, 4)],
+        *[("single", [layer]) for layer in range(4)],
+    ]
+    for point in study["points"]:
+        convert_model(wired, Connectivity(point["layers"]))
+        direct = mean_kl(read_original(original, rows), wired, rows)
+        found = point["values"]["kl"]
+        assert found["value"] == pytest.approx(direct["kl"], rel=1e-5) and direct["kl"] > 1e-3
+        assert found["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
+        assert found["num_items"] == direct["num_tokens"]
+    assert study["moe_layers"] == [1, 2, 3]
+    assert (finished / "layers.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
+    model: Path, text: Path, other_text: Path, calibrated: Path, finished: Path
+) -> None:
+    tokenizer, study = load_tokenizer(model), read_study(calibrated)
+    rows = heldout_rows(SourceConfig(path=str(text)), tokenizer, **ROWS)  # type: ignore[arg-type]
+    source = SourceConfig(path=str(other_text), columns={"text": "text"})
+    solved_on = take_rows(
+        build_dataset([source], tokenizer, max_length=ROWS["max_length"], shuffle=False), CALIBRATION_TOKENS
+    )
+    assert 400 <= sum(len(row["input_ids"]) for row in solved_on) < 400 + 2 * 32
+    copied = {tuple(point["layers"]): point["values"] for point in read_study(finished)["points"]}
+    assert [point["layers"] for point in study["points"]] == [[2, 3], [0], [1], [2], [3]]
+    for point in study["points"]:
+        wired = load_model(model, connectivity=Connectivity(point["layers"]))
+        calibrate_model(wired, load_model(model), solved_on, progress=False)
+        direct = mean_kl(read_original(load_model(model), rows), wired, rows)
+        assert point["calibrated"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-4)
+        # The weights are the original's again for the next point, to the last bit.
+        assert point["values"] == copied[tuple(point["layers"])]
+        assert abs(direct["kl"] - point["values"]["kl"]["value"]) > 1e-3
+
+
+def test_a_calibrated_study_that_was_cut_off_ends_with_the_same_bytes(
+    model: Path, text: Path, other_text: Path, calibrated: Path, tmp_path: Path, refused: Refused
+) -> None:
+    folder = tmp_path / "study"
+    shutil.copytree(calibrated, folder)
+    (folder / "manifest.json").unlink()
+    begun = json.loads((folder / "layers.json").read_text())
+    begun["points"] = begun["points"][:3]
+    (folder / "layers.json").write_text(json.dumps(begun))
+    assert main(calibrated_command(model, text, other_text, folder)) == 0
+    assert (folder / "layers.json").read_bytes() == (calibrated / "layers.json").read_bytes()
+    other_text_now = tmp_path / "now.jsonl"
+    other_text_now.write_text(other_text.read_text() * 2)
+    refused(calibrated_command(model, text, other_text_now, folder), r"calibrated: ")
+
+
+def test_verify_measures_calibrated_weights(
+    calibrated: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for more, which in (((), "values"), (("--calibrated",), "calibrated")):
+        words = ["plan-layers", str(calibrated), "--budget", "2", "--verify", "--json", *more]
+        assert main(words) == 0
+        (last,) = (p for p in read_study(calibrated)["points"] if p["side"] == "last")
+        found = json.loads(capsys.readouterr().out)["selections"][1]
+        assert found["layers"] == [2, 3]
+        assert found["measured"]["value"] == pytest.approx(last[which]["kl"]["value"], rel=1e-4)
+
+
+def test_one_side_of_the_connectivity_is_studied_alone(model: Path, text: Path, tmp_path: Path) -> None:
+    assert main(command(model, text, tmp_path / "s", "--mlp", "full", "--counts", "2,3")) == 0
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    points = read_study(tmp_path / "s")["points"]
+    assert [(point["side"], point["num_layers"]) for point in points] == [
+        ("first", 2), ("first", 3), ("last", 2), ("last", 3),
+    ]  # fmt: skip
+    wired = Connectivity({"last": 2}, mlp="full")
+    direct = mean_kl(read_original(load_model(model), rows), load_model(model, connectivity=wired), rows)
+    assert points[2]["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
+
+
+def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    fields = {"num_hidden_layers": 2, "vocab_size": 400, "max_position_embeddings": 512}
+    tiny_model("qwen2_moe", **fields).save_pretrained(folder)
+    load_tokenizer(tasks.parent / "tokenizer").save_pretrained(folder)
+    words = ["--task", "tiny_choice", "--data-root", str(tasks), "--sides", "last,single", "--limit", "6"]
+    assert main(["layers", str(folder), *words, "--output", str(tmp_path / "s")]) == 0
+    study = read_study(tmp_path / "s")
+    suite = load_suite("tiny")
+    suite = suite.model_copy(update={"tasks": [row for row in suite.tasks if row.task == "tiny_choice"]})
+    sides = [("none", []), ("last", [1]), ("last", [0, 1]), ("single", [0]), ("single", [1])]
+    assert [(point["side"], point["layers"]) for point in study["points"]] == sides
+    for point in study["points"]:
+        wired = load_model(folder, connectivity=Connectivity(point["layers"] or "none"))
+        result, _ = evaluate(
+            wired, load_tokenizer(folder), suite, data_root=tasks, batch_size=16, limit=6, progress=False
+        )
+        row = result["tasks"]["tiny_choice"]
+        found = {"value": row["value"], "stderr": row["stderr"], "num_items": 6}
+        assert point["values"] == {"tiny_choice": found}
+
+
+def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
+    suite = load_suite("tiny")
+    row = next(row for row in suite.tasks if row.task == "tiny_choice")
+    suite = suite.model_copy(update={"tasks": [row.model_copy(update={"num_fewshot": 2})]})
+    wired = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=400, max_position_embeddings=512)
+    tokenizer = load_tokenizer(tasks.parent / "tokenizer")
+    plan = EvaluationConfig(data_root=str(tasks), batch_size=8)
+    with prepare_evaluation(tokenizer, suite, plan, progress=False) as judge:
+        _, one = judge(wired, "one")
+        _, two = judge(wired, "two")
+    assert one == two and len(one["tiny_choice"]) == 8
+
+
+def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
+    model: Path, text: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "study"
+    measure, calls = study_module.kl_by_row, []
+
+    def killed(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return measure(*args, **options)
+
+    monkeypatch.setattr(study_module, "kl_by_row", killed)
+    assert main(command(model, text, folder)) == 130
+    assert len(json.loads((folder / "layers.json").read_text())["points"]) == 3
+    with pytest.raises(UserError, match="not finished; run the same `fcsd layers` command again"):
+        plan_layers(folder, "50%")
+    assert main(command(model, text, folder)) == 0
+    # 12 points are 9 selections: all layers, the first and the last are each reached from two sides.
+    assert len(calls) == 4 + 9 - 3
+    assert (folder / "layers.json").read_bytes() == (finished / "layers.json").read_bytes()
+    assert main(command(model, text, folder)) == 0
+    assert len(calls) == 10
+
+
+def test_a_changed_study_is_refused_with_the_difference(
+    model: Path, text: Path, finished: Path, tmp_path: Path, refused: Refused
+) -> None:
+    before = (finished / "layers.json").read_bytes()
+    again = command(model, text, finished)
+    refused([*again, "--loss-on", "all"], r'loss_on: "response" -> "all"')
+    refused([*again, "--every", "2"], r"every: 1 -> 2")
+    refused([*again, "--attention", "full"], r'attention: "partial" -> "full"')
+    other = tmp_path / "other.jsonl"
+    other.write_text(text.read_text() * 2)
+    refused(command(model, other, finished), r"data\.heldout: ")
+    different = tmp_path / "model"
+    tiny_model("qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300).save_pretrained(different)
+    tiny_tokenizer(300).save_pretrained(different)
+    refused(command(different, text, finished), r"original: .* -> ")
+    assert (finished / "layers.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "tiny_choise"], r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?"),
+        (["--task", "tiny_choice", "--suite", "tyni"], r"suite 'tyni': no such suite"),
+        (["--counts", "2,9"], r"counts: 9: the model has 4 decoder layers; allowed: 1 to 4"),
+        (["--counts", "two"], r"--counts: 'two' is not a number"),
+        (["--counts", "2,2"], r"counts: 2 is given twice"),
+        (["--every", "0"], r"every: .*greater than 0"),
+        (["--sides", "first,middle"], r"sides.*'first', 'last' or 'single'.*'middle'"),
+        (["--mlp", "full", "--sides", "single"], r"'single' with mlp: full would measure nothing"),
+        (["--mlp", "full", "--attention", "full"], r"is the regular model"),
+        (["--max-length", "1"], r"--max-length: "),
+        (["--calibrated", "{path: x, colums: {}}"], r"--calibrated: colums: unknown key"),
+        (["--text", "{path: x, colums: {}}"], r"--text: colums: unknown key; did you mean 'columns'"),
+        (["--text", "/absent/x.jsonl"], r"/absent/x\.jsonl: no such file"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused(
+    model: Path, text: Path, tmp_path: Path, refused: Refused, words: list[str], message: str
+) -> None:
+    refused(command(model, text, tmp_path / "s", *words), message)
+    assert not (tmp_path / "s" / "layers.json").exists()
+
+
+def test_a_study_of_nothing_or_of_a_converted_model_is_refused(
+    model: Path, text: Path, tmp_path: Path, refused: Refused
+) -> None:
+    refused(
+        ["layers", str(model), "--output", str(tmp_path / "s")],
+        r"nothing to measure: give a task .* or a text",
+    )
+    convert_checkpoint(model, tmp_path / "converted", Connectivity({"last": 1}))
+    refused(
+        command(tmp_path / "converted", text, tmp_path / "s"),
+        r"already converted; the study needs the original",
+    )
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_kl_of_a_multimodal_wrapper_is_refused(text: Path, tmp_path: Path, refused: Refused) -> None:
+    tiny_model("llama4", vocab_size=300).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "model")
+    refused(
+        command(tmp_path / "model", text, tmp_path / "s"),
+        r"Llama4ForConditionalGeneration has none of its own",
+    )
+
+
+def test_counts_are_every_nth_and_all() -> None:
+    study = validate(
+        Study, {"model": {"path": "x"}, "text": {"path": "y"}, "every": 3, "sides": ["last"]}, "study"
+    )
+    assert [len(layers) for _, layers in selections(study, 8)] == [3, 6, 8]
+
+
+def test_a_paired_difference_has_the_error_of_the_differences() -> None:
+    one = Measured({}, {"kl": [(2.0, 1), (6.0, 2), (7.0, 3)], "t": [1.0, 0.0, 1.0, 1.0]})
+    two = Measured({}, {"kl": [(1.0, 1), (5.0, 2), (3.0, 3)], "t": [1.0, 1.0, 0.0, 1.0]})
+    kl = difference(one, two, "kl")
+    assert kl.value == pytest.approx(1.0)  # (1 + 1 + 4) / 6
+    assert kl.stderr == pytest.approx(ratio([1.0, 1.0, 4.0], [1, 2, 3])["stderr"])
+    task = difference(one, two, "t")
+    assert (task.value, task.stderr) == (0.0, pytest.approx(standard_error([0.0, -1.0, 1.0, 0.0])))
+
+
+@pytest.mark.parametrize("sides", [["first"], ["single"], ["first", "last", "single"]])
+def test_the_figure_is_drawn_for_what_was_measured(tmp_path: Path, sides: list[str]) -> None:
+    study = hand_made([0.5, 0.1, 0.2], tmp_path, task=True)
+    study["points"] = [p for p in study["points"] if p["side"] in ("none", *sides)]
+    plot_layers(study, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_the_figure_has_a_second_curve_for_calibrated_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = hand_made([0.5, 0.1, 0.2], tmp_path, calibrated=0.1)
+    drawn: dict[str, list[float]] = {}
+
+    def errorbar(
+        axis: Axes, x: list[int], y: list[float], error: list[float], *, label: str, **_: Any
+    ) -> None:
+        drawn[label] = y
+
+    monkeypatch.setattr(Axes, "errorbar", errorbar)
+    monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
+    plot_layers(study, tmp_path / "figure.png")
+    assert drawn["first N layers, copied"] == pytest.approx([0.5, 0.6, 0.8])
+    assert drawn["first N layers, calibrated"] == pytest.approx([0.05, 0.06, 0.08])
+    assert drawn["MoE layer, calibrated"] == pytest.approx([0.01, 0.02])
+
+
+# ---- the plan
+
+
+def hand_made(
+    sensitivities: list[float],
+    folder: Path,
+    *,
+    task: bool = False,
+    calibrated: float | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A finished study with these KLs; the sums of them stand for the runs from either end. Layer 0 is dense.
+
+    calibrated: what share of a loss is left with calibrated weights.
+    """
+    total = len(sensitivities)
+
+    def point(side: str, layers: list[int]) -> dict[str, Any]:
+        def values(share: float) -> dict[str, Any]:
+            kl = share * sum(sensitivities[layer] for layer in layers)
+            found = {"kl": {"value": kl, "stderr": 0.01, "num_items": 100}}
+            return found | ({"quiz": {"value": 0.9 - kl, "stderr": 0.02, "num_items": 50}} if task else {})
+
+        found = {"side": side, "num_layers": len(layers), "layers": layers, "values": values(1)}
+        return found | ({} if calibrated is None else {"calibrated": values(calibrated)})
+
+    study = {
+        "schema_version": 1,
+        "study": {"model": {"path": "x"}, "text": {"path": "y"}, "attention": "partial", "mlp": "outdated"},
+        "num_hidden_layers": total,
+        "moe_layers": list(range(1, total)),
+        "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}]
+        + ([{"name": "quiz", "unit": "acc", "better": "higher"}] if task else []),
+        "points": [
+            *([point("none", [])] if task else []),
+            *[point("first", list(range(count))) for count in range(1, total + 1)],
+            *[point("last", list(range(total - count, total))) for count in range(1, total + 1)],
+            *[point("single", [layer]) for layer in range(total)],
+        ],
+        **changes,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "layers.json").write_text(json.dumps(study))
+    (folder / "manifest.json").write_text(json.dumps({"inputs": {}}))
+    return study
+
+
+def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
+    hand_made([0.9, 0.1, 0.4, 0.2, 0.3], tmp_path)
+    plan = plan_layers(tmp_path, "60%")
+    assert (plan["layers"], plan["selection"], plan["num_layers"]) == ([1, 3, 4], "1,3-4", 3)
+    proposal, last = plan["selections"]
+    assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
+    assert last["layers"] == [2, 3, 4] and last["sum_of_sensitivities"] == pytest.approx(0.9)
+    assert last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
+    # Of 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2 -> 3, 3 -> 4.
+    assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (5, 5)
+    assert proposal["collectives"] == 8
+    assert [row["rewired"] for row in plan["sensitivities"]] == [False, True, False, True, True]
+    assert json.loads(json.dumps(plan)) == plan
+
+
+def test_the_printed_plan_can_be_used(tmp_path: Path) -> None:
+    hand_made([0.9, 0.1, 0.4, 0.2, 0.3], tmp_path)
+    text = plan_text(plan_layers(tmp_path, "3"))
+    (option,) = re.findall(r"^--layers (.*)$", text, flags=re.M)
+    assert parse_selection(option) == [1, 3, 4]
+    section = yaml.safe_load(text[text.index("connectivity:") :])["connectivity"]
+    assert validate(ConnectivityConfig, section, "recipe").layers == [1, 3, 4]
+    assert "--verify measures the proposal" in text
+
+
+def test_a_tasks_sensitivity_is_what_its_score_loses(tmp_path: Path) -> None:
+    hand_made([0.5, 0.1, 0.2], tmp_path, task=True)
+    plan = plan_layers(tmp_path, "1", metric="quiz")
+    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx([0.5, 0.1, 0.2])
+    assert plan["layers"] == [1]
+    assert plan_layers(tmp_path, "1")["metric"]["name"] == "kl"
+
+
+def test_a_plan_goes_by_sensitivities_after_calibration(tmp_path: Path) -> None:
+    study = hand_made([0.9, 0.1, 0.4], tmp_path, calibrated=0.5)
+    (point,) = (p for p in study["points"] if p["side"] == "single" and p["layers"] == [0])
+    point["calibrated"]["kl"]["value"] = 0.04  # what is worst of all when copied, is best when calibrated
+    (tmp_path / "layers.json").write_text(json.dumps(study))
+    assert plan_layers(tmp_path, "1")["layers"] == [1]
+    plan = plan_layers(tmp_path, "1", calibrated=True)
+    assert plan["layers"] == [0]
+    assert [row["value"] for row in plan["sensitivities"]] == pytest.approx([0.04, 0.05, 0.2])
+    assert plan["selections"][1]["measured"]["value"] == pytest.approx(0.2)
+    assert "KL, calibrated, measured" in plan_text(plan)
+
+
+def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hand_made([0.5, 0.1, 0.2], tmp_path / "a", calibrated=0.25, task=True)
+    assert main(["plan-layers", str(tmp_path / "a"), "--max-loss", "0.31", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["side"], row["calibrated"]): row for row in found["within"]}
+    assert {key: row["num_layers"] for key, row in rows.items()} == {
+        ("first", False): 0, ("last", False): 2, ("first", True): 3, ("last", True): 3,
+    }  # fmt: skip
+    assert rows["last", False]["selection"] == "1-2"
+    assert rows["last", False]["loss"]["value"] == pytest.approx(0.3)
+    assert (rows["first", False]["selection"], rows["first", False]["loss"]["value"]) == ("none", 0.0)
+    # A task's loss is what its score loses: 0.5 for the first layer, not 0.9 - 0.5.
+    words = ["plan-layers", str(tmp_path / "a"), "--max-loss", "0.55", "--metric", "quiz"]
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"copied +\| +first 1 of 3 ", table) and "most with quiz lost <= 0.55" in table
+    hand_made([0.5, 0.1], tmp_path / "b")
+    assert main(["plan-layers", str(tmp_path / "b"), "--max-loss", "1"]) == 0
+    assert "calibrated" not in capsys.readouterr().out
+
+
+def test_of_equal_layers_the_later_is_rewired() -> None:
+    assert least_sensitive([0.1, 0.1, 0.1, 0.1], 2) == [2, 3]
+    assert least_sensitive([0.0, -0.1, 0.3], 2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [([], "none"), ([3], "3"), ([3, *range(5, 28)], "3,5-27"), ([0, 1, 3, 4, 6], "0-1,3-4,6")],
+)
+def test_a_selection_is_written_as_it_is_read(layers: list[int], text: str) -> None:
+    assert selection_text(layers) == text
+    assert (parse_selection(text) if layers else []) == layers
+
+
+@pytest.mark.parametrize(("text", "count"), [("90%", 43), ("100%", 48), ("43", 43), (" 1 ", 1), ("2.1 %", 1)])
+def test_budgets(text: str, count: int) -> None:
+    assert parse_budget(text, 48) == count
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "49", "101%", "-5%", "half", "", "1%", "0.9"])
+def test_a_budget_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"budget .* a number from 1 to 48"):
+        parse_budget(text, 48)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sides", "overlapped"),
+    [
+        ([1, 2, 3], ("partial", "outdated"), 5),
+        ([1, 3], ("partial", "outdated"), 4),  # alone: both beside its own attention
+        ([0, 1], ("partial", "outdated"), 2),  # the dense layer 0 has no collective
+        ([0, 1, 2, 3], ("full", "outdated"), 6),  # none waits for another's combine
+        ([0, 1, 2, 3], ("partial", "full"), 2),
+    ],
+)
+def test_collectives_that_no_longer_block(layers: list[int], sides: tuple[str, str], overlapped: int) -> None:
+    assert overlapped_collectives(layers, [1, 2, 3], *sides) == (overlapped, 6)
+
+
+def test_layers_that_keep_their_combine_free_both_exchanges_beside_their_own_attention() -> None:
+    sides = ("partial", "outdated")
+    assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "olmoe") == (5, 6)
+    assert overlapped_collectives([1, 2, 3], [1, 2, 3], *sides, "flex_olmo") == (6, 6)
+
+
+def test_plans_that_cannot_be_made_are_refused(tmp_path: Path, refused: Refused) -> None:
+    study = hand_made([0.5, 0.1, 0.2], tmp_path / "a")
+    refused(
+        ["plan-layers", str(tmp_path / "a"), "--budget", "120%"],
+        r"budget '120%': needs a share .* or a number from 1 to 3",
+    )
+    refused(
+        ["plan-layers", str(tmp_path / "a"), "--budget", "2", "--metric", "quiz"],
+        r"metric 'quiz': not in this study",
+    )
+    refused(
+        ["plan-layers", str(tmp_path / "none"), "--budget", "2"], r"not a folder that `fcsd layers` wrote"
+    )
+    without = [point for point in study["points"] if point["side"] != "single"]
+    hand_made([0.5, 0.1, 0.2], tmp_path / "b", points=without)
+    refused(
+        ["plan-layers", str(tmp_path / "b"), "--budget", "2"],
+        r"no sensitivities; run `fcsd layers` with --sides single",
+    )
+    here = ["plan-layers", str(tmp_path / "a")]
+    refused(
+        [*here, "--budget", "1", "--calibrated"],
+        r"copied weights only; run `fcsd layers` with --calibrated TEXT",
+    )
+    refused([*here, "--max-loss", "-1"], r"--max-loss -1: needs a number from 0")
+    refused([*here, "--max-loss", "1", "--calibrated"], r"--calibrated and --model belong to --budget")
+    alone = [point for point in study["points"] if point["side"] == "single"]
+    hand_made([0.5, 0.1, 0.2], tmp_path / "d", points=alone)
+    refused(
+        ["plan-layers", str(tmp_path / "d"), "--max-loss", "1"],
+        r"single layers only; run .* --sides first,last",
+    )
+    hand_made([0.5], tmp_path / "c", schema_version=0)
+    refused(["plan-layers", str(tmp_path / "c"), "--budget", "1"], r"schema_version is 0, this fcsd reads 1")
+
+
+def test_verify_measures_both_selections_paired(
+    finished: Path, model: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["plan-layers", str(finished), "--budget", "50%", "--verify", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    original, values = load_model(model), []
+    for row in plan["selections"]:
+        direct = mean_kl(
+            read_original(original, rows),
+            load_model(model, connectivity=Connectivity(row["layers"])),
+            rows,
+        )
+        assert row["measured"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
+        values.append(direct["kl"])
+    assert plan["difference"]["value"] == pytest.approx(values[0] - values[1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "word"),
+    [(-0.3, 0.1, "is better than"), (0.3, 0.1, "is WORSE than"), (0.1, 0.1, "cannot be told from")],
+)
+def test_the_verdict_is_honest(tmp_path: Path, value: float, stderr: float, word: str) -> None:
+    hand_made([0.9, 0.1, 0.4, 0.2, 0.3], tmp_path)
+    plan = plan_layers(tmp_path, "3") | {"difference": {"value": value, "stderr": stderr, "num_items": 9}}
+    assert f"the proposal {word} the last 3 layers" in plan_text(plan)
+
+
+def test_verify_refuses_another_model(finished: Path, text: Path, tmp_path: Path, refused: Refused) -> None:
+    different = tmp_path / "model"
+    tiny_model("qwen2_moe", seed=5, num_hidden_layers=4, vocab_size=300).save_pretrained(different)
+    tiny_tokenizer(300).save_pretrained(different)
+    words = ["plan-layers", str(finished), "--budget", "50%", "--verify", "--model", str(different)]
+    refused(words, r"is not the model of the study in .*its weights differ")

@@ -1,0 +1,428 @@
+"""Servers of a fake `vllm` are measured in turns; nothing of them is left, and nothing is measured twice."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fcsd.cli.main import main
+from fcsd.pipeline.tiny.models import tiny_config
+from fcsd.planning.servers import times
+from fcsd.planning.servers.rows import RowName, make_rows
+from fcsd.planning.servers.server import reason_of
+from fcsd.planning.servers.summary import summarise, table
+from tests.support import ROOT
+
+FIGURES = {
+    "stock": {"ttft": 120.0, "itl": 12.0, "exposed": {"1": 0.0, "8": 0.0}},
+    "blocking": {"ttft": 150.0, "itl": 12.0, "exposed": {"1": 2.0, "8": 2.0}},
+    "overlapped": {"ttft": 100.0, "itl": 8.0, "exposed": {"1": 0.25, "8": 1.0}},
+}
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+}
+FIELD = {"version": 1, "layers": [0], "attention": "partial", "mlp": "outdated"}
+CONVERTED = {"model_type": "farskip_qwen3_moe", "farskip": FIELD, "eos_token_id": 2}
+
+
+class Place:
+    """Two models, an environment with the fake `vllm`, and a folder for results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin, self.out = folder, folder / "env/bin", folder / "out"
+        self.bin.mkdir(parents=True)
+        self.program("vllm", f"#!{sys.executable}\n" + Path(__file__).with_name("fake_vllm.py").read_text())
+        site = folder / "env/site"
+        self.program(
+            "python", f'#!/bin/sh\nPYTHONPATH={site}:{ROOT / "serving"} exec {sys.executable} "$@"\n'
+        )
+        self.distribution("vllm", "0.32.0+cpu")
+        self.distribution("fcsd_serving", "0.1.0", "[vllm.general_plugins]\nfcsd = fcsd_vllm:register\n")
+        self.gpus(0)
+        (self.bin / "figures.json").write_text(json.dumps(FIGURES))
+        self.config("original")
+        self.config("model", **CONVERTED)
+
+    def program(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def distribution(self, name: str, version: str, entry_points: str = "") -> None:
+        info = self.folder / f"env/site/{name}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(entry_points)
+
+    def gpus(self, count: int) -> None:
+        (self.folder / "env/site/torch.py").write_text(
+            f"class cuda:\n    device_count = staticmethod(lambda: {count})\n"
+            "    get_device_name = staticmethod(lambda index: 'some GPU')\n"
+        )
+
+    def config(self, name: str, **changes: Any) -> None:
+        (self.folder / name).mkdir(exist_ok=True)
+        (self.folder / name / "config.json").write_text(json.dumps(CONFIG | changes))
+
+    def words(self, *more: str) -> list[str]:
+        given = {"against": self.folder / "original", "vllm": self.bin / "vllm", "output": self.out}
+        given |= {"prompt-tokens": 512, "requests": 4, "output-tokens": 8, "tensor-parallel": 2}
+        options = [f"--{name}={value}" for name, value in given.items()]
+        return ["bench", "serve", str(self.folder / "model"), *options, *more]
+
+    def calls(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.bin / "calls.jsonl").read_text().splitlines()]
+
+    def result(self) -> Any:
+        return json.loads((self.out / "serving.json").read_text())
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(times, "_SETTLE_S", 0.01)
+    return Place(tmp_path)
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether no process of these lives; a zombie of a container without an init does not."""
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    return not any(
+        state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z" for state in states
+    )
+
+
+def pids(place: Place) -> list[int]:
+    return [pid for call in place.calls() for pid in call.get("pids", ())]
+
+
+ROWS = "--rows=stock,dbo_prefill,farskip_blocking,farskip_overlapped"
+TIMED = '--comm={"comm": "timed"}'
+
+
+def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words(ROWS, TIMED, "--rounds=3", "--serve-args=--dtype float32")
+    assert main(words) == 0
+    calls = place.calls()
+    assert [call["row"] for call in calls if "serve" in call] == [
+        *("stock", "dbo", "blocking", "overlapped"),  # it is asked for once
+        *("blocking", "overlapped", "stock"),
+        *("blocking", "overlapped", "stock"),
+    ]
+    measured = [(call["row"], call["seed"], call["tokens"]) for call in calls if "bench" in call]
+    assert len(measured) == 18 and {
+        (row, seed, tokens)
+        for row in ("stock", "blocking", "overlapped")
+        for seed in (1000, 2000, 3000)
+        for tokens in (1, 8)
+    } == set(measured)
+    model, original = str(place.folder / "model"), str(place.folder / "original")
+    assert [call["serve"][0] for call in calls[:1]] == [original]
+    overlapped = next(call["serve"] for call in calls if call["row"] == "overlapped" and "serve" in call)
+    assert overlapped[:4] == [model, "--no-enable-prefix-caching", "--dtype", "float32"]
+    assert json.loads(overlapped[overlapped.index("--additional-config") + 1]) == {"fcsd": {"comm": "timed"}}
+    blocking = next(call["serve"] for call in calls if call["row"] == "blocking")
+    assert (
+        json.loads(blocking[blocking.index("--additional-config") + 1])["fcsd"]["min_overlap_bytes"] > 2**40
+    )
+
+    stock, dbo, blocked, ours = place.result()["rows"]
+    (point,) = ours["points"]
+    # Round r takes r times as long: 100, 200, 300 ms; stock 120, 240, 360; tokens/s 1000/8, 1000/16, 1000/24.
+    ttft = {"median": 200.0, "lowest": 100.0, "highest": 300.0, "rounds": [100.0, 200.0, 300.0]}
+    assert {name: point["ttft_ms"][name] for name in ttft} == ttft
+    assert point["ttft_ms"]["speedup"]["rounds"] == pytest.approx([1.2] * 3)
+    assert point["tbt_ms"]["median"] == 16.0 and point["tbt_ms"]["speedup"]["median"] == pytest.approx(1.5)
+    assert point["output_tokens_per_s"]["median"] == pytest.approx(62.5)
+    assert point["output_tokens_per_s"]["speedup"]["median"] == pytest.approx(1.5)
+    # Of 2 s a measurement 0.25 s and 1 s are waited for; of the blocking ones all.
+    assert point["overlap_prefill"]["median"] == pytest.approx(0.875)
+    assert point["overlap_decode"]["median"] == pytest.approx(0.5)
+    assert blocked["points"][0]["overlap_prefill"]["median"] == pytest.approx(0.0)
+    assert stock["points"][0]["overlap_prefill"] is None
+    assert dbo["missing"] == "Dual-Batch Overlap is not supported on CPU, disabled." and dbo["points"] == []
+
+    printed = capsys.readouterr().out
+    assert printed == (place.out / "serving.md").read_text()
+    line = next(line for line in printed.splitlines() if line.startswith("| FarSkip, overlapped"))
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+        *("FarSkip, overlapped", "512", "200 (100 to 300)", "1.20", "16 (8 to 24)", "1.50"),
+        *("62.5 (41.7 to 125)", "1.50", "87.5 %", "50.0 %"),
+    ]
+    assert "- stock, dual batch overlap, DeepEP for prefill: Dual-Batch Overlap is not supported" in printed
+    assert "- 512 tokens: TTFT x 1.20 (stock), TBT x 1.50 (stock)" in printed
+    assert (place.out / "serving.png").stat().st_size > 5000
+    assert gone(pids(place))
+
+    assert main(words) == 0  # a finished one is found
+    assert place.calls() == calls
+
+
+def test_a_benchmark_whose_server_fails_says_why_and_goes_on_where_it_was(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words("--rows=stock,farskip_overlapped", "--rounds=2")
+    (place.bin / "fail").write_text("6")  # in round 2 the second measurement of the first server
+    assert main(words) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert (
+        "the server of row farskip_overlapped failed: ended while it was measured: torch.OutOfMemoryError"
+        in said
+    )
+    assert "the last lines of" in said and "See root cause above" in said
+    assert gone(pids(place))
+    kept = {file.name: file.stat().st_mtime_ns for file in (place.out / "rounds").iterdir()}
+    assert sorted(kept) == ["1-farskip_overlapped.json", "1-stock.json"]
+    before = len(place.calls())
+    assert main(words) == 0
+    assert [call["row"] for call in place.calls()[before:] if "serve" in call] == ["overlapped", "stock"]
+    assert kept == {name: (place.out / "rounds" / name).stat().st_mtime_ns for name in kept}
+    assert main(place.words("--rows=stock,farskip_overlapped", "--rounds=3")) == 2
+    assert "was made with other settings (rounds: 2 -> 3)" in capsys.readouterr().err
+
+
+def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words("--rows=farskip_overlapped", "--rounds=1", "--trace")
+    assert main(words) == 2 and "there is none here; --comm timed" in capsys.readouterr().err
+    place.gpus(2)
+    nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)"
+    kernels = [("gemm", 0, 100), (nccl, 50, 150), ("gemm", 150, 250), (nccl, 200, 260)]
+    figures = {"overlapped": FIGURES["overlapped"] | {"trace": kernels}}
+    (place.bin / "figures.json").write_text(json.dumps(figures))
+    assert main(words) == 0
+    (ours,) = place.result()["rows"]
+    # Of 100 and 60 us are 50 and 50 beside a gemm.
+    assert ours["trace"]["overlap"] == pytest.approx(100 / 160)
+    assert ours["trace"]["total_s"] == pytest.approx(160e-6)
+    # One layer from the first all-reduce on, at 50 us.
+    assert ours["trace"]["layer"]["all-reduce"] == [pytest.approx([0, 0.1]), pytest.approx([0.15, 0.21])]
+    assert ours["trace"]["layer"]["computation"] == [pytest.approx([0, 0.05]), pytest.approx([0.1, 0.2])]
+    assert "- FarSkip, overlapped: 62.5 % of 0.2 ms" in capsys.readouterr().out
+    assert "2 x some GPU" in (place.out / "serving.md").read_text()
+    assert (place.out / "layer.png").stat().st_size > 5000 and gone(pids(place))
+
+
+def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four prompts, two at a time: two steps of 100 ms, 20 of them communication, so that first tokens are there after
+    # 100, 100, 200 and 200 ms; then seven steps of 50 ms, 20 of them communication. Overlapped, 15 of 20 ms are hidden
+    # in prefill, 10 of 20 in decoding: steps of 85 and 40 ms. A rank communicates as much in the warm-up.
+    figures = {
+        "stock": FIGURES["stock"],
+        "blocking": {
+            "ttft": 150.0,
+            "itl": 50.0,
+            "duration": {"1": 0.200, "8": 0.550},
+            "total": {"1": 2 * 0.040, "8": 2 * 0.180},
+            "exposed": {"1": 2 * 0.040, "8": 2 * 0.180},
+        },
+        "overlapped": {
+            "ttft": 127.5,
+            "itl": 40.0,
+            "duration": {"1": 0.170, "8": 0.450},
+            "total": {"1": 2 * 0.040, "8": 2 * 0.180},
+            "exposed": {"1": 2 * 0.010, "8": 2 * 0.080},
+        },
+    }
+    (place.bin / "figures.json").write_text(json.dumps(figures))
+    tiny = tiny_config("qwen3_moe").to_dict()
+    place.config("original", **tiny)
+    place.config("model", **(tiny | CONVERTED))
+    words = ["--rows=stock,farskip_blocking,farskip_overlapped", "--rounds=1", "--prompt-tokens=64"]
+    assert main(place.words('--comm={"comm": "timed", "latency_ms": 1}', *words)) == 0
+    printed = capsys.readouterr()
+    assert f"times for `fcsd plan --measured`: {place.out}/times-*.json" in printed.err
+    page = printed.out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if ".json |" in line]
+    assert cells == [
+        [
+            "prefill",
+            "64",
+            *("FarSkip, blocking", "150", "20.0 %", "75.0 %", "1.18", "1.18", "times-prefill-64.json"),
+        ],
+        [
+            "decode",
+            "64",
+            *("FarSkip, blocking", "50", "40.0 %", "50.0 %", "1.25", "1.25", "times-decode-68.json"),
+        ],
+    ]
+    assert sorted(file.name for file in place.out.glob("times*")) == [line[-1] for line in cells][::-1]
+
+    (command,) = [line for line in page if line.startswith("    fcsd plan ")]
+    monkeypatch.chdir(place.out)
+
+    def planned(command: str) -> Any:
+        assert main([*shlex.split(command)[1:], "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["times"]
+
+    decode, prefill = planned(command), planned(command.replace("decode", "prefill").replace("68", "64"))
+    assert decode["speed_up"] == pytest.approx(50 / 40) and decode["overlapped_s"] == pytest.approx(0.040)
+    assert prefill["speed_up"] == pytest.approx(100 / 85) and prefill["overlapped_s"] == pytest.approx(0.1275)
+    assert prefill["exposed_s"] == pytest.approx(0.150 * 0.2 * 0.25)
+
+
+def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() -> None:
+    def measured(ttft: float) -> list[dict[str, Any]]:
+        figures = {"median_ttft_ms": ttft, "median_itl_ms": 1.0, "output_throughput": 9.0}
+        return [{"points": [{"prompt_tokens": 512, "prefill": figures, "decode": figures}]}]
+
+    comm = {"comm": "timed", "latency_ms": 2}
+    rows = make_rows(["stock", "farskip_blocking", "farskip_overlapped"], {}, (), 2, comm)
+    runs = {"stock": measured(50), "farskip_blocking": measured(300), "farskip_overlapped": measured(200)}
+    settings = {
+        "model": "M",
+        "against": "O",
+        "tensor_parallel": 2,
+        "requests": 4,
+        "output_tokens": 8,
+        "rounds": 1,
+    }
+    versions = {"vllm": "0.32.0", "fcsd-serving": "0.1.0", "devices": []}
+    facts = {"settings": settings | {"comm": comm, "prompt_tokens": [512]}, "versions": versions}
+    result = summarise(facts, rows, runs, {}, {})
+    ratios = [row["points"][0]["ttft_ms"]["speedup"]["median"] for row in result["rows"]]
+    assert ratios == [1.0, 1.0, 1.5]
+    assert "Their x is the speed-up over FarSkip, blocking." in table(result)
+    assert "fastest server" not in table(result)
+
+
+def test_a_rival_is_started_only_where_it_has_something_to_overlap() -> None:
+    def missing(config: dict[str, Any], devices: tuple[str, ...], ranks: int) -> dict[str, str]:
+        rows = make_rows(get_args(RowName), config, devices, ranks, {})
+        assert [row.name for row in rows] == list(get_args(RowName))
+        return {row.name: row.missing for row in rows if row.missing is not None}
+
+    gpus, shared = ("some GPU",) * 2, {"text_config": {"n_shared_experts": 1}}
+    assert missing(shared, gpus, 2) == {}
+    assert missing({}, gpus, 2) == {"shared_stream": "the model has no shared experts"}
+    assert set(missing(shared, (), 2)) == {"shared_stream", "fused_allreduce"}  # DBO: vLLM's own log says so
+    assert set(missing(shared, gpus, 1)) == {"dbo_prefill", "dbo_decode", "fused_allreduce"}
+
+
+def test_a_plugin_that_the_environment_leaves_out_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    assert main(place.words()) == 2
+    assert "VLLM_PLUGINS=others leaves out the plugin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_of_a_server_outlives_the_command(place: Place, number: int) -> None:
+    words = [sys.executable, "-m", "fcsd", *place.words("--rows=stock")]
+    (place.bin / "fail").write_text("1")  # a measurement that takes long
+    place.program("vllm", (place.bin / "vllm").read_text().replace('(HERE / "die").touch()', "pass"))
+    command = subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+        # a shell that runs the tests in the background lets its children ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(lambda: (place.bin / "calls.jsonl").exists() and any("bench" in call for call in place.calls()))
+    assert not gone(pids(place))
+    command.send_signal(number)
+    assert command.wait(20) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    wait_for(lambda: gone(pids(place)))
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def other(place: Place, name: str, **changes: Any) -> None:
+    place.config(name, **changes)
+
+
+BAD = {
+    "MODEL is not converted": lambda p: other(p, "model"),
+    "--against is converted, too": lambda p: other(p, "original", **CONVERTED),
+    "is not what": lambda p: other(p, "original", model_type="mixtral"),
+    "hidden_size is 128, that of": lambda p: other(p, "original", hidden_size=128),
+    "make 520 tokens; the context of": lambda p: [
+        other(p, "model", **CONVERTED, max_position_embeddings=256),
+        other(p, "original", max_position_embeddings=256),
+    ],
+    "no such program": lambda p: (p.bin / "vllm").unlink(),
+    "vLLM is not installed in the environment": lambda p: shutil.rmtree(p.folder / "env/site/vllm.dist-info"),
+    "the plugin that serves converted models is not installed": lambda p: p.distribution(
+        "fcsd_serving", "0.1.0"
+    ),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
+    place: Place, capsys: pytest.CaptureFixture[str], said: str
+) -> None:
+    BAD[said](place)
+    assert main(place.words("--rows=stock")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fcsd bench: error: ") and said in line
+    assert not (place.bin / "calls.jsonl").exists() and not place.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--comm=nccl", "--comm: additional_config: fcsd.comm: must be one of blocking, stream, c10d, timed"),
+        ("--serve-args=--port 8000", "--port is set by the benchmark; leave it out"),
+        ("--prompt-tokens=512,x", "--prompt-tokens: 'x' is not a number"),
+        ("--rows=stock,stok", "rows"),
+        ("--rounds=0", "rounds"),
+    ],
+)
+def test_an_option_without_a_meaning_is_one_line(
+    place: Place, capsys: pytest.CaptureFixture[str], option: str, said: str
+) -> None:
+    assert main(place.words(option)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_vllm_that_is_not_verified_is_measured_with_a_warning(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.distribution("vllm", "0.99.1")
+    assert main(place.words("--rows=stock", "--rounds=1")) == 0
+    told = capsys.readouterr()
+    assert "warning: vLLM 0.99.1 is not verified with fcsd-serving 0.1.0 (0.32.0 is)" in told.err
+    assert "vLLM 0.99.1 is not verified" in told.out
+
+
+def test_the_reason_is_the_error_that_the_others_follow_from() -> None:
+    # Lines of vLLM 0.32's logs.
+    assert (
+        reason_of(
+            "(APIServer pid=7) INFO 11-22 14:20:26 [utils.py:1] non-default args: {}\n"
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+            "  Value error, fcsd-serving: FarSkipQwen3MoeForCausalLM: leave it off [type=value_error, input_value=…]\n"
+            "    For further information visit https://errors.pydantic.dev/2.14/v/value_error\n"
+        )
+        == "Value error, fcsd-serving: FarSkipQwen3MoeForCausalLM: leave it off"
+    )
+    assert (
+        reason_of(
+            "(EngineCore_DP0 pid=31) ERROR 11-22 14:20:26 [core.py:871] AssertionError: DeepEP is not installed\n"
+            "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above.\n"
+        )
+        == "AssertionError: DeepEP is not installed"
+    )
+    assert reason_of("vllm: error: unrecognized arguments: --enable-dbo\n").endswith("--enable-dbo")

@@ -1,0 +1,135 @@
+"""Times that a benchmark leaves for `fcsd plan --measured`: of which row, and where nothing is known none."""
+
+from typing import Any
+
+import pytest
+
+from fcsd.planning.cost.times import gain
+from fcsd.planning.servers.gains import served_gains
+
+SETTINGS: dict[str, Any] = {
+    "comm": {},
+    "tensor_parallel": 2,
+    "requests": 4,
+    "output_tokens": 9,
+    "prompt_tokens": [100, 200],
+}
+FIELD = {"version": 1, "layers": [46, 47], "attention": "partial", "mlp": "full"}
+CONFIG = {"model_type": "farskip_llama4", "text_config": {"num_hidden_layers": 48}, "farskip": FIELD}
+
+
+def rounds(
+    ttft: list[float], prefill: tuple[float, float, float] | None, decode: tuple[float, float, float] | None
+) -> list[dict[str, Any]]:
+    """Runs with these times to the first token (ms); seconds, and total and exposed seconds of two ranks, warm-up
+    included, of both measurements."""
+
+    def measured(figures: dict[str, float], spent: tuple[float, float, float] | None) -> dict[str, Any]:
+        if spent is None:
+            return figures | {"duration": 0.5, "communication": None}
+        told = {"ranks": 2, "total_s": spent[1], "exposed_s": spent[2]}
+        return figures | {"duration": spent[0], "communication": told}
+
+    return [
+        {
+            "points": [
+                {
+                    "prefill": measured({"median_ttft_ms": each}, prefill),
+                    "decode": measured({"median_itl_ms": each / 10}, decode),
+                }
+                for _ in SETTINGS["prompt_tokens"]
+            ]
+        }
+        for each in ttft
+    ]
+
+
+def test_by_a_trace_the_regular_server_is_stock_and_only_the_prompts_that_were_traced_are_known() -> None:
+    runs = {
+        "stock": rounds([400, 500, 440], None, None),
+        "farskip_blocking": rounds([450, 450, 450], None, None),
+        "farskip_overlapped": rounds([320, 500, 400], None, None),
+    }
+    # Of a run of 0.5 s rank 0 only communicates in 0.1 s; overlapped, three quarters of 0.12 s are hidden.
+    traces = {
+        "stock": {"total_s": 0.1, "exposed_s": 0.1},
+        "farskip_blocking": {"total_s": 0.2, "exposed_s": 0.2},
+        "farskip_overlapped": {"total_s": 0.12, "exposed_s": 0.03},
+    }
+    (found,) = served_gains(SETTINGS, CONFIG, runs, traces)
+    assert found["regular"] == "stock" and found["file"] == "times-prefill-100.json"
+    known = {
+        "phase": "prefill",
+        "model_type": "llama4",
+        "num_layers": 48,
+        "connectivity": {"layers": [46, 47], "attention": "partial", "mlp": "full"},
+        "ranks": 2,
+        "batch": 4,
+        "length": 100,
+    }
+    assert known.items() <= found["times"].items() and found["times"]["step_s"] == 0.44
+    assert found["times"]["communication_s"] == pytest.approx(0.44 * 0.2)
+    assert found["times"]["overlap"] == pytest.approx(0.75)
+    assert found["planned"] == pytest.approx(1 / (1 - 0.2 * 0.75))
+    assert found["measured"]["rounds"] == pytest.approx([1.25, 1.0, 1.1])
+    assert found["measured"]["median"] == pytest.approx(1.1)
+
+
+def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
+    runs = {"farskip_blocking": rounds([100, 300], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4))}
+    found = served_gains(SETTINGS, CONFIG, runs, {})
+    assert [(each["phase"], each["prompt_tokens"]) for each in found] == [
+        *(("prefill", 100), ("decode", 100), ("prefill", 200), ("decode", 200))
+    ]
+    # Half an answer of 9 tokens is 4.
+    assert [each["times"]["length"] for each in found] == [100, 104, 200, 204]
+    assert all(each["planned"] is each["measured"] is each["times"]["overlap"] is None for each in found)
+    # 0.1 of 0.5 s in prefill; 0.6 - 0.1 of 1.5 - 0.5 s in decoding, whose steps take 20 ms in the middle.
+    assert found[0]["times"]["communication_s"] == pytest.approx(0.2 * 0.2)
+    assert found[1]["times"]["communication_s"] == pytest.approx(0.5 * 0.020)
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs", "left"),
+    [
+        ({}, {"farskip_blocking": rounds([100], None, None)}, []),
+        ({}, {"farskip_overlapped": rounds([100], (0.5, 0.4, 0.1), (1.5, 2.4, 0.1))}, []),
+        # Pipeline stages beside them: four ranks, of which each has a part of the layers.
+        ({"tensor_parallel": 4}, {"farskip_blocking": rounds([100], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4))}, []),
+        # The longer measurement communicated less.
+        ({}, {"farskip_blocking": rounds([100], (0.5, 0.4, 0.4), (1.5, 0.3, 0.3))}, ["prefill"]),
+        # More communication than there was time.
+        ({}, {"farskip_blocking": rounds([100], (0.5, 2.4, 2.4), (1.5, 4.4, 4.4))}, ["decode"]),
+        # Four fifths of it communication, all of which is said to be hidden.
+        (
+            {},
+            {
+                "farskip_blocking": rounds([100], (0.5, 1.6, 1.6), (1.5, 1.8, 1.8)),
+                "farskip_overlapped": rounds([100], (0.5, 1.6, 0.0), (1.5, 1.8, 0.0)),
+            },
+            ["decode"],
+        ),
+    ],
+)
+def test_what_is_not_known_leaves_no_file(
+    settings: dict[str, Any], runs: dict[str, Any], left: list[str]
+) -> None:
+    found = served_gains(SETTINGS | {"prompt_tokens": [100]} | settings, CONFIG, runs, {})
+    assert [each["phase"] for each in found] == left
+
+
+@pytest.mark.parametrize(
+    ("blocking_ms", "overlapped_ms", "collectives", "each_ms", "hidden"),
+    [
+        (274, 244, 16, 2.6, 0.894),
+        (1221, 814, 256, 2.1, 0.720),
+        (248, 211, 16, 2.6, 0.923),
+        (1256, 883, 256, 2.1, 0.712),
+    ],
+)
+def test_the_gain_of_recorded_servers_follows_from_their_shares(
+    blocking_ms: float, overlapped_ms: float, collectives: int, each_ms: float, hidden: float
+) -> None:
+    """What `make bench-serving` measured with vLLM (docs/serving.md)."""
+    planned = 1 + gain(collectives * each_ms / blocking_ms, hidden)
+    assert planned == pytest.approx(blocking_ms / overlapped_ms, rel=0.035)

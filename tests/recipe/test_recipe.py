@@ -1,0 +1,619 @@
+"""Recipes: strict, complete, and clear about what is wrong."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir
+from fcsd.base.strict import Strict, validate
+from fcsd.evaluation.config import TaskConfig, load_suite
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.recipe.overrides import to_yaml
+from fcsd.recipe.recipe import Recipe
+from fcsd.training.config import ObjectiveConfig, TrainConfig
+
+MINIMAL = {
+    "name": "x",
+    "output_dir": "runs/x",
+    "model": {"path": "m"},
+    "data": {"train": [{"path": "d.jsonl"}]},
+}
+
+
+def write(tmp_path: Path, value: object) -> Path:
+    path = tmp_path / "x.yaml"
+    path.write_text(value if isinstance(value, str) else yaml.safe_dump(value))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads(path: Path) -> None:
+    recipe = load_recipe(path)
+    for name in recipe.variants:
+        recipe.variant(name)
+
+
+def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        load_recipe("recipes/tiny/demo.yaml") == load_recipe("tiny/demo") == load_recipe("recipes/tiny/demo")
+    )
+    message = (
+        r"recipes/tiny/dmo\.yaml: no such file, and no recipe of this name ships .*did you mean 'tiny/demo'\?"
+    )
+    with pytest.raises(UserError, match=message):
+        load_recipe("recipes/tiny/dmo.yaml")
+    with pytest.raises(
+        UserError, match=r"^tiny/demo\.yaml: no such file$"
+    ):  # a file of one's own, which is not there
+        load_recipe("tiny/demo.yaml")
+    (tmp_path / "recipes" / "tiny").mkdir(parents=True)
+    write(tmp_path, MINIMAL).rename(tmp_path / "recipes" / "tiny" / "demo.yaml")
+    assert load_recipe("recipes/tiny/demo.yaml").name == "x"
+
+
+def test_the_printed_recipe_is_complete_and_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    printed = to_yaml(recipe.dump())
+    assert load_recipe(write(tmp_path, printed)) == recipe
+    assert "warmup_steps: 1000" in printed  # a default that the file does not name
+    assert "batch_size_tokens: 131072" in printed
+
+
+def test_numbers_in_exponent_form_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL) + "train: {learning_rate: 2e-5}\n"
+    assert load_recipe(write(tmp_path, text)).train.learning_rate == 2e-5
+
+
+def test_set_replaces_one_value_by_its_dotted_key(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    recipe = load_recipe(
+        path, ["train.learning_rate=4e-5", "connectivity.layers={last: 50%}", "data.train.0.split=dev"]
+    )
+    assert recipe.train.learning_rate == 4e-5
+    assert recipe.connectivity.layers == {"last": "50%"}
+    assert recipe.data.train[0].split == "dev"
+    assert (
+        load_recipe(
+            path, ["early_stopping={metric: heldout_kl}", "data.heldout.path=h", "early_stopping.patience=3"]
+        ).early_stopping.patience
+        == 3
+    )
+
+
+def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
+    value = MINIMAL | {"variants": {"sft": {"objective.name": "sft", "train.max_steps": 2500}}, "seed": 3}
+    recipe = load_recipe(write(tmp_path, value))
+    variant = recipe.variant("sft")
+    assert variant.objective.name == "sft" and variant.train.max_steps == 2500 and variant.seed == 3
+    expected = recipe.dump() | {"variants": {}}
+    expected["objective"] = {"name": "sft"}
+    expected["train"]["max_steps"] = 2500
+    expected["teacher"] = None
+    assert variant == Recipe.model_validate(expected)
+
+
+BASES = {
+    "kl+l2": {"l2_coefficient": 0.1, "l2_relative": True, "l2_points": "merges", "l2_until": 0.5},
+    "jsd": {"router_kl_coefficient": 0.1, "jsd_beta": 0.3, "temperature": 2.0, "clip": 5.0},
+    "kl": {"temperature": 2.0, "clip": 5.0},
+    "reverse_kl": {},
+    "sft": {},
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "sft", "ce"])
+def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_behind(
+    tmp_path: Path, base: str, name: str
+) -> None:
+    value = MINIMAL | {"objective": {"name": base} | BASES[base], "variants": {"v": {"objective.name": name}}}
+    variant = load_recipe(write(tmp_path, value)).variant("v")
+    alone = {key: value for key, value in BASES[base].items() if key in KEYS_OF[name]}
+    assert variant.objective == validate(ObjectiveConfig, {"name": name} | alone, "alone")
+
+
+KEYS_OF: dict[str, tuple[str, ...]] = {
+    "kl": ("temperature", "clip", "router_kl_coefficient"),
+    "reverse_kl": ("temperature", "clip", "router_kl_coefficient"),
+    "jsd": ("temperature", "clip", "jsd_beta", "router_kl_coefficient"),
+    "sft": (),
+    "ce": (),
+}
+
+
+def test_the_base_objective_may_be_set_while_a_variant_overrides_only_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL | {"variants": {"sft": {"objective.name": "sft"}}})
+    recipe = load_recipe(path, ["objective.name=kl+l2", "objective.l2_coefficient=0.1"])
+    assert recipe.objective.l2_coefficient == 0.1
+    assert recipe.variant("sft").objective == validate(ObjectiveConfig, {"name": "sft"}, "alone")
+
+
+def test_a_variant_that_gives_a_key_of_another_objective_is_refused(tmp_path: Path) -> None:
+    variants = {"v": {"objective.l2_coefficient": 0.1, "objective.name": "sft"}}
+    with pytest.raises(
+        UserError,
+        match=r"variants\.v: objective\.l2_coefficient: no meaning for objective 'sft', only for kl\+l2",
+    ):
+        load_recipe(write(tmp_path, MINIMAL | {"variants": variants}))
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "jsd_beta"),
+    [
+        ("kl", 1.0, None),
+        ("reverse_kl", 1.0, None),
+        ("jsd", 1.0, 0.5),
+        ("sft", None, None),
+        ("ce", None, None),
+    ],
+)
+def test_defaults_are_those_of_the_objective(
+    name: str, temperature: float | None, jsd_beta: float | None
+) -> None:
+    objective = validate(ObjectiveConfig, {"name": name}, "alone")
+    assert (objective.temperature, objective.jsd_beta, objective.clip) == (temperature, jsd_beta, None)
+    assert objective.has_teacher == (name not in ("sft", "ce"))
+    assert validate(ObjectiveConfig, objective.model_dump(), "printed") == objective
+
+
+CODE = {"kind": "code", "task": "mine", "dataset": "a/b"}
+CHOICE = {"kind": "likelihood", "metric": "acc,none", "task": "piqa", "dataset": "baber/piqa"}
+
+
+WRONG = [
+    ({"train": {"temprature": 1}}, r"x\.yaml: train\.temprature: unknown key"),
+    ({"train": {"learnin_rate": 1}}, r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?"),
+    (
+        {"data": {"train": [{"pth": "d"}]}},
+        r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more: data\.train\.0\.path: is required\)",
+    ),
+    ({"train": {"max_steps": 0}}, r"train\.max_steps: .*greater than 0, got 0"),
+    ({"train": {"max_steps": 10, "warmup_steps": 11}}, r"warmup_steps \(11\) is more than max_steps \(10\)"),
+    (
+        {"train": {"lr_scheduler_type": "cosine_with_min_lr"}},
+        r"train\.lr_scheduler_kwargs\.min_lr_rate: is required",
+    ),
+    (
+        {"objective": {"name": "kl", "l2_coefficient": 0.1}},
+        r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
+    ),
+    (
+        {"objective": {"l2_coefficient": 0.1}},
+        r"objective\.l2_coefficient: no meaning for objective 'kl', only for kl\+l2",
+    ),
+    (
+        {"objective": {"name": "kl+l2"}},
+        r"objective\.l2_coefficient: is required for objective 'kl\+l2'",
+    ),
+    ({"objective": "sft"}, r"objective: a mapping of keys to values is needed, got 'sft'"),
+    ({"objective": {"name": "sfd"}}, r"objective\.name: Input should be .*, got 'sfd'"),
+    ({"objective": {"name": ["kl"]}}, r"objective\.name: Input should be .*, got \['kl'\]"),
+    (
+        {"objective": {"name": "kl", "l2_relative": True}},
+        r"objective\.l2_relative: no meaning for objective 'kl', only for kl\+l2",
+    ),
+    ({"objective": {"name": "jsd", "l2_until": 0.5}}, r"l2_until: no meaning for objective 'jsd'"),
+    (
+        {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_until": 1.5}},
+        r"l2_until: .*less than or equal to 1",
+    ),
+    (
+        {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_points": "block"}},
+        r"l2_points: .*'blocks', 'merges' or 'sublayers'",
+    ),
+    (
+        {"objective": {"name": "sft", "router_kl_coefficient": 1}},
+        r"router_kl_coefficient: no meaning for objective 'sft'",
+    ),
+    ({"train": {"ema_decay": 1.0}}, r"ema_decay: .*less than 1"),
+    ({"train": {"layer_lr_ratio": 0}}, r"layer_lr_ratio: .*greater than 0"),
+    ({"train": {"optimizer": "sgd"}}, r"optimizer: .*'adamw' or 'muon'"),
+    (
+        {"early_stopping": {}},
+        r"early_stopping\.task: is required: a row of a suite \(or set metric: heldout_kl\)",
+    ),
+    (
+        {"early_stopping": {"metric": "heldout_kl", "dataset": "a/b"}},
+        r"early_stopping\.dataset: unknown key; allowed: every_steps, metric, min_delta, patience",
+    ),
+    (
+        {"early_stopping": {"metric": "heldout_kl", "task": CODE}},
+        r"early_stopping\.task: no meaning for heldout_kl, only for a task",
+    ),
+    (
+        {"early_stopping": {"metric": "heldout_kl", "limit": 3}},
+        r"early_stopping\.limit: no meaning for heldout_kl, only for a task",
+    ),
+    (
+        {"early_stopping": {"metric": "acc", "task": CODE}},
+        r"early_stopping\.metric: no meaning for a task, only for heldout_kl",
+    ),
+    (
+        {"early_stopping": {"task": CHOICE | {"metric": "acc"}}},
+        r"early_stopping\.task\.metric: metric is lm-eval's key 'metric,filter' \(for example 'acc,none'\), got 'acc'",
+    ),
+    (
+        {"early_stopping": {"task": {"task": "t", "dataset": "a/b"}}},
+        r"early_stopping\.task\.kind: is required: 'likelihood', 'generation' or 'code'",
+    ),
+    (
+        {"early_stopping": {"task": {"kind": "likelihood", "metric": "acc,none", "dataset": "a/b"}}},
+        r"early_stopping\.task\.task: is required",
+    ),
+    (
+        {"early_stopping": {"task": CHOICE | {"timeout_s": 1}}},
+        r"early_stopping\.task\.timeout_s: no meaning for kind 'likelihood', only for code",
+    ),
+    (
+        {"early_stopping": {"task": CODE | {"num_fewshot": 2}}},
+        r"early_stopping\.task\.num_fewshot: has no meaning for kind 'code', whose shots are part of prompt_template",
+    ),
+    (
+        {"early_stopping": {"task": CODE | {"headline": False}}},
+        r"early_stopping: task\.headline has no meaning here, where there is no mean",
+    ),
+    (
+        {"early_stopping": {"task": CODE | {"num_sample": 3}}},
+        r"early_stopping\.task\.num_sample: unknown key; did you mean 'num_samples'\?",
+    ),
+    (
+        {"early_stopping": {"dataset": "a/b", "split": "test", "patience": 3}},
+        r"x\.yaml: early_stopping\.dataset: unknown key; .* \(and 2 more: early_stopping\.split: unknown key; .*;"
+        r" early_stopping\.task: is required: a row of a suite \(or set metric: heldout_kl\)\)",
+    ),
+    (
+        {"early_stopping": {"metric": "heldout_kl"}},
+        r"early_stopping\.metric 'heldout_kl' needs data\.heldout",
+    ),
+    (
+        {"objective": {"name": "rkl"}},
+        r"objective\.name: .*'kl', 'reverse_kl', 'jsd', 'kl\+l2', 'sft' or 'ce'",
+    ),
+    (
+        {"objective": {"name": "kl", "jsd_beta": 0.5}},
+        r"jsd_beta: no meaning for objective 'kl', only for jsd",
+    ),
+    (
+        {"objective": {"name": "sft", "temperature": 2}},
+        r"temperature: no meaning for objective 'sft', only for kl, reverse_kl, jsd, kl\+l2",
+    ),
+    ({"objective": {"name": "ce", "clip": 2}}, r"clip: no meaning for objective 'ce'"),
+    ({"objective": {"name": "jsd", "jsd_beta": 1}}, r"objective\.jsd_beta: .*less than 1, got 1"),
+    ({"objective": {"temperature": 0}}, r"objective\.temperature: .*greater than 0, got 0"),
+    ({"objective": {"clip": -1}}, r"objective\.clip: .*greater than 0, got -1"),
+    ({"objective": {"temprature": 2}}, r"objective\.temprature: unknown key; did you mean 'temperature'\?"),
+    (
+        {"connectivity": {"layers": "some"}},
+        r"connectivity.*'some' is not a selection; allowed: all, moe, none",
+    ),
+    ({"connectivity": {"layers": []}}, r"connectivity"),
+    (
+        {"data": {"train": [{"path": "d", "columns": {"prompt": "q"}}]}},
+        r"columns must name 'messages', or 'text', or 'prompt' and",
+    ),
+    ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
+    ({"model": {}}, r"model\.path is required"),
+    ({"name": "a/b"}, r"name: .*pattern"),
+    (
+        {"variants": {"v": {"model.path": "other"}}},
+        r"variants\.v: model\.path: a variant is another distillation of the same model",
+    ),
+    (
+        {"variants": {"v": {"train.lerning_rate": 1}}},
+        r"variants\.v: train\.lerning_rate: unknown key; did you mean 'learning_rate'",
+    ),
+    (
+        {"pretrain": {"config": {}, "tokenizer": "t", "data": MINIMAL["data"], "train": {}}, "model": {}},
+        r"model_type is required",
+    ),
+    (
+        {"sweep": {"steps": 40, "warmup_steps": 41}},
+        r"x\.yaml: sweep: warmup_steps \(41\) is more than steps \(40\)",
+    ),
+    ({"sweep": {"steps": 40, "last_steps": 41}}, r"sweep: last_steps \(41\) is more than steps \(40\)"),
+    (
+        {
+            "sweep": {"batch_size_tokens": [1024, 65536], "train_tokens": 6_553_600},
+            "train": {"warmup_steps": 101},
+        },
+        r"sweep\.train_tokens \(6553600\) in batches of 65536 tokens is 100 steps, fewer than train\.warmup_steps",
+    ),
+    ({"evaluation": {"layer_study": True}}, r"evaluation\.layer_study needs data\.heldout"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_recipe(write(tmp_path, MINIMAL | change))
+    assert "\n" not in str(caught.value)
+
+
+# Each as the configuration of some family in transformers, or of a published checkpoint, spells it.
+ROUTER_LOSSES = {
+    "router_aux_loss_coef": 1.0,
+    "aux_loss_coef": 0.01,
+    "aux_loss_alpha": 0.001,
+    "moe_aux_loss_coeff": 0.01,
+    "router_z_loss_coef": 0.001,
+    "moe_z_loss_coeff": 0.001,
+    "load_balance_coeff": 0.001,
+    "seq_aux": True,
+    "output_router_logits": True,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), ROUTER_LOSSES.items())
+def test_a_pretraining_that_asks_for_a_balance_of_routers_is_refused_as_it_would_have_none(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    def load(config: dict[str, object]) -> Recipe:
+        plan = {"config": {"model_type": "qwen3_moe"} | config, "tokenizer": "t", "data": MINIMAL["data"]}
+        return load_recipe(write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}}))
+
+    message = (
+        rf"x\.yaml: pretrain\.config: {key}: a pre-training minimises cross-entropy alone .*; leave it out"
+    )
+    with pytest.raises(UserError, match=message):
+        load({key: value})
+    with pytest.raises(UserError, match=rf"pretrain\.config: text_config\.{key}: "):
+        load({"text_config": {key: value}})
+    load({key: False})
+    load({"router_jitter_noise": 0.1, "num_experts": 4})
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(40, (20, 40)), (1, (0, 1)), (2000, (1000, 100)), (9000, (1000, 100))]
+)
+def test_the_defaults_of_a_sweep_fit_runs_of_any_length(
+    tmp_path: Path, steps: int, expected: tuple[int, int]
+) -> None:
+    sweep = load_recipe(write(tmp_path, MINIMAL | {"sweep": {"steps": steps}})).sweep
+    assert sweep is not None and (sweep.warmup_steps, sweep.last_steps) == expected
+
+
+def test_a_suite_is_found_beside_the_recipe_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "study"
+    home.mkdir()
+    (home / "own.yaml").write_text((data_dir("eval") / "suites" / "tiny.yaml").read_text())
+    path = write(home, MINIMAL | {"evaluation": {"suite": "own.yaml"}})
+    assert load_recipe(path).evaluation.suite == str(home / "own.yaml")
+    (tmp_path / "own.yaml").write_text((home / "own.yaml").read_text())
+    assert load_recipe(path).evaluation.suite == "own.yaml"  # where the command runs comes first
+
+
+def number_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all fields that hold a float, those inside lists with index 0."""
+    for name, field in kind.model_fields.items():
+        leaves, is_list = set(), False
+        annotations = [field.annotation]
+        while annotations:
+            annotation = annotations.pop()
+            is_list |= get_origin(annotation) is list
+            annotations += get_args(annotation)
+            leaves.add(annotation)
+        key = f"{prefix}{name}.0" if is_list else f"{prefix}{name}"
+        for leaf in leaves:
+            if isinstance(leaf, type) and issubclass(leaf, Strict):
+                yield from number_keys(leaf, f"{key}.")
+        if float in leaves:
+            yield key
+
+
+NUMBERS = sorted({key.removeprefix("pretrain.") for key in number_keys(Recipe)})
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> None:
+    section = key.split(".")[0]
+    whole: dict[str, Any] = {"early_stopping": {"task": CODE}, "sweep": {"learning_rate": [1e-5]}}
+    if key.startswith("data.heldout"):
+        whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
+    if key.startswith("evaluation.router_bias"):
+        whole["evaluation"] = {"router_bias": {"links": "l.json", "strengths": [0.1]}}
+    if section == "objective":
+        name = "jsd" if key.endswith("jsd_beta") else "kl+l2"
+        whole["objective"] = {"name": name} | ({"l2_coefficient": 1.0} if name == "kl+l2" else {})
+    path = write(tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {}))
+    for value in (".nan", ".inf", "-.inf", "nan", "1e999"):
+        with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: .*(finite|valid) number") as caught:
+            load_recipe(path, [f"{key}={value}"])
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.learning_rate",
+        "train.max_steps",
+        "objective.clip",
+        "early_stopping.patience",
+        "early_stopping.task.timeout_s",
+    ],
+)
+def test_true_is_no_number(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, MINIMAL | {"early_stopping": {"task": CODE}})
+    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"):
+        load_recipe(path, [f"{key}=true"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["train.learning_rate", "sweep.learning_rate.0", "sweep.batch_size_tokens.0", "train.adam_epsilon",
+     "train.max_grad_norm", "objective.clip", "objective.temperature"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_what_must_be_positive_is_not_zero_nor_below(tmp_path: Path, key: str, value: str) -> None:
+    path = write(tmp_path, MINIMAL | {"sweep": {"learning_rate": [1e-5], "batch_size_tokens": [1024]}})
+    with pytest.raises(UserError, match=rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got"):
+        load_recipe(path, [f"{key}={value}"])
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml: no such file"):
+        load_recipe(tmp_path / "nowhere.yaml")
+    with pytest.raises(UserError, match=r"is a folder"):
+        load_recipe(tmp_path)
+    with pytest.raises(UserError, match=r"x\.yaml, line 2: not valid YAML"):
+        load_recipe(write(tmp_path, "name: x\n  output_dir: [\n"))
+    with pytest.raises(UserError, match=r"key 'name' is given twice"):
+        load_recipe(write(tmp_path, "name: x\nname: y\n"))
+    with pytest.raises(UserError, match=r"a recipe is a mapping"):
+        load_recipe(write(tmp_path, "- a\n"))
+    with pytest.raises(UserError, match=r"--set train: must look like"):
+        load_recipe(write(tmp_path, MINIMAL), ["train"])
+    with pytest.raises(UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"):
+        load_recipe(write(tmp_path, MINIMAL), ["data.train.7.path=x"])
+    with pytest.raises(UserError, match=r"name is a single value"):
+        load_recipe(write(tmp_path, MINIMAL), ["name.x=1"])
+
+
+LORA = {"lora": {"r": 8}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"teacher": {"backend": "adapter_off"}}, "adapter_off needs a `lora` section"),
+        (
+            {"teacher": {"backend": "cache"}},
+            "teacher.cache: is required for backend 'cache': the folder that `fcsd cache-teacher` wrote",
+        ),
+        ({"teacher": {"cache": "c"}}, "teacher.cache: no meaning for backend 'sharded', only for cache"),
+        ({"teacher": {"cach": "c"}}, "teacher.cach: unknown key; allowed: backend, path, revision"),
+        (
+            {"teacher": {"backend": "caches"}},
+            "teacher.backend: Input should be 'sharded', 'adapter_off' or 'cache'",
+        ),
+        (
+            LORA | {"teacher": {"backend": "adapter_off", "path": "b"}},
+            "teacher.path: no meaning for backend 'adapter_off', only for sharded, cache",
+        ),
+        ({"teacher": {"revision": "b"}}, "teacher: revision belongs to `path`"),
+        ({"teacher": {}, "objective": {"name": "sft"}}, "teacher: objective 'sft' compares with no teacher"),
+        (
+            {
+                "teacher": {"backend": "cache", "cache": "c"},
+                "objective": {"name": "kl+l2", "l2_coefficient": 0.1},
+            },
+            r"holds final hidden states, objective kl\+l2 compares those of every layer; use sharded",
+        ),
+        (
+            LORA | {"objective": {"freeze_embeddings_and_head": True}},
+            "has no meaning with lora, which freezes all",
+        ),
+        ({"lora": {"rank": 4}}, "lora.rank: unknown key"),
+        ({"lora": {"r": 0}}, "lora.r: Input should be greater than 0"),
+        ({"lora": {"target_modules": None}}, "target_modules or target_parameters must name what is adapted"),
+        (
+            {"lora": {"target_parameters": ["mlp.experts.down_proj"], "lora_dropout": 0.1}},
+            "lora_dropout must be 0 with target_parameters",
+        ),
+    ],
+)
+def test_teachers_and_adapters_without_meaning_are_refused(
+    tmp_path: Path, sections: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(write(tmp_path, MINIMAL | sections))
+
+
+def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_drops_it(
+    tmp_path: Path,
+) -> None:
+    teacher = {"backend": "cache", "cache": "c", "path": "big", "revision": "r1"}
+    variants = {
+        "sft": {"objective.name": "sft"},
+        "l2": {"objective.name": "kl+l2", "objective.l2_coefficient": 0.1, "teacher.backend": "sharded"},
+        "lora": {"lora": {"r": 4}, "teacher": {"backend": "adapter_off"}},
+    }
+    recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": teacher, "variants": variants}))
+    assert recipe.variant("sft").teacher is None
+    assert recipe.variant("l2").teacher.backend == "sharded"
+    assert recipe.variant("lora").lora.target_modules == "all-linear"
+    path, model = recipe.teacher_model
+    assert (path, model.path, model.revision, model.dtype) == ("big", "big", "r1", "auto")
+    plain = load_recipe(write(tmp_path, MINIMAL))
+    assert plain.teacher.backend == "sharded" and plain.teacher_model == ("m", plain.model)
+    with pytest.raises(UserError, match="objective 'sft' compares with no teacher"):
+        bad: dict[str, Any] = {"v": {"objective.name": "sft", "teacher.backend": "sharded"}}
+        load_recipe(write(tmp_path, MINIMAL | {"variants": bad}))
+
+
+def test_a_stopping_task_is_a_row_of_a_suite(tmp_path: Path) -> None:
+    for task in (CODE, CHOICE):
+        recipe = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": {"task": task, "limit": 7}}))
+        suite = tmp_path / "suite.yaml"
+        suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [task]}))
+        assert recipe.early_stopping.task == load_suite(suite).tasks[0]
+        assert (recipe.early_stopping.limit, recipe.early_stopping.batch_size) == (7, 32)
+        assert recipe.early_stopping.metric == task.get("metric", "pass@1")
+        assert load_recipe(write(tmp_path, recipe.dump())) == recipe
+
+
+def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(tmp_path: Path) -> None:
+    data = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
+    variants: dict[str, Any] = {
+        "kl": {"early_stopping.metric": "heldout_kl"},
+        "choice": {f"early_stopping.task.{key}": value for key, value in CHOICE.items()},
+        "none": {"early_stopping": None},
+    }
+    stopping = {"task": CODE | {"timeout_s": 3.0, "chat_template": True}, "limit": 7, "every_steps": 5}
+    value = MINIMAL | {"data": data, "early_stopping": stopping, "variants": variants}
+    recipe = load_recipe(write(tmp_path, value))
+    assert recipe.variant("kl").early_stopping.model_dump() == {
+        "metric": "heldout_kl",
+        "every_steps": 5,
+        "patience": 20,
+        "min_delta": 0.02,
+    }
+    choice = recipe.variant("choice").early_stopping
+    assert choice.task == validate(TaskConfig, CHOICE | {"chat_template": True, "split": "test"}, "alone")
+    assert choice.limit == 7 and recipe.variant("none").early_stopping is None
+    variants["kl"]["early_stopping.limit"] = 3
+    with pytest.raises(UserError, match=r"variants\.kl: early_stopping\.limit: no meaning for heldout_kl"):
+        load_recipe(write(tmp_path, value))
+
+
+def test_a_null_teacher_is_the_one_that_the_objective_needs(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": None}))
+    assert recipe == load_recipe(write(tmp_path, MINIMAL)) and recipe.teacher.backend == "sharded"
+    sft = load_recipe(write(tmp_path, MINIMAL | {"teacher": None, "objective": {"name": "sft"}}))
+    assert sft.teacher is None
+
+
+@pytest.mark.parametrize("path", sorted(data_dir("recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_what_it_prints(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    for one in (recipe, *map(recipe.variant, recipe.variants)):
+        assert load_recipe(write(tmp_path, to_yaml(one.dump()))) == one
+
+
+def test_no_value_of_a_schema_can_be_changed(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    for record, key in ((recipe, "teacher"), (recipe.objective, "temperature"), (recipe.teacher, "path")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(record, key, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("tensorboard", ["tensorboard"]), ("none", []), (["wandb", "trackio"], ["wandb", "trackio"])]
+)  # fmt: skip
+def test_one_tracker_needs_no_list(given: Any, read: list[str]) -> None:
+    assert validate(TrainConfig, {"report_to": given}, "train").report_to == read
+    with pytest.raises(UserError, match=r"report_to\.0: .*'wandb', 'trackio' or 'tensorboard', got 'mlflow'"):
+        validate(TrainConfig, {"report_to": "mlflow"}, "train")

@@ -1,0 +1,530 @@
+"""Calibration from end to end: in memory, from folder to folder, killed and resumed, over ranks, by command."""
+
+import copy
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor
+
+import fcsd
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.data.batches import real_tokens
+from fcsd.data.given import given_rows
+from fcsd.data.packing import pack
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity import Connectivity, convert_model, load_model
+from fcsd.model.connectivity.checkpoint import read_checkpoint
+from fcsd.model.load import find_model
+from fcsd.parallel.engine import Engine
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.ranks import Ranks
+from fcsd.pipeline.calibrate import calibrate
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.report.publish.push import push
+from fcsd.training.calibration import checkpoint as folder_module
+from fcsd.training.calibration import layer as layer_module
+from fcsd.training.calibration import solve
+from fcsd.training.calibration.checkpoint import calibrate_checkpoint, take_rows
+from fcsd.training.calibration.experts import calls_of
+from fcsd.training.calibration.model import calibrate_model
+from fcsd.training.calibration.shards import Layerwise
+from tests.reference.ranks import run_ranks
+
+CPU = Launch(torch.device("cpu"), Engine("one"))
+ALL = Connectivity("all")
+
+
+def text(rows: int, seed: int = 0, length: int = 32) -> Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def as_rows(ids: Tensor) -> list[dict[str, Any]]:
+    return [{"input_ids": row, "position_ids": torch.arange(len(row)), "labels": row} for row in ids]
+
+
+@torch.no_grad()
+def kl(teacher: Any, student: Any, ids: Tensor) -> float:
+    p, q = (
+        model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1) for model in (teacher, student)
+    )
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def converted(model: Any, connectivity: Connectivity = ALL) -> Any:
+    student = copy.deepcopy(model)
+    convert_model(student, connectivity)
+    return student
+
+
+@pytest.mark.parametrize(
+    ("model_type", "connectivity"),
+    [
+        ("qwen3_moe", Connectivity("all")),
+        ("deepseek_v2", Connectivity({"last": 2})),
+        ("gpt_oss", Connectivity("all", attention="full")),
+        ("qwen2_moe", Connectivity("all", mlp="full")),
+        ("cohere2_moe", Connectivity("all")),
+        ("minimax", Connectivity("all")),
+        ("glm_moe_dsa", Connectivity([1, 2])),
+    ],
+)
+def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
+    model_type: str, connectivity: Connectivity
+) -> None:
+    teacher = tiny_model(model_type, seed=1)
+    student = converted(teacher, connectivity)
+    before = kl(teacher, student, text(32, seed=1))
+    results = calibrate_model(student, teacher, text(128), progress=False)
+    assert kl(teacher, student, text(32, seed=1)) < 0.95 * before
+    assert [result["layer"] for result in results] == student.config.farskip["layers"]
+    for result in results:
+        pairs = [*result["reads"].values(), *(result[key] for key in ("adds", "experts") if result[key])]
+        assert all(after <= before for before, after in pairs)
+    names = {
+        name.split(".")[2]
+        for name, value in teacher.state_dict().items()
+        if not torch.equal(value, student.state_dict()[name])
+    }
+    assert names <= {str(k) for k in student.config.farskip["layers"]}
+
+
+def by_hand(x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tensor) -> Tensor:
+    """The ridge regression of x A ≈ y towards another map, which is taken if A fits the sample only."""
+
+    def regression(x: Tensor, y: Tensor) -> Tensor:
+        pull = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
+        return torch.linalg.lstsq(torch.cat([x, pull]), torch.cat([y, pull @ towards])).solution
+
+    def left(found: Tensor) -> Tensor:
+        return (x @ found - y)[held_out].square().sum()
+
+    fits = left(regression(x[~held_out], y[~held_out])) <= 1.15 * left(towards)
+    return regression(x, y) if fits else towards
+
+
+def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_for() -> None:
+    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+    ids, student = text(96), converted(teacher, Connectivity({"last": 1}))
+    found = copy.deepcopy(student)
+    (result,) = calibrate_model(found, teacher, ids, progress=False)
+    read: list[Tensor] = []
+    for model in (student, teacher):
+        model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+        model.model(ids)
+    x, y = (value.flatten(0, 1) for value in read)
+    held_out, own = torch.arange(len(x)) // ids.shape[1] % 4 == 3, 0
+    identity, none = torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(len(x), dtype=torch.bool)
+    shared = by_hand(x, y, none, 1e-3, identity)
+    old, new = (model.model.layers[-1].mlp for model in (student, found))
+    gate = old.gate.weight.detach() @ shared.T
+    torch.testing.assert_close(new.gate.weight.detach(), gate, rtol=1e-8, atol=1e-10)
+    choices = (x @ gate.T).topk(student.config.num_experts_per_tok).indices
+    squares = torch.zeros(3, dtype=x.dtype)
+    for number, weight in enumerate(old.experts.gate_up_proj.detach()):
+        chosen = (choices == number).any(-1)
+        reads = by_hand(x[chosen], y[chosen], held_out[chosen], 0.03, shared)
+        torch.testing.assert_close(
+            new.experts.gate_up_proj[number].detach(), weight @ reads.T, rtol=1e-6, atol=1e-9
+        )
+        own += not torch.equal(reads, shared)
+        parts = (y, x @ shared - y, x @ reads - y)
+        squares += torch.stack([part[chosen].square().sum() for part in parts])
+    assert own
+    wanted = (squares[1:] / squares[0]).tolist()
+    assert result["reads"]["mlp.experts"] == pytest.approx(wanted, rel=1e-6) and wanted[1] < 0.99 * wanted[0]
+
+
+def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By hand, on the last layer: before it is what a calibration without such maps leaves. A map that fits the sample
+    only, by every fourth row, is not taken; else it is solved on all rows."""
+    teacher = tiny_model("qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager")
+    ids, last = text(96), Connectivity({"last": 1})
+    found, shared = converted(teacher, last), converted(teacher, last)
+    (result,) = calibrate_model(found, teacher, ids, progress=False)
+    monkeypatch.setattr(layer_module, "fold_adds", lambda *_: None)
+    calibrate_model(shared, teacher, ids, progress=False)
+    seen: dict[str, Tensor] = {}
+    for name, model in (("teacher", teacher), ("student", shared)):
+        layer, block = model.model.layers[-1], model.model.layers[-1].mlp
+        layer.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
+        block.experts.register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({f"{name} args": args})
+        )
+        model.model(ids)
+    missing = (seen["teacher"] - seen["student"]).detach().flatten(0, 1)
+    experts, (hidden, choices, weights) = shared.model.layers[-1].mlp.experts, seen["student args"]
+    before, own = missing.square().sum(), 0
+    identity = torch.eye(hidden.shape[1], dtype=hidden.dtype)
+    for number, down in enumerate(experts.down_proj.detach()):
+        tokens, slots = (choices == number).nonzero(as_tuple=True)
+        gate, up = (hidden[tokens] @ experts.gate_up_proj[number].T).chunk(2, -1)
+        added = (torch.nn.functional.silu(gate) * up @ down.T * weights[tokens, slots][:, None]).detach()
+        wanted, held_out = added + missing[tokens], tokens // ids.shape[1] % 4 == 3
+        change = by_hand(added, wanted, held_out, 0.01, identity) - identity
+        own += bool(change.any())
+        missing[tokens] -= added @ change
+        torch.testing.assert_close(
+            found.model.layers[-1].mlp.experts.down_proj[number].detach(),
+            down + change.T @ down,
+            rtol=1e-6,
+            atol=1e-9,
+        )
+    assert own
+    assert result["experts"][1] == pytest.approx(float(missing.square().sum() / before), rel=1e-6)
+    assert result["experts"][1] < 0.99
+
+
+def test_an_expert_that_few_tokens_choose_keeps_the_maps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = tiny_model("qwen3_moe", seed=1)
+    own, reads, neither = (converted(teacher, Connectivity({"last": 1})) for _ in range(3))
+    ids = text(5)  # 160 tokens, of which an expert has 40 on average
+    calibrate_model(own, teacher, ids, progress=False)
+    monkeypatch.setattr(layer_module, "fold_adds", lambda *_: None)
+    calibrate_model(reads, teacher, ids, progress=False)
+    monkeypatch.setattr(solve, "FITS_THE_SAMPLE", 0.0)  # no map of their own
+    calibrate_model(neither, teacher, ids, progress=False)
+    one, two, three = (model.model.layers[-1].mlp.experts for model in (own, reads, neither))
+    with calls_of(three) as calls:
+        neither.model(ids)
+    few = torch.bincount(calls[0].choices.flatten(), minlength=8) < 32
+    assert few.any()
+    for number in few.nonzero()[:, 0].tolist():
+        assert torch.equal(one.down_proj[number], two.down_proj[number])
+        assert torch.equal(two.gate_up_proj[number], three.gate_up_proj[number])
+
+
+def test_a_teacher_that_is_a_linear_map_away_is_recovered() -> None:
+    """Parallel layers, the first of which computes what the regular one does: its maps are all that differs."""
+    teacher = tiny_model("cohere2_moe", dtype=torch.float64, experts_implementation="eager")
+    student = copy.deepcopy(teacher)
+    convert_model(student, Connectivity([0]), regular_ok=True)
+    layer, generator = student.model.layers[0], torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        scale = 1 + 0.3 * torch.rand(32, generator=generator)
+        layer.input_layernorm.weight.mul_(scale)
+        layer.self_attn.o_proj.weight.mul_(1.5)
+        mixed = torch.eye(32) + 0.1 * torch.randn(32, 32, generator=generator)
+        layer.mlp.down_proj.weight.copy_(mixed.double() @ layer.mlp.down_proj.weight)
+    held_out = text(8, seed=1)
+    assert kl(teacher, student, held_out) > 1e-2
+    calibrate_model(student, teacher, text(64), ridge=1e-13, progress=False)
+    assert kl(teacher, student, held_out) < 1e-12
+
+
+def test_padding_is_no_text() -> None:
+    examples = [
+        {"input_ids": [5, 6, 7], "loss_mask": [False, True, False]},
+        {"input_ids": [8, 9], "loss_mask": [True] * 2},
+    ]
+    (row,) = pack(examples, 8, pad_token_id=0)
+    batch = {name: torch.as_tensor(value)[None] for name, value in row.items()}
+    assert real_tokens(batch).tolist() == [[True] * 5 + [False] * 3]
+    assert len(take_rows(as_rows(text(9)), 65)) == 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 checkpoint in two files, experts one by one, as the Hub has them."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    model = tiny_model("qwen3_moe", seed=1, vocab_size=300).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    tiny_tokenizer(300).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    words = [f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}." for n in range(400)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in words))
+    return path
+
+
+def run_folder(base: Path, out: Path, ids: Tensor, launch: Launch = CPU) -> dict[str, Any]:
+    work = out.with_name("work")
+    work.mkdir(exist_ok=True)
+    found = find_model(ModelConfig(path=str(base)))
+    return calibrate_checkpoint(
+        found, out, work, Connectivity([1, 3]), as_rows(ids), ridge=1e-3, launch=launch
+    )
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_resumed_it_is_the_same(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = text(24)
+    whole = run_folder(base, tmp_path / "whole", ids)
+    assert whole["tokens"] == 24 * 32 and [result["layer"] for result in whole["layers"]] == [1, 3]
+    old, new = tensors(base), tensors(tmp_path / "whole")
+    assert old.keys() == new.keys() and {value.dtype for value in new.values()} == {torch.bfloat16}
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert {name.split(".")[2] for name in changed} == {"1", "3"}
+    assert not any("norm" in name for name in changed) and any(
+        "experts.7.up_proj" in name for name in changed
+    )
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert config["farskip_calibration"] == {"tokens": 768, "ridge": 1e-3, "layers": [1, 3]}
+    teacher = load_model(base, dtype=torch.float32)
+    plain = load_model(base, connectivity=Connectivity([1, 3]), dtype=torch.float32)
+    held_out = text(32, seed=1)
+    found = load_model(tmp_path / "whole", dtype=torch.float32)
+    assert kl(teacher, found, held_out) < kl(teacher, plain, held_out)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("_save", "_write_layer"):  # after a layer was written and not noted; before it was written
+        out = tmp_path / place / "out"
+        out.parent.mkdir()
+        with monkeypatch.context() as patch:
+            original, calls = getattr(folder_module, place), iter(range(9))
+            patch.setattr(folder_module, place, lambda *a: original(*a) if next(calls) < 1 else stop())  # noqa: B023
+            with pytest.raises(KeyboardInterrupt):
+                run_folder(base, out, ids)
+        assert not out.exists()
+        resumed = run_folder(base, out, ids)
+        assert resumed["layers"] == whole["layers"] and not out.with_name("work").exists()
+        assert all(torch.equal(value, new[name]) for name, value in tensors(out).items())
+    assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
+
+
+def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
+    base: Path, tmp_path: Path
+) -> None:
+    ids = text(200, length=64)  # four batches, the last of them short
+    (tmp_path / "one").mkdir()
+    run_folder(base, tmp_path / "one" / "out", ids)
+
+    left: list[int] = []
+
+    def rank(number: int) -> list[int]:
+        unlink, finish = Path.unlink, folder_module._finish
+
+        def late(path: Path, **options: Any) -> None:
+            time.sleep(0.3 * number)
+            unlink(path, **options)
+
+        def counted(model: Path, *args: Any) -> None:
+            left.append(len(list(model.parent.glob("streams-*"))))
+            finish(model, *args)
+
+        Path.unlink, folder_module._finish = late, counted  # type: ignore[assignment,method-assign]
+        engine = Engine("fsdp2", reshard=True)
+        run_folder(
+            base,
+            tmp_path / "two" / "out",
+            ids,
+            Launch(torch.device("cpu"), engine, Ranks(number, 2, lockstep=True)),
+        )
+        return left
+
+    (tmp_path / "two").mkdir()
+    # When the first rank removes the folder, a late one is no longer at work in it.
+    assert run_ranks(rank, 2) == [[2], []]
+    one, two, old = (tensors(folder) for folder in (tmp_path / "one" / "out", tmp_path / "two" / "out", base))
+    distances = [
+        float(
+            (one[n].float() - two[n].float()).norm()
+            / (one[n].float() - old[n].float()).norm().clamp(min=1e-9)
+        )
+        for n in one
+    ]
+    assert max(distances) < 0.02  # bfloat16 rounds a few of the weights to the other side
+
+
+def test_one_layer_is_in_memory_at_a_time(base: Path) -> None:
+    models = Layerwise(read_checkpoint(base), ALL, torch.device("cpu"))
+
+    def loaded() -> set[str]:
+        return {name for name, value in models.model.named_parameters() if not value.is_meta}
+
+    outside = {"model.embed_tokens.weight", "model.norm.weight"}
+    assert loaded() == outside
+    for index in (0, 3):
+        with models.layer(index):
+            inside = {name for name, _ in models.model.named_parameters() if f".layers.{index}." in name}
+            assert loaded() == outside | inside
+    assert loaded() == outside
+
+
+def test_the_command_calibrates_and_tells_what_it_did(
+    base: Path, rows: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    words = [
+        "calibrate",
+        str(base),
+        str(out),
+        "--layers",
+        "last:75%",
+        "--text",
+        f"{{path: {rows}, columns: {{text: text}}}}",
+    ]
+    assert main([*words, "--tokens", "2000", "--max-length", "64"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["stage"] == "calibrate" and 2000 <= manifest["results"]["tokens"] < 2064
+    assert (
+        manifest["settings"]["data"]["train"][0]["path"] == str(rows) and "data.train.0" in manifest["inputs"]
+    )
+    assert [result["layer"] for result in manifest["results"]["layers"]] == [1, 2, 3]
+    assert not (tmp_path / "out.partial").exists()
+    model, tokenizer = fcsd.load(out)
+    assert model.config.farskip["layers"] == [1, 2, 3] and tokenizer("Line 1")["input_ids"]
+    push(out, "me/model", dry_run=tmp_path / "push")
+    card = (tmp_path / "push" / "README.md").read_text()
+    assert (
+        "are folded into the weights of 3 layers, which are therefore not the original's. Data: `text.jsonl`"
+        in card
+    )
+    for again in (out, base):  # a calibrated model, and a folder that is there
+        capsys.readouterr()
+        assert (
+            main(["calibrate", str(again), str(tmp_path / "other" if again == out else out), *words[3:]]) == 2
+        )
+        message = capsys.readouterr().err
+        assert ("is calibrated already" if again == out else "exists and is not empty") in message
+        assert len(message.splitlines()) == 1
+
+
+def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder / "recipe.yaml"
+
+
+def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_need_not(
+    base: Path, rows: Path, tmp_path: Path
+) -> None:
+    train = {
+        "max_steps": 1,
+        "batch_size_tokens": 128,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-9,
+    }
+    recipe = {
+        "name": "r",
+        "output_dir": str(tmp_path / "run"),
+        "model": {"path": str(base)},
+        "connectivity": {"layers": [1, 3]},
+        "calibration": {"tokens": 1500},
+        "data": {"train": [{"path": str(rows), "columns": {"text": "text"}}], "max_length": 64},
+        "train": train | {"warmup_steps": 0},
+        "variants": {"same": {"train.learning_rate": 2e-9}, "copied": {"calibration": None}},
+    }
+    for variant in (None, "copied"):
+        fcsd.run_stage("distill", recipe, variant=variant)
+    same = calibrate(Run(fcsd.load_recipe(write_recipe(recipe, tmp_path)), CPU), "same")
+    assert same.folder.name == "fcsd" and same.state() == "finished"
+    run = tmp_path / "run"
+    assert [path.name for path in (run / "calibrate").iterdir()] == [
+        "fcsd"
+    ]  # shared by the variant of its settings
+    calibrated, original = tensors(run / "calibrate" / "fcsd" / "model"), tensors(base)
+    assert any(not torch.equal(calibrated[name], original[name]) for name in original)
+    for folder, start in (
+        ("distill", calibrated),
+        ("variants/copied", original),
+    ):
+        left = tensors(run / folder / "model")
+        assert max(float((value - start[name]).abs().max()) for name, value in left.items()) < 1e-6, folder
+    config = json.loads((run / "distill" / "model" / "config.json").read_text())
+    assert config["farskip_calibration"]["layers"] == [1, 3]
+    with pytest.raises(UserError, match="adapter_off takes the student's own weights for the original's"):
+        fcsd.run_stage("distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}})
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Any, Any]]:
+    teacher = tiny_model("qwen3_moe")
+    yield converted(teacher), teacher
+
+
+def test_a_data_set_is_made_into_the_rows_that_a_training_would_have(pair: tuple[Any, Any]) -> None:
+    student, teacher = pair
+    tokenizer = tiny_tokenizer(99)
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": f"{n + 1}"}]}
+        for n in range(60)
+    ]
+    options: dict[str, Any] = {"max_length": 32, "shuffle": False, "loss_on": "all"}
+    packed = given_rows(chats, tokenizer, name="rows", **options)
+    others = [copy.deepcopy(student) for _ in range(3)]
+    expected = fcsd.calibrate(student, teacher, packed)
+    data = datasets.Dataset.from_list(chats)
+    assert fcsd.calibrate(others[0], teacher, data, tokenizer=tokenizer, max_length=32) == expected
+    assert fcsd.calibrate(others[1], teacher, list(text(24))) == fcsd.calibrate(others[2], teacher, text(24))
+
+
+def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(pair: tuple[Any, Any]) -> None:
+    chats = [{"messages": [{"role": "user", "content": "a"}]}]
+    for rows, message in (
+        (chats, "rows: a data set with 'messages'; give the model's tokenizer, too"),
+        (
+            datasets.Dataset.from_list(chats),
+            "rows: a data set with 'messages'; give the model's tokenizer, too",
+        ),
+        (
+            [torch.arange(3), torch.arange(4)],
+            r"rows: list of Tensor; token ids \(N, T\), tensors \(T,\) of one",
+        ),
+        (torch.arange(3), "rows: Tensor of Tensor; token ids"),
+        ([[3, 4], [5, 6]], "rows: list of list; token ids"),
+        (5, "rows: int of NoneType; token ids"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fcsd.calibrate(*pair, rows)
+    with pytest.raises(UserError, match=r"data set rows, row 1: .*'content': 5}; correct it$"):
+        fcsd.calibrate(*pair, [{"messages": [{"role": "user", "content": 5}]}], tokenizer=tiny_tokenizer(99))
+
+
+def test_bad_input_is_one_line(pair: tuple[Any, Any], base: Path, tmp_path: Path) -> None:
+    student, teacher = pair
+    with pytest.raises(UserError, match=r"96 tokens in all, .* at least 128 are needed \(4 x hidden size\)"):
+        fcsd.calibrate(student, teacher, text(3))
+    with pytest.raises(
+        UserError, match=r"has the token id 150, and the model 99 tokens; .* another tokenizer"
+    ):
+        fcsd.calibrate(student, teacher, text(24) + 61)
+    with pytest.raises(UserError, match="is not converted; convert the student first"):
+        fcsd.calibrate(teacher, teacher, text(24))
+    with pytest.raises(
+        UserError, match="the teacher has to be the student's original, a regular qwen3_moe of width 32"
+    ):
+        fcsd.calibrate(student, tiny_model("olmoe"), text(24))
+    with pytest.raises(UserError, match=r"the Gram matrix .* is singular"):
+        fcsd.calibrate(student, teacher, text(1, length=4).repeat(1, 64), ridge=0.0)
+    with torch.no_grad():
+        teacher.model.layers[1].mlp.gate.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="are not finite"):
+        fcsd.calibrate(student, teacher, text(24))
+    good, teacher = converted(tiny_model("qwen3_moe")), tiny_model("qwen3_moe")
+    fcsd.calibrate(good, teacher, text(24))
+    with pytest.raises(UserError, match="is calibrated already, and a second round makes it worse"):
+        fcsd.calibrate(good, teacher, text(24))
+    fcsd.convert_checkpoint(base, tmp_path / "converted")
+    shutil.copytree(base, tmp_path / "quantised")
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    for name, message in (
+        ("converted", "is converted already; give the original"),
+        ("quantised", "are quantised"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_folder(tmp_path / name, tmp_path / "out", text(24))

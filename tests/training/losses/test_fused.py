@@ -1,0 +1,746 @@
+"""The fused losses against plain autograd in float64 on full logits."""
+
+import copy
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fcsd.base.errors import UserError
+from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.training.losses import fused as losses
+from fcsd.training.losses.fused import (
+    KERNELS,
+    Divergence,
+    Kernels,
+    fused_linear_cross_entropy,
+    fused_linear_divergence,
+    fused_linear_kl,
+)
+from fcsd.training.losses.head import _Target, attach_loss_head
+from tests.float64 import ROUNDINGS
+
+N, D, D_TEACHER, V = 37, 12, 20, 53
+
+
+def reference_logits(hidden, weight, bias=None, scale=1.0, softcap=None, dtype=torch.float64):
+    z = hidden.to(dtype) @ weight.to(dtype).T
+    if bias is not None:
+        z = z + bias.to(dtype)
+    z = z * scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def reference_kl(student, teacher):
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")
+
+
+def inputs(dtype=torch.float64, n=N, seed=0):
+    """Numbers that float32 has, too."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    return rand(n, D), rand(V, D), rand(n, D_TEACHER), rand(V, D_TEACHER), rand(V), rand(V)
+
+
+def assert_equal_equations(actual, expected):
+    """In float64, where another order of summation shows at 1e-14, on every CPU."""
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def assert_as_exact(actual, plain, exact):
+    """float32's `actual` is not much further from float64's `exact` than `plain`, which is float32 on full logits."""
+    floor = torch.finfo(torch.float32).eps * exact.norm()
+    assert (actual.double() - exact).norm() <= ROUNDINGS * max((plain.double() - exact).norm(), floor)
+
+
+def one_token_bytes(tiles=3, itemsize=8):
+    return V * itemsize * tiles
+
+
+OPTIONS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.37, "teacher_scale": 1.7},
+    "softcap": {"softcap": 2.0, "teacher_softcap": 3.0},
+    "everything": {"bias": True, "scale": 0.7, "teacher_scale": 1.2, "softcap": 1.5},
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_kl_and_its_gradients_equal_float64_autograd(option, chunk_tokens):
+    o = OPTIONS[option]
+    h, w, th, tw, b, tb = inputs()
+    bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
+    leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
+    scale, teacher_scale = o.get("scale", 1.0), o.get("teacher_scale", 1.0)
+    softcap, teacher_softcap = o.get("softcap"), o.get("teacher_softcap")
+
+    expected = reference_kl(
+        reference_logits(h, w, bias, scale, softcap),
+        reference_logits(th, tw, teacher_bias, teacher_scale, teacher_softcap),
+    )
+    expected_grads = torch.autograd.grad(expected * 0.25, leaves)
+    actual = fused_linear_kl(
+        h,
+        w,
+        th,
+        tw,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        logit_scale=scale,
+        teacher_logit_scale=teacher_scale,
+        softcap=softcap,
+        teacher_softcap=teacher_softcap,
+        chunk_bytes=chunk_tokens * one_token_bytes(),
+    )
+    grads = torch.autograd.grad(actual * 0.25, leaves)
+
+    assert_equal_equations(actual, expected)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        assert_equal_equations(grad, reference)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_cross_entropy_and_its_gradients_equal_float64_autograd(option):
+    o = OPTIONS[option]
+    h, w, _, _, b, _ = inputs()
+    bias = b if o.get("bias") else None
+    leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
+    labels = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
+    scale, softcap = o.get("scale", 1.0), o.get("softcap")
+
+    expected = F.cross_entropy(reference_logits(h, w, bias, scale, softcap), labels, reduction="sum")
+    expected_grads = torch.autograd.grad(expected, leaves)
+    actual = fused_linear_cross_entropy(
+        h, w, labels, bias=bias, logit_scale=scale, softcap=softcap, chunk_bytes=5 * one_token_bytes(2)
+    )
+    grads = torch.autograd.grad(actual, leaves)
+
+    assert_equal_equations(actual, expected)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        assert_equal_equations(grad, reference)
+
+
+@pytest.mark.parametrize("objective", ["kl", "ce"])
+def test_gradients_equal_central_differences_in_float64(objective):
+    h, w, th, tw, b, tb = inputs(torch.float64, n=3)
+    labels = torch.tensor([0, V - 1, 7])
+    options = {"logit_scale": 0.5, "softcap": 2.0, "chunk_bytes": 2 * one_token_bytes(4, 8)}
+
+    def loss(h, w, b):
+        if objective == "kl":
+            return fused_linear_kl(h, w, th, tw, bias=b, teacher_bias=tb, **options)
+        return fused_linear_cross_entropy(h, w, labels, bias=b, **options)
+
+    leaves = [x.requires_grad_() for x in (h, w, b)]
+    grads = torch.autograd.grad(loss(*leaves), leaves)
+    step = 1e-6
+    for which, grad in enumerate(grads):
+        for index in range(0, grad.numel(), 7):
+            values = []
+            for sign in (1, -1):
+                moved = [x.detach().clone() for x in leaves]
+                moved[which].view(-1)[index] += sign * step
+                values.append(loss(*moved))
+            difference = (values[0] - values[1]) / (2 * step)
+            torch.testing.assert_close(grad.view(-1)[index], difference, rtol=1e-6, atol=1e-7)
+
+
+def test_masked_rows_left_out_give_the_loss_of_the_mask_and_no_gradient_to_them():
+    h, w, th, tw, *_ = inputs()
+    keep = torch.arange(N) % 3 != 0
+    h.requires_grad_(), w.requires_grad_()
+    per_token = F.kl_div(
+        reference_logits(h, w).log_softmax(-1),
+        reference_logits(th, tw).log_softmax(-1),
+        log_target=True,
+        reduction="none",
+    ).sum(-1)
+    expected = (per_token * keep).sum()
+    expected_grads = torch.autograd.grad(expected, (h, w))
+    grads = torch.autograd.grad(fused_linear_kl(h[keep], w, th[keep], tw), (h, w))
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        assert_equal_equations(grad, reference)
+    assert (grads[0][~keep] == 0).all()
+
+
+@pytest.mark.parametrize("objective", ["kl", "ce"])
+def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(objective):
+    h, w, th, tw, b, _ = inputs(n=0)
+    leaves = [x.requires_grad_() for x in (h, w, b)]
+    if objective == "kl":
+        loss = fused_linear_kl(h, w, th, tw, bias=b)
+    else:
+        loss = fused_linear_cross_entropy(h, w, torch.zeros(0, dtype=torch.long), bias=b)
+    assert loss.item() == 0.0
+    grads = torch.autograd.grad(loss, leaves)
+    assert [g.shape for g in grads] == [x.shape for x in leaves]
+    assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden"])
+def test_a_frozen_side_gets_no_gradient_and_leaves_the_other_sides_unchanged(frozen):
+    h, w, th, tw, *_ = inputs()
+    both = torch.autograd.grad(fused_linear_kl(h.requires_grad_(), w.requires_grad_(), th, tw), (h, w))
+    h2, w2 = h.detach().clone(), w.detach().clone()
+    trained = (h2 if frozen == "head" else w2).requires_grad_()
+    fused_linear_kl(h2, w2, th, tw).backward()
+    torch.testing.assert_close(trained.grad, both[0] if frozen == "head" else both[1], rtol=0, atol=0)
+    assert (w2 if frozen == "head" else h2).grad is None
+
+
+def test_the_teacher_gets_no_gradient_even_when_it_would_take_one():
+    h, w, th, tw, *_ = inputs()
+    fused_linear_kl(h.requires_grad_(), w, th.requires_grad_(), tw.requires_grad_()).backward()
+    assert th.grad is None and tw.grad is None
+
+
+def test_a_head_tied_to_the_embedding_collects_both_gradients():
+    _, w, th, tw, *_ = inputs()
+    ids = torch.arange(N) % V
+    w.requires_grad_()
+    expected = torch.autograd.grad(
+        reference_kl(reference_logits(torch.tanh(w[ids].double()), w), reference_logits(th, tw)), w
+    )[0]
+    actual = torch.autograd.grad(fused_linear_kl(torch.tanh(w[ids]), w, th, tw), w)[0]
+    assert_equal_equations(actual, expected)
+
+
+def test_without_gradients_only_the_loss_is_computed():
+    h, w, th, tw, *_ = inputs()
+    with torch.no_grad():
+        loss = fused_linear_kl(h.requires_grad_(), w, th, tw)
+    assert not loss.requires_grad
+    assert_equal_equations(loss, reference_kl(reference_logits(h, w), reference_logits(th, tw)))
+
+
+def close_student(kl_scale, dtype=torch.bfloat16):
+    """A student near its teacher: one shared bfloat16 head, logits of standard deviation about 2.5."""
+    g = torch.Generator().manual_seed(3)
+    d, v, n = 64, 2000, 64
+    w = (torch.randn(v, d, generator=g) / d**0.5).to(dtype)
+    th = (2.5 * torch.randn(n, d, generator=g)).to(dtype)
+    h = (th.float() + kl_scale * torch.randn(n, d, generator=g)).to(dtype)
+    return h, w, th
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_gradients_are_exact_where_rounded_logits_lose_a_tenth(autocast):
+    h, w, th = close_student(0.1)
+    s, t = reference_logits(h, w), reference_logits(th, w)
+    exact = (s.softmax(-1) - t.softmax(-1)) @ w.double()
+    rounded = (s.bfloat16().double().softmax(-1) - t.bfloat16().double().softmax(-1)) @ w.double()
+
+    h.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = fused_linear_kl(h, w, th, w)
+    loss.backward()
+
+    def error(gradient):
+        return ((gradient.double() - exact).norm() / exact.norm()).item()
+
+    assert h.grad.dtype == torch.bfloat16
+    assert error(rounded) > 0.1
+    assert error(h.grad) < 4e-3  # the rounding of the returned bfloat16 gradient itself
+    torch.testing.assert_close(loss.double(), reference_kl(s, t), rtol=1e-4, atol=0)
+
+
+def test_float32_inputs_inside_autocast_are_not_rounded():
+    h, w, th, tw, *_ = inputs(torch.float32)
+    alone = fused_linear_kl(h, w, th, tw)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(fused_linear_kl(h, w, th, tw), alone)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
+    h, w, th, tw, *_ = inputs()
+    h[3, 2] = bad
+    assert not torch.isfinite(fused_linear_kl(h, w, th, tw))
+    assert not torch.isfinite(fused_linear_cross_entropy(h, w, torch.zeros(N, dtype=torch.long)))
+    h, w, th, tw, *_ = inputs()
+    th[3, 2] = bad
+    assert not torch.isfinite(fused_linear_kl(h, w, th, tw))
+
+
+def rounding_of(*logits):
+    """What float32 rounds off the largest logit; a probability, and so a loss, is relatively as inexact."""
+    return torch.finfo(torch.float32).eps * max(float(z.detach().abs().max()) for z in logits)
+
+
+def test_extreme_logits_give_the_finite_loss_that_float64_gives():
+    h, w, th, tw, *_ = inputs(torch.float32)
+    h, th = h * 200, th * 200
+    logits = reference_logits(h, w), reference_logits(th, tw)
+    found = fused_linear_kl(h, w, th, tw).double()
+    torch.testing.assert_close(found, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
+
+
+def test_different_vocabularies_are_refused_with_both_sizes():
+    h, w, th, tw, *_ = inputs()
+    with pytest.raises(UserError, match=r"differ in vocabulary size \(52 and 53\)"):
+        fused_linear_kl(h, w, th, tw[:-1])
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    h, w, th, tw, b, _ = inputs()
+    with pytest.raises(UserError, match="teacher: hidden states"):
+        fused_linear_kl(h, w, th[:, :-1], tw)
+    with pytest.raises(UserError, match="36 tokens of the teacher for 37 of the student"):
+        fused_linear_kl(h, w, th[:-1], tw)
+    with pytest.raises(UserError, match="head bias"):
+        fused_linear_kl(h, w, th, tw, bias=b[:-1])
+    with pytest.raises(UserError, match="labels of shape"):
+        fused_linear_cross_entropy(h, w, torch.zeros(N - 1, dtype=torch.long))
+
+
+def test_a_retained_graph_cannot_be_scaled_twice():
+    h, w, th, tw, *_ = inputs()
+    loss = fused_linear_kl(h.requires_grad_(), w, th, tw)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- the other divergences, temperature, clipping, padding, statistics
+
+
+def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip=None):
+    """Per token, from full logits: sums over the vocabulary as they stand in the papers."""
+    p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
+
+    def kl(p, q):
+        return (p * (p.log() - q.log())).sum(-1)
+
+    m = (1 - beta) * p_s + beta * p_t
+    per_token = {
+        "kl": lambda: kl(p_t, p_s),
+        "reverse_kl": lambda: kl(p_s, p_t),
+        "jsd": lambda: beta * kl(p_t, m) + (1 - beta) * kl(p_s, m),
+    }[name]()
+    return per_token if clip is None else per_token.clamp(max=clip)
+
+
+DIVERGENCES = {
+    "kl at 2": {"name": "kl", "temperature": 2.0},
+    "kl clipped": {"name": "kl", "clip": 20.0},
+    "reverse_kl": {"name": "reverse_kl"},
+    "reverse_kl at 0.5, clipped": {"name": "reverse_kl", "temperature": 0.5, "clip": 25.0},
+    "jsd": {"name": "jsd"},
+    "jsd 0.1 at 3": {"name": "jsd", "jsd_beta": 0.1, "temperature": 3.0},
+    "jsd 0.9 clipped": {"name": "jsd", "jsd_beta": 0.9, "clip": 0.3},
+}
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_divergences_and_their_gradients_equal_float64_autograd(divergence, option, chunk_tokens, statistics):
+    by, o = Divergence(**DIVERGENCES[divergence]), OPTIONS[option]
+    h, w, th, tw, b, tb = inputs()
+    bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
+    leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
+    scales = {"logit_scale": o.get("scale", 1.0), "teacher_logit_scale": o.get("teacher_scale", 1.0)}
+    caps = {"softcap": o.get("softcap"), "teacher_softcap": o.get("teacher_softcap")}
+    per_token = reference_divergence(
+        reference_logits(h, w, bias, scales["logit_scale"], caps["softcap"]),
+        reference_logits(th, tw, teacher_bias, scales["teacher_logit_scale"], caps["teacher_softcap"]),
+        by.name,
+        by.temperature,
+        by.jsd_beta,
+        by.clip,
+    )
+    expected = per_token.sum()
+    expected_grads = torch.autograd.grad(expected * 0.25, leaves)
+    actual, _ = fused_linear_divergence(
+        h,
+        w,
+        th,
+        tw,
+        divergence=by,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        chunk_bytes=chunk_tokens * one_token_bytes(5),
+        statistics=statistics,
+        **scales,
+        **caps,
+    )
+    grads = torch.autograd.grad(actual * 0.25, leaves)
+    assert_equal_equations(actual, expected)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        assert_equal_equations(grad, reference)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergence):
+    by = Divergence(**DIVERGENCES[divergence])
+    h, w, th, tw, b, tb = inputs(torch.float64)
+    leaves = [x.requires_grad_() for x in (h, w, b)]
+    expected = reference_divergence(
+        reference_logits(h, w, b, 0.5, 2.0),
+        reference_logits(th, tw, tb, 0.7, 3.0),
+        by.name,
+        by.temperature,
+        by.jsd_beta,
+        by.clip,
+    ).sum()
+    options = {"bias": b, "teacher_bias": tb, "logit_scale": 0.5, "softcap": 2.0}
+    teacher_options = {"teacher_logit_scale": 0.7, "teacher_softcap": 3.0}
+    actual, _ = fused_linear_divergence(h, w, th, tw, divergence=by, **options, **teacher_options)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    pairs = zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for grad, reference in pairs:
+        torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install 'fcsd[bench]'")
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("name", "beta"), [("kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.2)])
+def test_divergences_are_those_of_trl(name, beta, temperature):
+    from trl.experimental.gkd import GKDTrainer
+
+    h, w, th, tw, *_ = inputs()
+    expected = GKDTrainer.generalized_jsd_loss(
+        reference_logits(h, w)[None],
+        reference_logits(th, tw)[None],
+        beta=beta,
+        temperature=temperature,
+        reduction="sum",
+    )
+    by = Divergence(name, temperature, **({"jsd_beta": beta} if name == "jsd" else {}))
+    actual, _ = fused_linear_divergence(h, w, th, tw, divergence=by)
+    assert_equal_equations(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
+    h, w, th, tw, *_ = inputs()
+    per_token = reference_divergence(reference_logits(h, w), reference_logits(th, tw), name)
+    clip = per_token.sort().values[N // 2 : N // 2 + 2].mean().item()
+    above = per_token > clip
+    assert 0 < above.sum() < N
+    h.requires_grad_()
+    loss, statistics = fused_linear_divergence(
+        h, w, th, tw, divergence=Divergence(name, clip=clip), statistics=True
+    )
+    loss.backward()
+    unclipped = h.detach().clone().requires_grad_()
+    fused_linear_divergence(unclipped, w, th, tw, divergence=Divergence(name))[0].backward()
+    assert (h.grad[above] == 0).all()
+    assert_equal_equations(h.grad[~above], unclipped.grad[~above])
+    assert_equal_equations(loss, per_token[~above].sum() + clip * int(above.sum()))
+    assert_equal_equations(statistics.divergence, per_token)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tokens):
+    by = Divergence(**DIVERGENCES[divergence])
+    h, w, th, tw, b, tb = inputs()
+    th, tw, tb = th[:, :D], w.clone(), tb * 0.5  # near enough for the student to agree on some tokens
+    student, teacher = reference_logits(h + th, w, b), reference_logits(th, tw, tb)
+    _, found = fused_linear_divergence(
+        (h + th).requires_grad_(),
+        w,
+        th,
+        tw,
+        divergence=by,
+        bias=b,
+        teacher_bias=tb,
+        statistics=True,
+        chunk_bytes=chunk_tokens * one_token_bytes(4),
+    )
+    p = (teacher / by.temperature).softmax(-1)
+    agreement = student.argmax(-1) == teacher.argmax(-1)
+    assert 0 < agreement.sum() < N
+    assert torch.equal(found.top1_agreement, agreement)
+    assert_equal_equations(found.teacher_entropy, -(p * p.log()).sum(-1))
+    expected = reference_divergence(student, teacher, by.name, by.temperature, by.jsd_beta)
+    assert_equal_equations(found.divergence, expected)
+    assert not any(rows.requires_grad for rows in found)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(("rows", "teacher_rows"), [(V, V - 5), (V - 5, V), (V, V)])
+def test_padded_rows_of_either_head_are_no_part_of_the_distributions(rows, teacher_rows, name, frozen):
+    h, w, th, tw, b, tb = inputs()
+    size = V - 9
+    w, b = w[:rows].clone().requires_grad_(not frozen), b[:rows].clone().requires_grad_(not frozen)
+    tw, tb = tw[:teacher_rows] * 1.0, tb[:teacher_rows] * 1.0
+    tw[size:] *= 100  # loud, were they not left out
+    leaves = [h.requires_grad_()] + ([] if frozen else [w, b])
+    expected = reference_divergence(
+        reference_logits(h, w[:size], b[:size]), reference_logits(th, tw[:size], tb[:size]), name
+    ).sum()
+    expected_grads = torch.autograd.grad(expected, leaves)
+    actual, statistics = fused_linear_divergence(
+        h,
+        w,
+        th,
+        tw,
+        divergence=Divergence(name),
+        bias=b,
+        teacher_bias=tb,
+        vocab_size=size,
+        statistics=True,
+        chunk_bytes=7 * one_token_bytes(),
+    )
+    grads = torch.autograd.grad(actual, leaves)
+    assert_equal_equations(actual, expected)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        assert_equal_equations(grad, reference)
+    assert frozen or (not grads[1][size:].any() and not grads[2][size:].any())
+    assert statistics.divergence.shape == (N,)
+
+
+def test_padded_rows_have_no_part_in_the_cross_entropy():
+    h, w, *_ = inputs()
+    labels = torch.arange(N) % (V - 9)
+    expected = F.cross_entropy(reference_logits(h, w[: V - 9]), labels, reduction="sum")
+    actual = fused_linear_cross_entropy(h, w, labels, vocab_size=V - 9)
+    assert_equal_equations(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_the_teacher(name):
+    h, w, th = close_student(0.02)
+    s = reference_logits(h, w).requires_grad_()
+    total = reference_divergence(s, reference_logits(th, w), name).sum()
+    assert 2e-5 < total / len(h) < 1e-2
+    exact = torch.autograd.grad(total, s)[0] @ w.double()
+    h = h.float().requires_grad_()  # the gradient itself is then not rounded to bfloat16
+    loss, statistics = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=True)
+    loss.backward()
+    assert (h.grad.double() - exact).norm() / exact.norm() < 5e-3
+    torch.testing.assert_close(loss.double(), total.detach(), rtol=5e-3, atol=0)
+    assert (statistics.divergence > 0).all()
+
+
+class WideningKernels(Kernels):
+    """The matmuls of a GPU, which take bfloat16 and leave float32; the gradient of the logits is rounded."""
+
+    def widens(self, device, dtype):
+        return dtype == torch.bfloat16
+
+    def mm(self, a, b, out):
+        torch.mm(a.float(), b.float(), out=out)
+
+    def addmm(self, accumulator, a, b):
+        accumulator.addmm_(a.float(), b.float())
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, WideningKernels()], ids=["as on this device", "as on a GPU"])
+def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64_at_a_kl_of_4e_4(kernels):
+    """Through the head module: bfloat16 hidden states, heads and returned gradients, a vocabulary of 32,000."""
+    g = torch.Generator().manual_seed(0)
+    n, d, v = 24, 512, 32000
+    model = tiny_model("qwen3_moe")
+    model.lm_head = torch.nn.Linear(d, v, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn(v, d, generator=g) / d**0.5)
+    teacher_head = copy.deepcopy(model.lm_head)
+    attach_loss_head(model)
+    model.lm_head.kernels = kernels
+    th = (2.5 * torch.randn(n, d, generator=g)).bfloat16()
+    h = (th.float() + 0.028 * torch.randn(n, d, generator=g)).bfloat16().requires_grad_()
+
+    hidden, weight = (
+        h.detach().double().requires_grad_(),
+        model.lm_head.weight.detach().double().requires_grad_(),
+    )
+    expected = reference_kl((hidden @ weight.T), reference_logits(th, teacher_head.weight.detach()))
+    expected.backward()
+    assert 3e-4 < expected / n < 5e-4
+
+    by = Divergence("kl")
+    loss, _ = model.lm_head(h, _Target(teacher_hidden=th, teacher_head=teacher_head, divergence=by))
+    loss.backward()
+    for gradient, exact in ((h.grad, hidden.grad), (model.lm_head.weight.grad, weight.grad)):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - exact).norm() / exact.norm() < 5e-3
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("statistics", [False, True])
+def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_converged_student(
+    name, statistics, monkeypatch
+):
+    """In float64, with errors of the size that float32 has: one of 1e-6 a row, where the divergence is below 5e-7."""
+    exactly, g = losses._log_softmax_, torch.Generator().manual_seed(5)
+
+    def rounded(x, work):
+        exactly(x, work)
+        x.add_(1e-6 * torch.randn(len(x), 1, generator=g, dtype=x.dtype))
+
+    h, w, th = close_student(1e-3, torch.float64)
+    expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
+    assert expected / len(h) < 5e-7
+    monkeypatch.setattr(losses, "_log_softmax_", rounded)
+    found, _ = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=statistics)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("statistics", [False, True])
+def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, statistics):
+    h, w, th = close_student(1e-2, torch.float32)
+    expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
+    assert 1e-5 < expected / len(h) < 5e-5
+    found, _ = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=statistics)
+    # A token's figure has two sums of probabilities in it, each near 1 and rounded once; the signs are random.
+    unit = torch.finfo(torch.float32).eps * (2 * len(h)) ** 0.5
+    assert abs(found.double() - expected) < ROUNDINGS * unit < 0.05 * expected
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("divergence", DIVERGENCES | {"kl": {"name": "kl"}})
+def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
+    by, o = Divergence(**(DIVERGENCES | {"kl": {"name": "kl"}})[divergence]), OPTIONS[option]
+    h, w, th, tw, b, tb = inputs(torch.float32)
+    bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
+    leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
+    student = {"bias": bias, "scale": o.get("scale", 1.0), "softcap": o.get("softcap")}
+    teacher = {
+        "bias": teacher_bias,
+        "scale": o.get("teacher_scale", 1.0),
+        "softcap": o.get("teacher_softcap"),
+    }
+
+    def on_full_logits(dtype):
+        logits = (
+            reference_logits(h, w, **student, dtype=dtype),
+            reference_logits(th, tw, **teacher, dtype=dtype),
+        )
+        total = reference_divergence(*logits, by.name, by.temperature, by.jsd_beta, by.clip).sum()
+        return total.detach(), *torch.autograd.grad(total, leaves)
+
+    actual, _ = fused_linear_divergence(
+        h, w, th, tw, divergence=by, bias=bias, teacher_bias=teacher_bias, logit_scale=student["scale"],
+        teacher_logit_scale=teacher["scale"], softcap=student["softcap"], teacher_softcap=teacher["softcap"],
+        chunk_bytes=5 * one_token_bytes(5, 4),
+    )  # fmt: skip
+    found = actual.detach(), *torch.autograd.grad(actual, leaves)
+    for one, plain, exact in zip(
+        found, on_full_logits(torch.float32), on_full_logits(torch.float64), strict=True
+    ):
+        assert_as_exact(one, plain, exact.double())
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_gives(name):
+    h, w, th, tw, *_ = inputs(torch.float32)
+    h, th = (h * 200).requires_grad_(), th * 200
+    logits = reference_logits(h, w), reference_logits(th, tw)
+    s, t = (z.log_softmax(-1) for z in logits)
+    if name == "kl":
+        expected = (t.exp() * (t - s)).sum()
+    elif name == "reverse_kl":
+        expected = (s.exp() * (s - t)).sum()
+    else:
+        m = torch.logaddexp(s, t) - math.log(2)
+        expected = 0.5 * (t.exp() * (t - m)).sum() + 0.5 * (s.exp() * (s - m)).sum()
+    expected_grad = torch.autograd.grad(expected, h)[0]
+    loss, _ = fused_linear_divergence(h, w, th, tw, divergence=Divergence(name), statistics=True)
+    loss.backward()
+    rounding = rounding_of(*logits)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=rounding, atol=0)
+    assert (h.grad - expected_grad).norm() < ROUNDINGS * rounding * (1 + expected_grad.norm())
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_equal_students_have_no_divergence_and_no_gradient(name):
+    h, w, *_ = inputs()
+    h = h.requires_grad_()
+    loss, statistics = fused_linear_divergence(h, w, h, w, divergence=Divergence(name), statistics=True)
+    loss.backward()
+    assert abs(loss.item()) < 1e-6 and h.grad.abs().max() < 1e-6
+    assert statistics.top1_agreement.all()
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_no_tokens_give_zero_and_empty_statistics(name):
+    h, w, th, tw, b, _ = inputs(n=0)
+    leaves = [x.requires_grad_() for x in (h, w, b)]
+    loss, statistics = fused_linear_divergence(
+        h, w, th, tw, bias=b, divergence=Divergence(name, clip=1.0), statistics=True
+    )
+    assert loss.item() == 0.0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, leaves))
+    assert [rows.shape for rows in statistics] == [(0,)] * 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
+    h, w, th, tw, *_ = inputs()
+    h[3, 2] = bad
+    loss, _ = fused_linear_divergence(h.requires_grad_(), w, th, tw, divergence=Divergence(name, clip=1.0))
+    loss.backward()
+    assert not torch.isfinite(h.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "tvd"}, "divergence 'tvd': allowed are kl, reverse_kl and jsd"),
+        ({"temperature": 0.0}, "temperature 0.0: must be a positive number"),
+        ({"temperature": math.inf}, "temperature inf"),
+        (
+            {"name": "jsd", "jsd_beta": 1.0},
+            "jsd_beta 1.0: must lie between 0 and 1; the limits are called kl",
+        ),
+        ({"clip": 0.0}, "clip 0.0: must be a positive number of nats"),
+        ({"clip": math.nan}, "clip nan"),
+    ],
+)
+def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Divergence(**fields)
+
+
+def test_a_vocabulary_larger_than_a_head_is_refused():
+    h, w, th, tw, *_ = inputs()
+    with pytest.raises(UserError, match=r"teacher: a vocabulary of 53 for a head of 50 rows"):
+        fused_linear_kl(h, w, th, tw[:50], vocab_size=V)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
+    """Peak resident memory of a child: one (N, V) float32 matrix is 1000 MiB."""
+    program = """
+        import resource, sys, torch
+        from fcsd.training.losses.fused import Divergence, fused_linear_divergence
+        by = Divergence(sys.argv[1], clip=1.0)
+        torch.set_num_threads(1)
+        n, d, v = 8192, 16, 32000
+        h, th = torch.randn(n, d).requires_grad_(), torch.randn(n, d)
+        w, tw = torch.randn(v, d).requires_grad_(), torch.randn(v, d)
+        fused_linear_divergence(h[:8], w, th[:8], tw, divergence=by)[0].backward()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        options = dict(divergence=by, statistics=True, chunk_bytes=48 << 20)
+        fused_linear_divergence(h, w, th, tw, **options)[0].backward()
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(output.stdout) < 120

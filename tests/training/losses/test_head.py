@@ -1,0 +1,505 @@
+"""The loss head against the unpatched model: same logits without an objective, the textbook loss with one."""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from fcsd.base.errors import UserError
+from fcsd.data.batches import Collator, next_token_targets
+from fcsd.data.packing import pack
+from fcsd.model.families import FAMILIES
+from fcsd.model.families.structure import head_scaling, output_head
+from fcsd.pipeline.tiny.configs import TINY
+from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.training.losses.head import (
+    LossHead,
+    attach_loss_head,
+    detach_loss_head,
+    final_hidden,
+    refuse_packing,
+)
+from tests.reference.ranks import run_ranks
+
+B, T, V = 2, 10, 64
+SHAPE = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    ),
+    "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(
+        **SHAPE,
+        shared_intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        logits_scaling=8.0,
+        embedding_multiplier=2.0,
+        tie_word_embeddings=True,
+    ),
+    "cohere2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25),
+    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=3.0),
+}
+
+
+def make_model(family="qwen3_moe", seed=0):
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    config._attn_implementation = "eager" if family == "gemma2" else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+def make_batch(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (B, T), generator=g)
+    positions = torch.arange(T).expand(B, T)
+    keep = torch.rand(B, T, generator=g) > 0.4
+    return ids, positions, keep, torch.randint(0, V, (int(keep.sum()),), generator=g)
+
+
+def reference_kl(student_logits, teacher_logits):
+    s, t = student_logits.double().log_softmax(-1), teacher_logits.double().log_softmax(-1)
+    return F.kl_div(s, t, log_target=True, reduction="sum")
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(family):
+    student, teacher = make_model(family, 0), make_model(family, 1)
+    ids, positions, keep, _ = make_batch()
+    with torch.no_grad():
+        teacher_logits = teacher(ids, position_ids=positions).logits[keep]
+    expected = reference_kl(student(ids, position_ids=positions).logits[keep], teacher_logits)
+    expected.backward()
+    expected_gradients = gradients(student)
+    student.zero_grad()
+
+    attach_loss_head(student)
+    with torch.no_grad():
+        teacher_hidden = final_hidden(teacher, ids, positions, keep)
+    loss = student(
+        input_ids=ids,
+        position_ids=positions,
+        keep=keep,
+        objective="kl",
+        teacher_hidden=teacher_hidden,
+        teacher_head=teacher.lm_head,
+    )["loss"]
+    loss.backward()
+
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    actual = gradients(student)
+    assert actual.keys() == expected_gradients.keys()
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_cross_entropy_is_that_of_the_unpatched_models_logits(family):
+    model = make_model(family)
+    ids, positions, keep, labels = make_batch()
+    expected = F.cross_entropy(
+        model(ids, position_ids=positions).logits[keep].double(), labels, reduction="sum"
+    )
+    attach_loss_head(model)
+    loss = model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")["loss"]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kept_positions_may_be_given_as_indices():
+    model = make_model()
+    ids, positions, keep, labels = make_batch()
+    attach_loss_head(model)
+    arguments = {"input_ids": ids, "position_ids": positions, "labels": labels, "objective": "ce"}
+    by_mask = model(**arguments, keep=keep)["loss"]
+    by_index = model(**arguments, keep=keep.flatten().nonzero().squeeze(1))["loss"]
+    assert torch.equal(by_mask, by_index)
+
+
+def test_a_batch_without_kept_positions_gives_zero_and_a_gradient_for_every_parameter():
+    model = make_model()
+    ids, positions, keep, _ = make_batch()
+    attach_loss_head(model)
+    nothing = torch.zeros_like(keep)
+    labels = torch.zeros(0, dtype=torch.long)
+    loss = model(input_ids=ids, position_ids=positions, keep=nothing, labels=labels, objective="ce")["loss"]
+    loss.backward()
+    assert loss.item() == 0
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+    assert all((gradient == 0).all() for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoeshared"])
+def test_without_an_objective_the_model_is_what_it_was(family, tmp_path):
+    model, untouched = make_model(family), make_model(family)
+    ids, *_ = make_batch()
+    modules, signature = [name for name, _ in model.named_modules()], inspect.signature(model.forward)
+    attach_loss_head(model)
+
+    assert torch.equal(model(ids).logits, untouched(ids).logits)
+    assert torch.equal(model(ids, labels=ids).loss, untouched(ids, labels=ids).loss)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), untouched.generate(ids, **options))
+    assert inspect.signature(model.forward) == signature
+    assert [name for name, _ in model.named_modules()] == modules
+    assert type(model.lm_head).__name__ == "Linear" and isinstance(model.lm_head, nn.Linear)
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, untouched(ids).logits)
+
+
+def test_detaching_leaves_no_trace():
+    model = make_model()
+    before = {**model.__dict__}, {**model.lm_head.__dict__}, type(model.lm_head)
+    attach_loss_head(model)
+    attach_loss_head(model)  # a second time changes nothing
+    detach_loss_head(model)
+    detach_loss_head(model)
+    assert (model.__dict__, model.lm_head.__dict__, type(model.lm_head)) == before
+
+
+def test_a_forward_that_was_already_replaced_comes_back():
+    model = make_model()
+    seen = []
+    family_forward = model.forward
+    model.forward = lambda *args, **kwargs: seen.append(1) or family_forward(*args, **kwargs)
+    replaced = model.forward
+    attach_loss_head(model)
+    model(make_batch()[0])
+    detach_loss_head(model)
+    assert seen == [1] and model.forward is replaced
+
+
+def test_a_copied_model_trains_its_own_parameters():
+    model = make_model()
+    attach_loss_head(model)
+    twin = copy.deepcopy(model)
+    ids, positions, keep, labels = make_batch()
+    twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")["loss"].backward()
+    assert not gradients(model) and gradients(twin)
+
+
+def test_another_model_of_the_same_class_keeps_its_own_forward():
+    patched, other = make_model(), make_model()
+    attach_loss_head(patched)
+    assert type(other.lm_head) is nn.Linear and "forward" not in other.__dict__
+
+
+def test_forward_hooks_of_the_head_fire_in_training():
+    """FSDP2 and ZeRO-3 gather and reduce the head's weight from such hooks."""
+    model = make_model()
+    attach_loss_head(model)
+    shapes = []
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: shapes.append(tuple(inputs[0].shape)))
+    ids, positions, keep, labels = make_batch()
+    model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")
+    assert shapes == [(int(keep.sum()), 32)]
+
+
+def test_a_teacher_with_a_loss_head_gives_the_same_hidden_states_through_its_own_forward():
+    teacher = make_model()
+    ids, positions, keep, _ = make_batch()
+    expected = final_hidden(teacher, ids, positions, keep)
+    torch.testing.assert_close(teacher.lm_head(expected), teacher(ids).logits[keep])
+    attach_loss_head(teacher)
+    calls = []
+    teacher.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(final_hidden(teacher, ids, positions, keep), expected)
+    assert calls == [1]
+
+
+def test_a_teacher_of_another_scale_keeps_its_own():
+    student, teacher = make_model("granitemoeshared", 0), make_model("granitemoeshared", 1)
+    teacher.config.logits_scaling = 2.0
+    ids, positions, keep, _ = make_batch()
+    expected = reference_kl(student(ids).logits[keep], teacher(ids).logits[keep])
+    attach_loss_head(student)
+    attach_loss_head(teacher)
+    hidden = final_hidden(teacher, ids, positions, keep)
+    loss = student(
+        input_ids=ids,
+        position_ids=positions,
+        keep=keep,
+        objective="kl",
+        teacher_hidden=hidden,
+        teacher_head=teacher.lm_head,
+    )["loss"]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_flash_attention_gets_one_long_row_because_it_would_mix_packed_rows_of_a_batch():
+    model = make_model()
+    ids, positions, keep, labels = make_batch()
+    attach_loss_head(model)
+    arguments = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "keep": keep,
+        "labels": labels,
+        "objective": "ce",
+    }
+    expected = model(**arguments)["loss"]
+    shapes = []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    # sdpa computes; only the name that the model is asked for is that of the flash kernels
+    kernel, model.config._attn_implementation_internal = "sdpa", "flash_attention_2"
+    model.model.register_forward_pre_hook(
+        lambda *_: setattr(model.config, "_attn_implementation_internal", kernel)
+    )
+    actual = model(**arguments)["loss"]
+    assert shapes == [(1, B * T)]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("qwen3_moe", (1.0, None)),
+        ("granitemoeshared", (0.125, None)),
+        ("cohere2", (0.25, None)),
+        ("gemma2", (1.0, 3.0)),
+    ],
+)
+def test_logit_post_processing_is_read_from_the_config(config, expected):
+    assert head_scaling(CONFIGS[config]()) == expected
+
+
+def test_a_model_without_a_linear_head_is_refused():
+    with pytest.raises(UserError, match="Linear: not a causal language model"):
+        attach_loss_head(nn.Linear(2, 2))
+
+
+def test_an_objective_without_its_arguments_is_an_error():
+    model = make_model()
+    attach_loss_head(model)
+    ids, positions, keep, _ = make_batch()
+    with pytest.raises(ValueError, match="objective 'kl': needed is"):
+        model(input_ids=ids, position_ids=positions, keep=keep, objective="kl")
+
+
+def text_ids(model, shape, seed):
+    """Token ids below those that stand for images."""
+    size = min(model.config.get_text_config().vocab_size, 90)
+    return torch.randint(10, size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "ce"])
+@pytest.mark.parametrize("family", TINY)
+def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
+    """Teacher: the same model on other tokens. Soft caps and padding are made to bite where a family has them."""
+    model = own_logits_model(family)
+    ids, others = text_ids(model, (B, T), 0), text_ids(model, (B, T), 1)
+    positions, keep = torch.arange(T).expand(B, T), make_batch()[2]
+    with torch.no_grad():
+        logits, teacher_logits = (model(x).logits[keep].double() for x in (ids, others))
+        labels = torch.arange(len(logits)) % logits.shape[-1]
+        arguments = {"input_ids": ids, "position_ids": positions, "keep": keep, "objective": name}
+        attach_loss_head(model)
+        if name == "ce":
+            expected = F.cross_entropy(logits, labels, reduction="sum")
+            found = model(**arguments, labels=labels)
+        else:
+            s, t = (logits / 2).log_softmax(-1), (teacher_logits / 2).log_softmax(-1)
+            m = ((s.exp() + t.exp()) / 2).log()
+            pairs = {"kl": [(s, t)], "reverse_kl": [(t, s)], "jsd": [(m, s), (m, t)]}[name]
+            expected = sum(F.kl_div(a, b, log_target=True, reduction="sum") for a, b in pairs) / len(pairs)
+            hidden = final_hidden(model, others, positions, keep)
+            arguments |= {"teacher_hidden": hidden, "teacher_head": output_head(model)}
+            found = model(**arguments, temperature=2.0)
+            agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
+            assert torch.equal(found["top1_agreement"], agreement)
+            torch.testing.assert_close(
+                found["teacher_entropy"].double(), -(t.exp() * t).sum(-1), rtol=1e-5, atol=0
+            )
+        detach_loss_head(model)
+    torch.testing.assert_close(found["loss"].double(), expected, rtol=1e-5, atol=0)
+
+
+@functools.cache
+def own_logits_model(family):
+    model = tiny_model(family)
+    config = model.config.get_text_config()
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        config.final_logit_softcapping = 3.0
+        if hasattr(model, "final_logit_softcapping"):  # mistral_large4 keeps a copy
+            model.final_logit_softcapping = 3.0
+    if hasattr(config, "unpadded_vocab_size"):
+        config.unpadded_vocab_size = config.vocab_size - 5
+    return model
+
+
+def test_every_kind_of_logit_post_processing_is_among_the_families():
+    scales = {row.logit_scale[0] for row in FAMILIES.values() if row.logit_scale is not None}
+    kinds = set()
+    for family in TINY:
+        config = own_logits_model(family).config.get_text_config()
+        kinds |= {name for name in scales if getattr(config, name, None) not in (None, 1.0)}
+        kinds |= {
+            name for name in ("final_logit_softcapping", "unpadded_vocab_size") if hasattr(config, name)
+        }
+    assert kinds == {*scales, "final_logit_softcapping", "unpadded_vocab_size"}
+
+
+PACKING_LEAKS = {family for family, row in FAMILIES.items() if row.packing == "leaks"}
+# Attention sinks, which sdpa has not.
+SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
+ATTENTION = [
+    (family, attention)
+    for family in TINY
+    for attention in ("sdpa", "eager")
+    if family not in PACKING_LEAKS and not (family in SINKS and attention == "sdpa")
+]
+
+
+def packed_and_alone(model):
+    """The losses of examples packed into rows of 24, and of each on its own; the packed batch."""
+    ids = text_ids(model, (54,), 0).tolist()
+    examples = [ids[sum(LENGTHS[:k]) : sum(LENGTHS[: k + 1])] for k in range(len(LENGTHS))]
+    rows = pack([{"input_ids": e, "loss_mask": [True] * len(e)} for e in examples], 24, pad_token_id=0)
+    batch = Collator()(list(rows))
+    keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
+    with torch.no_grad():
+        alone = sum(
+            F.cross_entropy(
+                model(torch.tensor([e])).logits[0, :-1].double(), torch.tensor(e[1:]), reduction="sum"
+            )
+            for e in examples
+        )
+        attach_loss_head(model)
+        arguments = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "keep": keep}
+        packed = model(**arguments, labels=targets, objective="ce")["loss"]
+    return packed.double(), alone, batch
+
+
+LENGTHS = (5, 19, 2, 7, 12, 3, 6)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(family, attention):
+    """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
+    model = tiny_model(family, attn_implementation=attention)
+    packed, alone, batch = packed_and_alone(model)
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=0)
+    refuse_packing(model, batch["labels"], batch["position_ids"])
+
+
+@pytest.mark.parametrize("family", sorted(PACKING_LEAKS))
+def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_each_other(family):
+    model = tiny_model(family)
+    packed, alone, batch = packed_and_alone(model)
+    assert abs(packed - alone) > 1e-4 * alone, "packs well now: take it off the list"
+    with pytest.raises(UserError, match=f"model type '{family}' lets packed examples .* data.packing: false"):
+        refuse_packing(model, batch["labels"], batch["position_ids"])
+    rows = pack([{"input_ids": [11, 12, 13], "loss_mask": [True] * 3}], 24, pad_token_id=0)
+    single = Collator()(list(rows))
+    refuse_packing(model, single["labels"], single["position_ids"])
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
+    student, teacher = make_model(seed=0), make_model(seed=1)
+    ids, positions, keep, _ = make_batch()
+    logits = [model(ids).logits[keep][:, :50].double() / 1.5 for model in (student, teacher)]
+    p_s, p_t = (x.softmax(-1) for x in logits)
+    m = 0.8 * p_s + 0.2 * p_t
+    per_token = 0.2 * (p_t * (p_t / m).log()).sum(-1) + 0.8 * (p_s * (p_s / m).log()).sum(-1)
+    clip = per_token.sort().values[3:5].mean().item()
+    attach_loss_head(student, vocab_size=50)
+    found = student(
+        input_ids=ids,
+        position_ids=positions,
+        keep=keep,
+        objective="jsd",
+        temperature=1.5,
+        jsd_beta=0.2,
+        clip=clip,
+        teacher_hidden=final_hidden(teacher, ids, positions, keep),
+        teacher_head=teacher.lm_head,
+    )
+    torch.testing.assert_close(found["divergence"], per_token, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found["loss"], per_token.clamp(max=clip).sum(), rtol=1e-10, atol=0)
+
+
+def test_the_class_of_the_head_is_made_once():
+    first, second = make_model(), make_model()
+    attach_loss_head(first)
+    attach_loss_head(second)
+    assert type(first.lm_head) is type(second.lm_head) and issubclass(type(first.lm_head), LossHead)
+
+
+# ---- several ranks
+
+
+def kl_of_one_rank(rank, wrapper):
+    """Loss and gradients of two rows on one rank, then over two; the second row is masked throughout."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    student, teacher = make_model(seed=0), make_model(seed=1).requires_grad_(False)
+    attach_loss_head(student)
+    attach_loss_head(teacher)
+    ids, positions, keep, _ = make_batch()
+    keep[1] = False
+
+    def loss_of(model, rows):
+        with torch.no_grad():
+            hidden = final_hidden(teacher, ids[rows], positions[rows], keep[rows])
+        arguments = {"input_ids": ids[rows], "position_ids": positions[rows], "keep": keep[rows]}
+        return model(**arguments, objective="kl", teacher_hidden=hidden, teacher_head=teacher.lm_head)["loss"]
+
+    expected = loss_of(student, slice(None))
+    expected.backward()
+    expected_gradients = gradients(student)
+    student.zero_grad()
+    wrapped = student
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(student)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for model in (student, teacher):
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+    loss = loss_of(wrapped, slice(rank, rank + 1))
+    (loss * 2).backward()  # ranks are averaged
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    worst = 0.0
+    for name, parameter in student.named_parameters():
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        reference = expected_gradients[name]
+        worst = max(worst, ((gradient - reference).norm() / (reference.norm() + 1e-6)).item())
+    return expected.item(), total.item(), worst, isinstance(student.lm_head.weight, DTensor)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_ranks_give_the_loss_and_gradients_of_one_even_when_one_of_them_keeps_no_token(wrapper):
+    for expected, total, worst, sharded in run_ranks(kl_of_one_rank, 2, wrapper):
+        assert total == pytest.approx(expected, rel=1e-5)
+        assert worst < 1e-4
+        assert sharded == (wrapper == "fsdp2")

@@ -1,0 +1,751 @@
+"""FCSDTrainer: what a recipe trains, a Trainer in every respect, and errors in one line."""
+
+import copy
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+
+import fcsd
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
+from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.fcsd_trainer import FCSDTrainer
+from tests.reference.ranks import run_ranks
+from tests.report.publish.hub_server import TOKEN, Hub, running_hub
+from tests.support import ROOT, Bench
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_length": 32,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "seed": 0,
+    "disable_tqdm": True,
+}
+
+
+def examples(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} + {n % 7}"},
+                {"role": "assistant", "content": f"{n + n % 7} is it"},
+            ]
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    return tiny_model(
+        "qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4, experts_implementation="eager"
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer(300)
+
+
+@pytest.fixture
+def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTrainer]:
+    """A trainer of a fresh converted copy; keywords of the trainer, all others are settings."""
+
+    def trainer(folder: str = "run", **changes: Any) -> FCSDTrainer:
+        names = {
+            "model", "train_dataset", "eval_dataset", "processing_class", "teacher", "callbacks", "optimizers",
+            "compute_metrics",
+        }  # fmt: skip
+        model = copy.deepcopy(original)
+        convert_model(model, Connectivity("all"))
+        given = {
+            "model": model,
+            "train_dataset": datasets.Dataset.from_list(examples(60)),
+            "processing_class": tokenizer,
+        } | {name: value for name, value in changes.items() if name in names}
+        settings = SETTINGS | {name: value for name, value in changes.items() if name not in names}
+        return FCSDTrainer(args=FCSDConfig(output_dir=str(tmp_path / folder), **settings), **given)
+
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def curve(trainer: Any, name: str = "kl") -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
+    assert main(["distill", str(bench.recipe("recipe"))]) == 0
+    with open(bench.rows) as lines:
+        rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
+    settings = {"max_steps": 12, "max_length": 32, "batch_size_tokens": 128, "per_device_train_batch_size": 2}
+    arguments = FCSDConfig(
+        output_dir=str(bench.folder / "python"), layers="all", learning_rate=1e-3, warmup_steps=2, seed=0,
+        logging_steps=1, save_strategy="no", disable_tqdm=True, **settings,
+    )  # fmt: skip
+    trainer = FCSDTrainer(model=str(bench.base), args=arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    folder = bench.folder / "recipe" / "distill"
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert curve(trainer) == [entry["kl"] for entry in history]
+    left, right = (
+        load_file(path / "model.safetensors") for path in (folder / "model", bench.folder / "python")
+    )
+    assert same(left, right)
+
+
+def test_the_teacher_is_made_from_the_unconverted_weights_before_anything_is_trained(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    given = make("given", teacher=copy.deepcopy(original))
+    given.train()
+    made = make("made")
+    made.train()
+    assert curve(made) == curve(given) and same(weights(made), weights(given))
+    teacher: Any = made.teacher
+    assert same(teacher.model.state_dict(), original.state_dict())
+    assert type(teacher.model) is type(original)
+
+
+def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
+    make: Callable[..., FCSDTrainer], original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    fresh = copy.deepcopy(original)
+    fresh.save_pretrained(tmp_path / "original")
+    tokenizer.save_pretrained(tmp_path / "original")
+    fcsd.convert_checkpoint(tmp_path / "original", tmp_path / "converted")
+    first = make(
+        model=str(tmp_path / "converted"), max_steps=1
+    )  # a fresh conversion has the original's weights
+    model: Any = first.model
+    make(model=model, max_steps=1)  # the trainer before it has not trained
+    first.train()
+    first.save_model(str(tmp_path / "trained"))
+    told = r"was trained already, so that a copy of it is not the original; give the original as teacher="
+    for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
+        with pytest.raises(UserError, match=told):
+            make(model=again)
+    with pytest.raises(UserError, match=told):  # another wiring of the same weights
+        make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
+    given = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
+    teacher: Any = given.teacher
+    assert same(teacher.model.state_dict(), original.state_dict())
+    make(model=str(tmp_path / "trained"), objective="sft")  # has no teacher
+
+    calibrated = fcsd.convert(copy.deepcopy(original), "all")
+    fcsd.calibrate(calibrated, original, torch.arange(3, 259).repeat(8, 1))
+    with pytest.raises(UserError, match="FarSkipQwen2MoeForCausalLM was calibrated already"):
+        make(model=calibrated)
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_told_or_refused(
+    make: Callable[..., FCSDTrainer], base_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = "max_length 256: rows are longer than the 128 positions of"
+    for model in (None, str(base_checkpoint)):
+        capfd.readouterr()
+        make(max_length=128, **({"model": model, "layers": "all"} if model else {}))
+        assert "positions" not in capfd.readouterr().err
+        rows = [{"text": "1 + 1 is 2. " * 200}] * 4
+        make(max_length=256, train_dataset=rows, **({"model": model, "layers": "all"} if model else {}))
+        assert f"{text} {model or 'FarSkipQwen2MoeForCausalLM'}" in capfd.readouterr().err
+
+    table = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    table.save_pretrained(tmp_path / "table")
+    message = "max_length 32: rows are longer than the 16 positions of .*, which are a table of that length"
+    for teacher in (table, str(tmp_path / "table")):
+        with pytest.raises(
+            UserError, match=rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
+        ):
+            make(teacher=teacher)
+
+
+def test_a_regular_model_that_was_trained_is_an_original(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    regular = make(model=copy.deepcopy(original), layers="none", objective="sft", max_steps=1)
+    regular.train()
+    make(model=fcsd.convert(regular.model, "all"))
+
+
+def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_path(
+    make: Callable[..., FCSDTrainer], tmp_path: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    heldout = datasets.Dataset.from_list(examples(10))
+    trainer = make(teacher=str(tmp_path / "dense"), eval_dataset=heldout, packing=False)
+    student = copy.deepcopy(trainer.model).double()
+    expected = reference_kl(student, copy.deepcopy(dense).double(), trainer.eval_dataset)
+    assert trainer.evaluate()["eval_kl"] == pytest.approx(expected, rel=2e-5)
+    trainer.train()
+    given = make("given", teacher=dense, eval_dataset=heldout, packing=False)
+    given.train()
+    assert curve(given) == curve(trainer)
+
+
+def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
+    """Mean over kept tokens of all rows, one example a row, from full float64 logits."""
+    total, count = 0.0, 0
+    for number in range(len(rows)):
+        labels = torch.as_tensor(np.asarray(rows[number]["labels"]), dtype=torch.int64)
+        ids = torch.as_tensor(np.asarray(rows[number]["input_ids"]), dtype=torch.int64)[None]
+        keep = labels[1:] != -100
+        with torch.no_grad():
+            own, theirs = (
+                model(ids, use_cache=False).logits[0, :-1][keep].log_softmax(-1)
+                for model in (student, teacher)
+            )
+        total += float((theirs.exp() * (theirs - own)).sum())
+        count += int(keep.sum())
+    return total / count
+
+
+def test_the_held_out_kl_is_that_of_full_logits_and_training_lowers_it(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    heldout = datasets.Dataset.from_list(examples(80)[60:])
+    trainer = make(eval_dataset=heldout, packing=False)
+    student = copy.deepcopy(trainer.model).double()
+    expected = reference_kl(student, copy.deepcopy(original).double(), trainer.eval_dataset)
+    before = trainer.evaluate()
+    assert before["eval_kl"] == pytest.approx(expected, rel=2e-5) and before["eval_loss"] == before["eval_kl"]
+    assert before["eval_kl_stderr"] > 0
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_kl"] < 0.9 * before["eval_kl"]
+    assert trainer.evaluate(heldout)["eval_kl"] == after["eval_kl"]  # rows that were not packed yet
+    assert trainer.model.training or not trainer.is_in_train
+
+
+def test_outside_training_the_model_is_the_model_that_it_was(make: Callable[..., FCSDTrainer]) -> None:
+    trainer = make(max_steps=1)
+    trainer.train()
+    model: Any = trainer.model
+    assert "forward" not in model.__dict__ and type(model.lm_head) is torch.nn.Linear
+    copied = copy.deepcopy(model)
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        torch.nn.init.zeros_(model.lm_head.weight)
+        assert float(copied(ids).logits.abs().max()) > 0
+
+
+def test_early_stopping_and_the_best_checkpoint_go_by_the_held_out_kl(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    trainer = make(
+        eval_dataset=datasets.Dataset.from_list(examples(80)[60:]),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.0)],
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="kl",
+        learning_rate=0.03,  # so large that it gets worse
+        lr_scheduler_type="constant",
+        max_steps=40,
+    )
+    trainer.train()
+    scores = curve(trainer, "eval_kl")
+    best = int(np.argmin(scores))
+    assert len(scores) == best + 3 < 20 and trainer.state.global_step == 2 * len(scores)
+    assert trainer.state.best_metric == min(scores)
+    assert trainer.state.best_model_checkpoint is not None
+    assert Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{2 * (best + 1)}"
+    assert trainer.evaluate()["eval_kl"] == pytest.approx(min(scores), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "names"),
+    [("sft", "ce", None), ("kl", "eval_a_kl", ("a", "b")), ("kl", "b_loss", ("a", "b"))],
+)
+def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_sets(
+    make: Callable[..., FCSDTrainer], objective: str, metric: str, names: tuple[str, ...] | None
+) -> None:
+    rows = datasets.Dataset.from_list(examples(70)[60:])
+    trainer = make(
+        objective=objective,
+        eval_dataset=rows if names is None else dict.fromkeys(names, rows),
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+    )
+    trainer.train()
+    name = f"eval_{metric.removeprefix('eval_')}"
+    scores = curve(trainer, name)
+    assert len(scores) == 3 and scores[-1] < scores[0]
+    assert trainer.state.best_metric == min(scores)
+    assert trainer.evaluate()[name] == pytest.approx(min(scores), rel=1e-6)
+
+
+def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from fcsd.training.fcsd_trainer import _fcsd_config
+
+    def arguments(metric: str, **more: Any) -> FCSDConfig:
+        return FCSDConfig(output_dir=str(tmp_path), metric_for_best_model=metric, **more)
+
+    assert arguments("accuracy").greater_is_better is True
+    assert arguments("eval_math_f1").greater_is_better is True
+    assert arguments("eval_math_ce").greater_is_better is False
+    assert arguments("perplexity", greater_is_better=False).greater_is_better is False
+    with pytest.raises(
+        UserError,
+        match=r"metric_for_best_model: 'perplexity' does not say .* set greater_is_better=True or False, or use"
+        " eval_loss, eval_kl or eval_ce",
+    ):
+        arguments("perplexity")
+    # Plain TrainingArguments have guessed True already.
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl")
+    assert _fcsd_config(plain).greater_is_better is False
+
+
+def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(make: Callable[..., FCSDTrainer]) -> None:
+    one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
+    with pytest.raises(
+        UserError, match=r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
+    ):
+        make(**one)
+    several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
+    with pytest.raises(UserError, match=r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
+        make(**several)
+
+
+def test_the_time_of_evaluations_is_left_out_of_the_throughput_once(
+    make: Callable[..., FCSDTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcsd.training import meters
+
+    clock = [0.0]
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
+    trainer = make(eval_dataset={"a": examples(4), "b": examples(4)}, max_steps=2)
+    measure = trainer._heldout
+
+    def slow(*args: Any, **options: Any) -> dict[str, float]:
+        clock[0] += 100.0  # seconds of each data set
+        return measure(*args, **options)
+
+    trainer._heldout = slow  # type: ignore[assignment]
+    trainer.meters.reset()
+    trainer.meters.num_tokens = 50
+    trainer.evaluate()
+    clock[0] += 10.0  # seconds of training
+    assert trainer.meters.tokens_per_second() == 5.0
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_training_goes_on_to_the_weights_of_one_that_was_not_interrupted(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    whole = make("whole")
+    whole.train()
+    make("cut", callbacks=[StopAt(5)]).train()  # the newest checkpoint is that of step 4
+    rest = make("cut")
+    rest.train(resume_from_checkpoint=True)
+    assert same(weights(rest), weights(whole)) and curve(rest) == curve(whole)
+    done = make("cut")
+    done.train(resume_from_checkpoint=True)  # there is nothing left to do
+    assert same(weights(done), weights(whole)) and done.state.global_step == 6
+
+
+def test_training_again_in_the_same_folder_writes_its_own_checkpoints(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    make("run").train()
+    other = make("run", learning_rate=1e-2)
+    other.train()
+    rest = make("run", learning_rate=1e-2)
+    rest.train(resume_from_checkpoint=str(Path(str(other.args.output_dir)) / "checkpoint-4"))
+    assert same(weights(rest), weights(other))
+
+
+def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    seen: list[str] = []
+
+    class Look(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(f"epoch {state.epoch:g}")
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "kl" in logs:
+                seen.append("kl")
+
+    trainer = make(
+        max_steps=-1, num_train_epochs=2, save_strategy="epoch", logging_strategy="epoch", callbacks=[Look()]
+    )
+    model: Any = trainer.model
+    moved = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer.optimizer = moved
+    trainer.train()
+    steps = len(trainer.train_dataset) // 4  # type: ignore[arg-type]
+    assert trainer.state.global_step == 2 * steps
+    assert seen == ["epoch 1", "kl", "kl", "epoch 2"]  # the last step is on record in any case
+    folder = Path(str(trainer.args.output_dir))
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == sorted(
+        f"checkpoint-{n * steps}" for n in (1, 2)
+    )
+
+
+def test_an_optimiser_whose_states_a_checkpoint_would_lose_is_refused(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    with pytest.raises(
+        UserError, match="Adafactor: its state 'exp_avg_sq_row' has not the shape of its parameter"
+    ):
+        make(optim="adafactor").train()
+    trainer = make(optim="adafactor", save_strategy="no")
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_metrics_are_computed_from_the_logits_of_the_model(make: Callable[..., FCSDTrainer]) -> None:
+    def agreement(found: Any) -> dict[str, float]:
+        kept = found.label_ids[:, 1:] != -100
+        right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"accuracy": float(right[kept].mean())}
+
+    heldout = datasets.Dataset.from_list(examples(10))
+    trainer = make(eval_dataset=heldout, compute_metrics=agreement, packing=False)
+    assert trainer.evaluate().keys() >= {"eval_accuracy", "eval_kl", "eval_loss"}
+    predicted = trainer.predict(heldout)
+    assert predicted.metrics.keys() >= {"test_accuracy", "test_kl"}
+    rows: Any = trainer.eval_dataset
+    ids = torch.stack([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows])
+    model: Any = trainer.model
+    with torch.no_grad():
+        logits = model.eval()(ids, use_cache=False).logits
+    kept = np.stack([row["labels"] for row in rows]) != -100
+    assert predicted.predictions.shape == logits.shape
+    np.testing.assert_allclose(predicted.predictions[kept], logits.numpy()[kept], atol=1e-4)
+
+
+def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    trainer = make(objective="sft", eval_dataset=datasets.Dataset.from_list(examples(10)), packing=False)
+    assert trainer.teacher is None
+    found = trainer.evaluate()
+    total, count, rows = 0.0, 0, trainer.eval_dataset
+    model = copy.deepcopy(trainer.model).double()
+    for number in range(len(rows)):  # type: ignore[arg-type]
+        row = rows[number]  # type: ignore[index]
+        labels, ids = (
+            torch.as_tensor(np.asarray(row[k]), dtype=torch.int64) for k in ("labels", "input_ids")
+        )
+        keep = labels[1:] != -100
+        with torch.no_grad():
+            chances = model(ids[None], use_cache=False).logits[0, :-1][keep].log_softmax(-1)
+        total -= float(chances.gather(1, labels[1:][keep][:, None]).sum())
+        count += int(keep.sum())
+    assert found["eval_loss"] == found["eval_ce"] == pytest.approx(total / count, rel=2e-5)
+    assert "eval_kl" not in found
+    trainer.train()
+    assert "ce" in trainer.state.log_history[0] and "kl" not in trainer.state.log_history[0]
+
+
+def test_a_stream_and_tokens_train_as_the_same_examples_in_memory(
+    make: Callable[..., FCSDTrainer], tokenizer: Any
+) -> None:
+    rows = [{"text": f"{n} + {n % 7} is {n + n % 7}"} for n in range(60)]
+    text = make("text", train_dataset=datasets.Dataset.from_list(rows))
+    text.train()
+    tokens = [{"input_ids": [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]} for row in rows]
+    tokenised = make("tokens", train_dataset=datasets.Dataset.from_list(tokens))
+    tokenised.train()
+    assert same(weights(text), weights(tokenised))
+    stream = make("stream", train_dataset=datasets.Dataset.from_list(rows).to_iterable_dataset())
+    stream.train()
+    assert stream.state.global_step == 6 and np.isfinite(curve(stream)).all()
+
+
+LOADS = """
+import sys
+sys.modules["fcsd"] = None  # importing it fails from here on
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = torch.arange(3, 19)[None]
+with torch.no_grad():
+    logits = model(ids, use_cache=False).logits
+head = model.lm_head.weight.detach()
+found = {"logits": logits, "head": head, "dtype": str(model.dtype), "length": len(tokenizer)}
+torch.save(found, sys.argv[2])
+"""
+
+
+def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
+    make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
+) -> None:
+    model = copy.deepcopy(original).bfloat16()
+    trainer = make(model=model, layers="last:1", ema_decay=0.5, eval_dataset=examples(4))
+    assert next(model.parameters()).dtype == torch.float32 and trainer.teacher is not None
+    trainer.train()
+    before = weights(trainer)
+    trainer.save_model(str(tmp_path / "left"))
+    assert same(weights(trainer), before) and model.config.farskip["layers"] == [1]
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "left").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]  # safetensors itself leaves 0600
+    result = subprocess.run(
+        [sys.executable, "-c", LOADS, str(tmp_path / "left"), str(tmp_path / "found.pt")],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = torch.load(tmp_path / "found.pt")
+    assert found["dtype"] == "torch.bfloat16" and found["length"] == 300
+    with torch.no_grad():
+        expected = copy.deepcopy(model).bfloat16().eval()(torch.arange(3, 19)[None], use_cache=False).logits
+    torch.testing.assert_close(found["logits"], expected, atol=0.3, rtol=0)  # other kernels, in bfloat16
+    assert torch.equal(found["head"], model.lm_head.weight.bfloat16())
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub, and a client that has a token and no cache."""
+    with running_hub() as server:
+        for name, value in (
+            ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True),
+            ("HF_TOKEN_PATH", str(tmp_path / "no-token")), ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ):  # fmt: skip
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, with the place of then
+        yield server
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["end", "checkpoint"])
+def test_a_push_leaves_a_repository_that_loads(
+    hub: Hub, make: Callable[..., FCSDTrainer], tmp_path: Path, strategy: str
+) -> None:
+    during = strategy != "end"
+    trainer = make("pushed", max_steps=2, hub_model_id="me/tiny", hub_strategy=strategy, push_to_hub=during)
+    trainer.train()
+    files = hub.repos["me/tiny"].files if during else {}
+    if during:  # pushed with each checkpoint, which can be gone on from
+        assert {
+            "model.safetensors",
+            "modeling_farskip.py",
+            "last-checkpoint/trainer_state.json",
+        } <= files.keys()
+    trainer.push_to_hub()
+    files = hub.repos["me/tiny"].files
+    assert {
+        "config.json",
+        "model.safetensors",
+        "modeling_farskip.py",
+        "tokenizer.json",
+        "README.md",
+    } <= files.keys()
+    assert not any(name.startswith("checkpoint-") for name in files)
+    card = files["README.md"].decode()
+    assert 'from_pretrained("me/tiny", trust_remote_code=True)' in card and "- farskip" in card
+    folder = hub.repos["me/tiny"].write(tmp_path / "fetched")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert same(loaded.state_dict(), trainer.model.state_dict())
+
+
+def two_ranks(rank: int, folder: str, base: str) -> tuple[list[float], float]:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    return trained(folder, base)
+
+
+def trained(folder: str, base: str) -> tuple[list[float], float]:
+    """The curve and the held-out KL of a training of 8 rows a step."""
+    arguments = FCSDConfig(
+        output_dir=folder, layers="all", max_steps=4, batch_size_tokens=256, per_device_train_batch_size=2,
+        max_length=32, learning_rate=1e-3, logging_steps=1, save_steps=2, seed=0, disable_tqdm=True,
+    )  # fmt: skip
+    rows = examples(70)
+    trainer = FCSDTrainer(model=base, args=arguments, train_dataset=rows[:60], eval_dataset=rows[60:])
+    trainer.train()
+    trainer.save_model()
+    return curve(trainer), trainer.evaluate()["eval_kl"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_ranks_train_what_one_process_trains(
+    base_checkpoint: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, kl = trained(str(tmp_path / "one"), str(base_checkpoint))
+    if engine == "fsdp2":
+        from tests.parallel.test_engines import environment
+
+        for name, value in environment(ROOT / "configs" / "cpu_2_fsdp2.yaml").items():
+            monkeypatch.setenv(name, value)
+    found = run_ranks(two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240)
+    for two, heldout in found:
+        assert two == pytest.approx(one, rel=1e-3) and heldout == pytest.approx(kl, rel=1e-3)
+    left, right = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_dataset": [{"story": "x", "other": "y"}]}, r"data set train_dataset: no column 'messages', .*it has"),
+        ({"train_dataset": []}, "data set train_dataset: it is empty"),
+        ({"train_dataset": {"train": [], "test": []}}, "holds several \\('train', 'test'\\); give one of them"),
+        ({"columns": {"text": "words"}}, "no column 'words'; it has 'messages'; name the right ones under `columns`"),
+        ({"batch_size_tokens": 100}, r"^batch_size_tokens: 100 is not a multiple of 64 \(per_.* 2 x max_length 32 x"),
+        ({"train_dataset": examples(3)}, "train_dataset: gives 3 rows of 32 tokens, .* 128 needs 4; use more data"),
+        ({"train_dataset": examples(40), "max_length": 2}, "not one of 40 examples has a response token"),
+        ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
+        ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
+        ({"clip": -1.0}, "FCSDConfig: clip: must be greater than 0, got -1.0"),
+        ({"learning_rate": 0.0}, "FCSDConfig: learning_rate: must be greater than 0, got 0"),
+        ({"learning_rat": 0.1}, "FCSDConfig: learning_rat: no such argument; did you mean 'learning_rate'"),
+        ({"max_seq_length": 64}, r"FCSDConfig: max_seq_length: is here `FCSDConfig\(max_length=…\)`"),
+        ({"vocab_size": 999}, "^vocab_size 999: must be between the"),
+        ({"layers": "lasst:1"}, "layers: 'lasst:1' is not a selection; allowed: all, moe, none, first:N"),
+        ({"layers": "first:1"}, "is already converted with layers \\[0, 1\\].*, but layers \\[0\\].* is asked for"),
+        ({"loss_on": "answer"}, "FCSDConfig: loss_on: must be 'response' or 'all', got 'answer'"),
+        ({"fp16": True}, "FCSDConfig: fp16: has no meaning here; use bf16=True"),
+        ({"save_only_model": True}, "FCSDConfig: save_only_model: has no meaning here; a checkpoint is for"),
+        ({"safety": {"max_rewind": 1}}, "safety.max_rewind: unknown key; did you mean 'max_rewinds'"),
+        ({"model_init_kwargs": {"dtipe": "bfloat16"}, "model": "BASE"}, "dtipe: unknown key; did you mean 'dtype'"),
+        ({"model": "BASE"}, "is not converted; set layers in FCSDConfig"),
+        ({"model": object()}, "model: a object; a transformers model or the path of a checkpoint is needed"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    make: Callable[..., FCSDTrainer], base_checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    if changes.get("model") == "BASE":
+        changes = changes | {"model": str(base_checkpoint)}
+    with pytest.raises(UserError, match=message) as caught:
+        make(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_of_models_tokenizers_and_checkpoints_are_told(
+    make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
+) -> None:
+    plain = tiny_tokenizer(300, chat_template=False)
+    nameless = copy.deepcopy(plain)
+    nameless.name_or_path = ""
+    with pytest.raises(
+        UserError,
+        match=rf"tokenizer {type(plain).__name__}: no chat template, .* under columns=\{{'text': …\}}",
+    ):
+        make(processing_class=nameless)
+    with pytest.raises(
+        UserError, match="no chat template, needed for prompts and messages; use the tokenizer of an"
+    ):
+        make(processing_class=plain)
+    with pytest.raises(UserError, match=r"Qwen2MoeForCausalLM: is not converted; set layers in FCSDConfig"):
+        make(model=copy.deepcopy(original))
+    model = copy.deepcopy(original)
+    convert_model(model, Connectivity("all"))
+    with pytest.raises(UserError, match="teacher: is the model that is trained; leave it out"):
+        make(model=model, teacher=model)
+    with pytest.raises(UserError, match="processing_class: is needed, the tokenizer of the model"):
+        make(model=model, processing_class=None)
+    small = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)
+    with pytest.raises(
+        UserError, match="the vocabularies differ: 120 tokens in the teacher, 300 in the student"
+    ):
+        make(teacher=small)
+    trainer = make("empty")
+    with pytest.raises(
+        UserError, match="no checkpoint to go on from; leave resume_from_checkpoint out to begin"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(UserError, match="is no checkpoint that can be gone on from"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def other_names() -> list[str]:
+    from fcsd.training.python_words import OTHER_NAMES
+
+    return list(OTHER_NAMES)
+
+
+@pytest.mark.parametrize("name", other_names())
+def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
+    from fcsd.training.python_words import OTHER_NAMES
+
+    for cls in (FCSDConfig, FCSDTrainer):
+        with pytest.raises(UserError) as caught:
+            cls(**{name: object()})
+        assert str(caught.value) == f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}"
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {OTHER_NAMES[name]} |" in page
+    arguments = re.findall(r"(FCSD\w+)\((\w+)=", OTHER_NAMES[name])
+    for door, argument in arguments:
+        assert argument in inspect.signature(getattr(fcsd, door)).parameters
+
+
+def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    with pytest.raises(UserError, match=r"above clip \(1e-09; .* nats\), .*; raise clip or leave it out"):
+        make(clip=1e-9).train()
+    with pytest.raises(UserError, match=r"^eval_dataset: no row has a token to predict"):
+        row = {"input_ids": [5] * 32, "position_ids": [*range(32)], "labels": [-100] * 32}
+        make(eval_dataset=[row]).evaluate()
+
+
+def test_arguments_of_transformers_are_taken_for_ones_own(
+    original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    from transformers import TrainingArguments
+
+    model = copy.deepcopy(original)
+    convert_model(model, Connectivity("all"))
+    settings: dict[str, Any] = {"learning_rate": 3e-4, "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=1, **settings)
+    trainer = FCSDTrainer(model, arguments, train_dataset=examples(40), processing_class=tokenizer)
+    assert isinstance(trainer.args, FCSDConfig) and trainer.args.learning_rate == 3e-4
+    assert trainer.args.max_length == 4096 and fcsd.FCSDTrainer is FCSDTrainer
+    unconvert_model(model)

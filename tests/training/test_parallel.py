@@ -1,0 +1,172 @@
+"""Two processes train what one process trains, and fail together with one message."""
+
+import json
+import math
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from fcsd.cli.main import main
+from fcsd.training import run as run_module
+from tests.reference.ranks import run_ranks
+from tests.support import ROOT, Bench, start
+
+# One micro-batch on each of two processes, or two on one: the same four rows a step.
+CPU_2 = (
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    str(ROOT / "configs" / "cpu_2.yaml"),
+    "-m",
+    "fcsd",
+)
+
+
+def history(bench: Bench, name: str) -> list[dict[str, float]]:
+    return [
+        json.loads(line)
+        for line in (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+    ]
+
+
+def compare(bench: Bench, one: str, two: str) -> None:
+    """The same loss curve and weights within what the order of float sums can do."""
+    for a, b in zip(history(bench, one), history(bench, two), strict=True):
+        assert [a[k] for k in ("step", "loss", "kl", "learning_rate")] == pytest.approx(
+            [b[k] for k in ("step", "loss", "kl", "learning_rate")], rel=1e-3
+        )
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+        assert a["teacher_entropy"] == pytest.approx(b["teacher_entropy"], rel=1e-3)
+        assert a["top1_agreement"] == pytest.approx(b["top1_agreement"], abs=0.02)
+        for name in ("kl_p50", "kl_p90", "kl_p99"):
+            assert a[name] == pytest.approx(b[name], rel=0.03)
+    left, right = (
+        load_file(bench.folder / name / "distill" / "model" / "model.safetensors") for name in (one, two)
+    )
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_two_processes_of_accelerate_launch_train_what_one_trains_on_a_stream(bench: Bench) -> None:
+    changes: dict[str, Any] = {
+        "early_stopping": bench.early_stopping | {"every_steps": 4},
+        "data": {"train": [{"path": str(bench.rows)}], "max_length": 32},
+    }
+    with start(*CPU_2, "distill", str(bench.recipe("two", **changes))) as child:
+        output = child.communicate()
+    assert child.returncode == 0, output[1]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
+    compare(bench, "one", "two")
+    assert best_step(bench, "two") == 12
+
+
+def best_step(bench: Bench, name: str) -> int:
+    manifest = json.loads((bench.folder / name / "distill" / "manifest.json").read_text())
+    return int(manifest["results"]["best_step"])
+
+
+def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
+    """Run a command on this rank; (exit status, what it printed as an error)."""
+    import contextlib
+    import io
+
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    if spoil == "scorer":
+        import fcsd.evaluation.backend
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            from fcsd.base.errors import UserError
+
+            raise UserError("the sandbox is gone")
+
+        fcsd.evaluation.backend.generate_completions = broken  # type: ignore[assignment]
+    if spoil == "nan":
+
+        class Spoil(TrainerCallback):
+            def on_step_begin(
+                self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+            ) -> None:
+                if state.global_step == 2 and rank == 0:
+                    model.model.norm.weight.data[0] = math.nan
+
+        run_module._tensorboard = lambda run: [Spoil()]  # a fork of its own: nothing to undo
+    captured = io.StringIO()
+    with contextlib.redirect_stderr(captured):
+        status = main(command)
+    lines = [line for line in captured.getvalue().splitlines() if "error:" in line]
+    return status, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("nan", "not finite"),
+        ("scorer", "the sandbox is gone"),
+        ("the recipe", "train.batch_size_tokens: 96 is not a multiple"),
+    ],
+)
+def test_an_error_that_all_ranks_learn_of_is_printed_by_one(bench: Bench, spoil: str, message: str) -> None:
+    path = bench.recipe("r", early_stopping=bench.early_stopping | {"every_steps": 4})
+    command = [
+        "distill",
+        str(path),
+        *(["--set", "train.batch_size_tokens=96"] if spoil == "the recipe" else []),
+    ]
+    outcomes = run_ranks(ranks, 2, command, spoil)
+    assert [status for status, _ in outcomes] == [2, 2]
+    (error,) = [error for _, error in outcomes if error]
+    assert message in error and error.count("\n") == 0
+    assert not (bench.folder / "r" / "distill" / "model").exists()
+
+
+def threads_of_a_rank(rank: int) -> tuple[int, int]:
+    from accelerate.state import AcceleratorState
+
+    from fcsd.parallel.launch import join_launch
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    return join_launch().ranks.size, torch.get_num_threads()
+
+
+def test_ranks_whose_launcher_sets_no_number_of_threads_share_the_cores_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    share = max(1, psutil.cpu_count(logical=False) // 2)
+    assert run_ranks(threads_of_a_rank, 2) == [(2, share)] * 2  # a warning is an error here
+
+
+def test_two_forked_ranks_train_what_one_trains(bench: Bench) -> None:
+    changes = {"early_stopping": bench.early_stopping | {"every_steps": 4}}
+    command = ["distill", str(bench.recipe("two", **changes))]
+    assert [status for status, _ in run_ranks(ranks, 2, command, "")] == [0, 0]
+    assert main(["distill", str(bench.recipe("one", **changes))]) == 0
+    compare(bench, "one", "two")
+    assert best_step(bench, "two") == 12
+
+
+def test_a_launch_that_lost_its_processes_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import PartialState
+
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }.items():
+        monkeypatch.setenv(name, value)
+    PartialState._reset_state()
+    assert main(["distill", str(bench.recipe("r"))]) == 2
+    assert (
+        "add --multi_gpu (it starts CPU processes there), or --config_file configs/cpu_2.yaml"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,134 @@
+"""Learning rates of `step` and `warmup_stable_decay`: by hand, alike in a recipe and in Python, and over a kill."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import weights_fingerprint
+from fcsd.cli.main import main
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.training import checkpoints as checkpoints_module
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.history import read_history
+from fcsd.training.schedule import ScheduledArguments, learning_rate_schedule
+from tests.support import Bench, in_a_fork
+from tests.training.test_resume import die
+
+# DeepSeek-V2-Lite (arXiv 2405.04434, App. B): x 0.316 after about 80 % of the tokens, and again after 90 %.
+STEP = {"milestones": [0.8, 0.9], "gamma": 0.316}
+DECAY = {"num_decay_steps": 0.4, "decay_type": "linear", "min_lr_ratio": 0.2}
+# Of ten steps, two of them warm-up, as shares of learning_rate.
+BY_HAND = {
+    "step": (STEP, [0, 0.5, 1, 1, 1, 1, 1, 1, 0.316, 0.316**2]),
+    # The warm-up begins at min_lr_ratio. Four steps of decay: from 1 by 0.8 / 4 each.
+    "warmup_stable_decay": (DECAY, [0.2, 0.6, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]),
+}
+
+
+def rates(arguments: Any) -> list[float]:
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=arguments.learning_rate)
+    schedule = learning_rate_schedule(arguments, optimizer, 10)
+    found = []
+    for _ in range(10):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(("name", "by_hand"), BY_HAND.items(), ids=BY_HAND)
+def test_a_recipe_and_python_have_the_rates_by_hand(
+    bench: Bench, tmp_path: Path, name: str, by_hand: tuple[dict, list[float]]
+) -> None:
+    settings, shares = by_hand
+    schedule = {
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": settings,
+        "warmup_steps": 2,
+        "max_steps": 10,
+        "learning_rate": 4.2e-4,
+    }
+    expected = pytest.approx([4.2e-4 * share for share in shares], rel=1e-12)
+    assert rates(FCSDConfig(output_dir=str(tmp_path), **schedule)) == expected
+    train = {"batch_size_tokens": 128, "per_device_train_batch_size": 4, "logging_steps": 1} | schedule
+    assert main(["distill", str(bench.recipe("r", train=train))]) == 0
+    points = read_history(bench.folder / "r" / "distill")
+    assert [point["learning_rate"] for point in points] == expected
+
+
+def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A milestone before the checkpoint at step 4 from which it goes on, and one behind it.
+    changes = [
+        "train.lr_scheduler_type=step",
+        "train.lr_scheduler_kwargs={milestones: [0.25, 0.7], gamma: 0.1}",
+    ]
+    more = [word for change in changes for word in ("--set", change)]
+    assert main(["distill", str(bench.recipe("whole")), *more]) == 0
+    command = ["distill", str(bench.recipe("killed")), *more]
+
+    write = checkpoints_module.write_json
+
+    def write_or_die(place: Path, value: Any) -> None:
+        die() if place.parent.name == "checkpoint-8" else write(place, value)
+
+    def killed() -> int:
+        monkeypatch.setattr(checkpoints_module, "write_json", write_or_die)
+        return main(command)
+
+    assert in_a_fork(killed, tmp_path / "output") < 0, (tmp_path / "output").read_text()
+    assert main(command) == 0
+    one, other = (bench.folder / name / "distill" for name in ("whole", "killed"))
+    assert [point["learning_rate"] for point in read_history(one)] == [
+        point["learning_rate"] for point in read_history(other)
+    ]
+    assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
+
+
+def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) -> None:
+    for text, message in {
+        "lr_scheduler_type=step": r"train\.lr_scheduler_kwargs\.milestones: is required",
+        "lr_scheduler_kwargs={gamma: 0.5}": r"lr_scheduler_kwargs: no meaning for lr_scheduler_type 'cosine', only for"
+        " cosine_with_min_lr, step, warmup_stable_decay",
+        "min_lr_rate=0.1": r"train\.min_lr_rate: unknown key",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load_recipe(bench.recipe(), [f"train.{text}"])
+    with pytest.raises(UserError, match=r"milestones\.0: must be less than 1, got 800"):
+        FCSDConfig(
+            output_dir=str(tmp_path), lr_scheduler_type="step", lr_scheduler_kwargs={"milestones": [800]}
+        )
+    decay = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 11}}
+    message = r"num_decay_steps \(11 steps\) and warmup_steps \(2\) are more than max_steps \(12\)"
+    train = {"batch_size_tokens": 128, "max_steps": 12, "warmup_steps": 2} | decay
+    with pytest.raises(UserError, match=message):
+        load_recipe(bench.recipe("long", train=train))
+    with pytest.raises(UserError, match=message):
+        FCSDConfig(output_dir=str(tmp_path), max_steps=12, warmup_steps=2, **decay)
+    sweep = {"batch_size_tokens": [128], "learning_rate": [1e-3], "steps": 8, "warmup_steps": 2}
+    decay["lr_scheduler_kwargs"] = {"num_decay_steps": 8}
+    with pytest.raises(
+        UserError, match=r"sweep\.steps \(8\) are fewer than sweep\.warmup_steps \(2\) and .* \(8\)"
+    ):
+        load_recipe(bench.recipe("swept", train=train | decay, sweep=sweep))
+
+
+def test_pythons_gamma_is_that_of_torch(tmp_path: Path) -> None:
+    arguments = FCSDConfig(
+        output_dir=str(tmp_path), lr_scheduler_type="step", lr_scheduler_kwargs={"milestones": [0.5]},
+        max_steps=10, learning_rate=1.0,
+    )  # fmt: skip
+    weight = torch.zeros(1, requires_grad=True)
+    reference = torch.optim.AdamW([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(reference, [5])
+    expected = []
+    for _ in range(10):
+        expected.append(reference.param_groups[0]["lr"])
+        reference.step()
+        schedule.step()
+    assert rates(arguments) == pytest.approx(expected, rel=1e-12)
+    assert isinstance(arguments, ScheduledArguments) and arguments.to_dict()["lr_scheduler_type"] == "step"

@@ -1,0 +1,227 @@
+"""Batch size first, then learning rate, by the mean loss of the last steps; nothing is trained twice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
+from fcsd.cli.main import main
+from fcsd.pipeline.distill import with_choice, write_ready_recipe
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.recipe.recipe import Recipe
+from fcsd.training.config import TrainConfig
+from fcsd.training.sweep import Candidate, edges, run_sweep
+from fcsd.training.trainer import DistillTrainer
+from tests.support import Bench
+
+# loss[batch size][learning rate]: the last step alone would choose another learning rate than the mean of the last two
+LOSSES = {
+    (64, 1e-3): [9.0, 3.0, 3.0],
+    (128, 1e-3): [9.0, 2.0, 2.0],
+    (128, 2e-3): [9.0, 2.5, 1.0],
+    (128, 4e-3): [9.0, 4.0, 0.5],
+}
+
+
+def recipe(**sweep: object) -> Recipe:
+    settings = {
+        "batch_size_tokens": [64, 128],
+        "learning_rate": [1e-3, 2e-3, 4e-3],
+        "steps": 3,
+        "warmup_steps": 1,
+        "last_steps": 2,
+    }
+    return Recipe.model_validate(
+        {
+            "name": "x",
+            "output_dir": "o",
+            "model": {"path": "m"},
+            "data": {"train": [{"path": "d"}]},
+            "train": {"learning_rate": 1e-3, "max_steps": 10, "warmup_steps": 2},
+            "sweep": settings | sweep,
+        }
+    )
+
+
+def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
+    """The sweep of a recipe, as its stage runs it."""
+    assert plan.sweep is not None
+    result = run_sweep(plan.sweep, plan.train, folder, runner, remove_checkpoints=runner.removed.append)
+    write_ready_recipe(plan, result, folder)
+    return result
+
+
+class Runner:
+    """Stands for a training: writes the history it is told to."""
+
+    def __init__(self, losses: dict | None = None, die_at: int | None = None):
+        self.losses, self.die_at, self.ran = losses or LOSSES, die_at, []  # type: ignore[var-annotated]
+        self.removed: list[Path] = []
+
+    def __call__(self, candidate: Candidate, train: TrainConfig, folder: Path) -> None:
+        key = (candidate.batch_size_tokens, candidate.learning_rate)
+        assert (train.batch_size_tokens, train.learning_rate, train.max_steps, train.warmup_steps) == (
+            *key,
+            3,
+            1,
+        )
+        if len(self.ran) == self.die_at:
+            raise KeyboardInterrupt
+        self.ran.append(key)
+        if self.losses[key] is None:
+            raise UserError("training stopped at step 2: the loss or its gradient is not finite")
+        folder.mkdir(parents=True)
+        lines = [
+            json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(self.losses[key], start=1)
+        ]
+        (folder / "history.jsonl").write_text("\n".join(lines))
+
+
+def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(tmp_path: Path) -> None:
+    runner = Runner()
+    result = swept(recipe(), tmp_path, runner)
+    assert (result["batch_size_tokens"], result["learning_rate"]) == (128, 2e-3)
+    assert result["loss"] == pytest.approx(1.75)
+    assert runner.ran == [(64, 1e-3), (128, 1e-3), (128, 2e-3), (128, 4e-3)]  # (128, 1e-3) serves both stages
+    assert "| learning_rate | 128 | 0.002 | 1.75000 | chosen |" in (tmp_path / "sweep.md").read_text()
+
+
+def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
+    swept(recipe(), tmp_path, Runner())
+    ready = load_recipe(tmp_path / "recipe.yaml")
+    assert (ready.train.batch_size_tokens, ready.train.learning_rate, ready.sweep) == (128, 2e-3, None)
+    assert ready.train.max_steps == 10
+
+
+def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        swept(recipe(), tmp_path, Runner(die_at=2))
+    second = Runner()
+    result = swept(recipe(), tmp_path, second)
+    assert second.ran == [(128, 2e-3), (128, 4e-3)]
+    assert result == swept(recipe(), tmp_path / "whole", Runner())
+
+
+@pytest.mark.parametrize("losses", [None, [2.0, 1.0]], ids=["stopped", "last step skipped"])
+def test_a_candidate_that_diverges_has_lost(tmp_path: Path, losses: list[float] | None) -> None:
+    runner = Runner(LOSSES | {(128, 2e-3): losses})
+    result = swept(recipe(), tmp_path, runner)
+    assert runner.removed.count(tmp_path / "batch_size_tokens=128,learning_rate=0.002") == 1
+    assert result["learning_rate"] == 1e-3
+    assert "| diverged |" in (tmp_path / "sweep.md").read_text()
+    json.loads(
+        (tmp_path / "sweep.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
+    )
+
+
+def test_no_finite_candidate_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no candidate ended with a finite loss"):
+        swept(recipe(), tmp_path, Runner(dict.fromkeys(LOSSES)))
+
+
+def test_a_best_value_at_an_end_of_its_grid_is_warned_of(tmp_path: Path) -> None:
+    result = swept(
+        recipe(), tmp_path, Runner()
+    )  # the largest batch size, the learning rate in the middle or beside
+    (warning,) = [line for line in edges(result) if "batch size" in line]
+    assert warning.startswith(
+        "warning: the best batch size, 128, is the largest of those tried; a larger one may be"
+    )
+    assert warning in (tmp_path / "sweep.md").read_text()
+    tried = [
+        {"stage": "learning_rate", "batch_size_tokens": 128, "learning_rate": rate, "loss": loss}
+        for rate, loss in ((1e-3, 2.0), (2e-3, 1.0), (4e-3, None))
+    ]
+    choice = {"batch_size_tokens": 128, "learning_rate": 2e-3}
+    assert edges(choice | {"candidates": tried}) == []  # the next larger one diverged
+    (low,) = edges(choice | {"candidates": tried[1:]})
+    assert "the best learning rate, 0.002, is the smallest of those tried; a smaller one" in low
+    assert edges(choice | {"candidates": tried[1:2]}) == []  # nothing was tried
+
+
+def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(tmp_path: Path) -> None:
+    plan = recipe(train_tokens=10_000)
+    result = swept(plan, tmp_path, Runner())
+    ready = load_recipe(tmp_path / "recipe.yaml")
+    assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)  # 10,000 / 128, rounded up
+    assert with_choice(recipe(), result).train.max_steps == 10  # without the key as the recipe has it
+
+
+def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(tmp_path: Path) -> None:
+    """train.batch_size_tokens is 128: 3 steps of it, a warm-up of 1, the mean over 2, are 6, 2 and 4 of 64."""
+    plan = recipe(equal="tokens")
+    base = plan.train.model_copy(update={"batch_size_tokens": 128})
+    ran = []
+
+    def run(candidate: Candidate, train: TrainConfig, folder: Path) -> None:
+        ran.append((train.batch_size_tokens, train.max_steps, train.warmup_steps))
+        folder.mkdir(parents=True)
+        losses = (
+            [9, 9, 2, 2, 2, 2] if train.batch_size_tokens == 64 else [9, 1, 1.5 - candidate.learning_rate]
+        )
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        (folder / "history.jsonl").write_text("\n".join(lines))
+
+    assert plan.sweep is not None
+    result = run_sweep(plan.sweep, base, tmp_path, run, remove_checkpoints=lambda place: None)
+    assert ran == [(64, 6, 2), *[(128, 3, 1)] * 3]
+    losses = [row["loss"] for row in result["candidates"]]
+    assert losses[0] == 2 and losses[-1] == pytest.approx((1 + 1.5 - 4e-3) / 2)
+    assert "last 2 steps of train.batch_size_tokens, 3 in all" in (tmp_path / "sweep.md").read_text()
+
+
+def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep() -> None:
+    """train.batch_size_tokens is 128: 8 steps of it are 4 of 256, 2 of warm-up are 1, and 4 of decay do not fit."""
+    raw = recipe(equal="tokens", batch_size_tokens=[128, 256], steps=8, warmup_steps=2).model_dump(
+        mode="json"
+    )
+    raw["train"] |= {"batch_size_tokens": 128, "lr_scheduler_type": "warmup_stable_decay"}
+    raw["train"]["lr_scheduler_kwargs"] = {"num_decay_steps": 4}
+    with pytest.raises(
+        ValueError, match=r"sweep\.steps \(4 of 256 tokens\) are fewer .*warmup_steps \(1\).*\(4\)"
+    ):
+        Recipe.model_validate(raw)
+
+
+def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate at real sizes takes hours."""
+    plan = {
+        "batch_size_tokens": [128],
+        "learning_rate": [1e-3],
+        "steps": 5,
+        "warmup_steps": 0,
+        "last_steps": 2,
+    }
+    train = {
+        "max_steps": 5,
+        "batch_size_tokens": 128,
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+        "save_steps": 2,
+    }
+    command = ["sweep", str(bench.recipe("r", sweep=plan, train=train))]
+    compute, steps = DistillTrainer.compute_loss, []
+
+    def ended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        if steps.count(4) == 1 and steps[-1] == 4:
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillTrainer, "compute_loss", ended)
+    assert main(command) == 130
+    place = bench.folder / "r" / "sweep" / "batch_size_tokens=128,learning_rate=0.001"
+    assert sorted(path.name for path in (place / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert main(command) == 0
+    assert sorted(set(steps[steps.index(4) + 1 :])) == [4]
+    assert {path.name for path in place.iterdir()} == {"history.jsonl", "result.json"}
+    assert main(["sweep", str(bench.recipe("whole", sweep=plan, train=train))]) == 0
+    results = [
+        read_json(bench.folder / name / "sweep" / place.name / "result.json") for name in ("r", "whole")
+    ]
+    assert results[0] == results[1]
