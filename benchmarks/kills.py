@@ -2,7 +2,7 @@
 
     python benchmarks/kills.py --kills 200 --output docs/kills.md
 
-Commands: convert; sweep and distill of a stream, with early stopping by code, on one rank and on two (of which one or
+Commands: convert; sweep and distill, with early stopping by code, on one rank and on two (of which one or
 both are killed); evaluate with a multiple-choice and a code task; push to a Hub on this machine. After each kill it is
 checked that
 - the second run ends well, and what it leaves has the same bytes (weights, scores, results but for times and versions);
@@ -202,7 +202,7 @@ def jobs(bench: Bench, hub: Any) -> Iterator[Job]:
         "warmup_steps": 0,
         "last_steps": 2,
     }
-    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     recipe = bench.recipe("kills", train=train, sweep=sweep, data=data, early_stopping=bench.early_stopping)
 
     def distill(folder: Path) -> int:

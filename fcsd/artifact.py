@@ -19,9 +19,10 @@ from typing import Any, Literal
 from fcsd.errors import UserError
 from fcsd.files import check_folder_place, read_json, write_json
 
-SCHEMA_VERSION = (
-    3  # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train
-)
+SCHEMA_VERSION = 4
+# 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key of train; 3: streaming was one of
+# a source.
+_SAYS_NOTHING = ".streaming: false -> null"  # ends what a change is that former folders may have
 
 
 _PACKAGES = (
@@ -112,7 +113,7 @@ class Stage:
         changes = [
             change
             for change in differences(found["settings"], mine["settings"])
-            if change.split(":")[0] not in self.may_change
+            if change.split(":")[0] not in self.may_change and not change.endswith(_SAYS_NOTHING)
         ]
         if changes and (version := found.get("schema_version")) != SCHEMA_VERSION:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""

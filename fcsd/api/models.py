@@ -149,8 +149,7 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
             " of it: fcsd.calibrate(student, teacher, rows, tokenizer=tokenizer)"
         )
     options: dict[str, Any] = {"shuffle": False, "loss_on": "all", "bad_rows": BadRows(setting=None)}
-    made = given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
-    return made if hasattr(made, "__len__") else list(made)
+    return given_rows(rows, tokenizer, name="rows", max_length=max_length, **options)
 
 
 def convert_checkpoint(

@@ -16,7 +16,7 @@ from fcsd.calibration.steps import Steps, Stream
 from fcsd.calibration.walk import walk
 from fcsd.connectivity.convert import farskip_layers
 from fcsd.connectivity.spec import CALIBRATED
-from fcsd.data.batches import Batch, Collator, real_tokens
+from fcsd.data.batches import Batch, in_batches, real_tokens
 from fcsd.distributed.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.errors import UserError
 from fcsd.families import base_model_type, family_of
@@ -142,12 +142,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
 
 def batches_of(rows: Sequence[Any]) -> list[Batch]:
     """Collate rows into batches of about `BATCH_TOKENS` tokens, in order."""
-    collate, length = Collator(), len(rows[0]["input_ids"])
-    size = max(1, BATCH_TOKENS // length)
-    return [
-        collate([rows[k] for k in range(start, min(start + size, len(rows)))])
-        for start in range(0, len(rows), size)
-    ]
+    return in_batches(rows, max(1, BATCH_TOKENS // len(rows[0]["input_ids"])))
 
 
 def check_vocabulary(batches: Sequence[Batch], vocab_size: int) -> None:

@@ -72,6 +72,7 @@ def _stage(arguments: argparse.Namespace) -> None:
     from fcsd.stages.distill import cache_teacher, distill, sweep
     from fcsd.stages.pretrain import pretrain
     from fcsd.stages.publish import report
+    from fcsd.stages.rows import tokenize
     from fcsd.stages.run import run_all
 
     name = arguments.command
@@ -79,6 +80,9 @@ def _stage(arguments: argparse.Namespace) -> None:
         distill(run, arguments.variant)
     elif name == "cache-teacher":
         print(cache_teacher(run, arguments.variant, arguments.output, verify=arguments.verify))
+    elif name == "tokenize":
+        for key, rows in tokenize(run).items():
+            print(f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in {rows.path.parent}")
     elif name in ("report", "run"):
         {"report": report, "run": run_all}[name](run, as_json=arguments.json)
     else:
@@ -146,6 +150,12 @@ def _add_stages(command: Command) -> None:
             "recipe",
             "Print a recipe with every default filled in.",
             "Exits with an error when the recipe is not valid.",
+        ),
+        (
+            "tokenize",
+            "Tokenize the training data of a recipe, once for all its trainings; needs no GPU.",
+            "Every other stage does it when it needs the tokens. Two processes on two cores, eight at most; continues"
+            " where it was cut off. `fcsd estimate` says how long it takes and the disk that it needs.",
         ),
         (
             "pretrain",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,10 +29,13 @@ class SourceConfig(Strict):
     name: str | None = None  # configuration of the data set
     split: str = "train"
     revision: str | None = None
-    streaming: bool = False
     columns: dict[Column, str] | None = Field(_MESSAGES)  # null: seen from their names
     weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
     max_examples: int | None = Field(None, gt=0)
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "streaming": "every source is tokenized once, as much of it as the longest training needs; leave the key out",
+    }
 
     @model_validator(mode="after")
     def _columns_make_an_example(self) -> "SourceConfig":

@@ -3,6 +3,7 @@
 pretrain/            model from scratch (only with a `pretrain` section)
 convert/             the original, rewired, untrained
 calibrate/NAME/      the same with calibrated weights, for the main distillation or a variant
+tokens/              tokens of the training data, and which of them share a row
 sweep/               batch size and learning rate
 distill/             the main distillation
 variants/NAME/       further distillations
@@ -32,6 +33,7 @@ class RunLayout:
         self.root = root
         self.pretrain = root / "pretrain"
         self.convert = root / "convert"
+        self.tokens = root / "tokens"
         self.sweep = root / "sweep"
         self.teacher_cache = root / "teacher-cache"
         self.layers = root / "layers"

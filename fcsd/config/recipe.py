@@ -279,6 +279,18 @@ class Recipe(Strict):
         return math.ceil(self.sweep.train_tokens / batch_size_tokens)
 
     @property
+    def training_tokens(self) -> int:
+        """The tokens that the longest training reads, of the sweep, the distillation that it chooses, and variants."""
+        train = self.train
+        found = [train.max_steps * train.batch_size_tokens]
+        for one in (self.variant(name).train for name in self.variants):
+            found.append(one.max_steps * one.batch_size_tokens)
+        for size in self.sweep.batch_size_tokens if self.sweep is not None else ():
+            assert self.sweep is not None
+            found.append(size * max(self.steps_with(size), self.sweep.steps_of(size, train)))
+        return max(found)
+
+    @property
     def starts_calibrated(self) -> bool:
         """Whether trainings start from calibrated weights."""
         return self.calibration is not None and self.calibration.starts_training

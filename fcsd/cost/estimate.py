@@ -22,8 +22,8 @@ from fcsd.cost.memory import (
     Sharding,
     memory_parts,
 )
-from fcsd.cost.stream import stream_rate
 from fcsd.cost.time import StepTime, step_time
+from fcsd.cost.tokens import tokenizing
 from fcsd.cost.trace import Setting, Trace
 from fcsd.cost.training import (
     Training,
@@ -70,7 +70,7 @@ def estimate(
         variant: of the recipe, instead of its main distillation. pretrain: its pre-training instead; of a recipe that
             has no `train` section, whose pre-training is all that it is about, that is what is estimated anyway.
 
-    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, stream,
+    Returns: JSON data: run, model, parameters, hardware, settings, memory, changes, disk, flops, time, tokens,
         totals, assumptions.
 
     Raises:
@@ -118,9 +118,7 @@ def estimate(
         "disk": _disk(training, trace),
         "flops": _flops(training, trace, setting),
         "time": _time(training, seconds, hardware),
-        "stream": stream_rate(training.train.batch_size_tokens, (seconds.best, seconds.worst))
-        if training.streams
-        else None,
+        "tokens": tokenizing(training.data_tokens),
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
             *([] if pretrain else _calibration(recipe, training, variant, trace, setting, hardware)),
@@ -345,11 +343,11 @@ def _assumptions(training: Training, setting: Setting, hardware: Hardware, trace
         )
     if training.lora is not None and hardware.sharding != "none":
         yield "`fcsd distill` does not shard a LoRA student; launch data parallel copies, --sharding none"
-    if training.streams:
-        yield (
-            "a stream is tokenized as fast as in benchmarks/stream.py: chats read from a local disk, by the small"
-            " tokenizer of the tests; scale by what your tokenizer and your processor do"
-        )
+    yield (
+        "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local disk, by the small tokenizer of"
+        " the tests; scale by what your tokenizer and your processor do. Of files that are here all up to 4 GiB are"
+        " tokenized, even if a training reads less"
+    )
     if setting.has_teacher and setting.teacher == "cache":
         yield "the cache is filled before: one forward pass of the teacher over every row, which is not in it"
 

@@ -112,24 +112,13 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
     ]
     if flops["float32_share"] > 0:
         lines.append(f"float32       {flops['float32_share']:.0%} of the operations run in float32")
-    if facts["stream"]:
-        lines.append(_stream(facts["stream"]))
+    tokens = facts["tokens"]
+    few, one = (f"{seconds / 60:,.2g}" for seconds in tokens["seconds"])
+    lines.append(
+        f"tokens        {tokens['num_tokens']:,} once for all trainings: {size(tokens['bytes'])} on disk,"
+        f" {few} min with {tokens['processes']} processes, {one} with one"
+    )
     return lines
-
-
-def _stream(stream: Mapping[str, Any]) -> str:
-    rate = (
-        f"{stream['workers_at_most']} processes tokenize {stream['tokens_per_second']:,.0f} tokens/s at most"
-    )
-    if stream["keeps_up"]:
-        return (
-            f"stream        keeps up with {stream['workers_needed']} processes that tokenize (free cores of the first"
-            f" machine, {stream['workers_at_most']} at most)"
-        )
-    return (
-        f"stream        DOES NOT KEEP UP: {rate}, the GPUs take {_range(stream['gpu_tokens_per_second'])}; a step takes"
-        f" {stream['least_step_s']:.2g} s or more. Without `streaming`, rows are tokenized once before the training"
-    )
 
 
 def _range(values: list[float]) -> str:

@@ -46,7 +46,7 @@ class Training:
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
-    streams: bool = False  # its data is read while it trains
+    data_tokens: int = 0  # tokenized for it, and for the trainings that share its data
 
 
 def config_of(source: Source) -> Mapping[str, Any]:
@@ -86,7 +86,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         keeps_best=recipe.early_stopping is not None,
         teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
         lora=recipe.lora,
-        streams=any(source.streaming for source in recipe.data.train),
+        data_tokens=recipe.training_tokens,
     )
 
 
@@ -111,7 +111,7 @@ def pretraining(recipe: Recipe) -> Training:
         attention=None,
         num_active=None,
         left_dtype=dtype_of(plan.train.dtype),
-        streams=any(source.streaming for source in plan.data.train),
+        data_tokens=plan.train.max_steps * plan.train.batch_size_tokens,
     )
 
 

@@ -4,7 +4,7 @@ Not covered: what is bad about an example (`fcsd.data.chat`), and files that can
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from fcsd.errors import UserError
 
@@ -18,7 +18,7 @@ Policy = Literal["error", "skip"]
 class BadRows:
     """The record of bad examples, and what becomes of a run that meets one.
 
-    `num_examples` counts those that were read, in every epoch; a bad one is on the record once.
+    `num_examples` counts those that were read; a bad one is on the record once.
 
     Args:
         policy: error: the first one ends the run; skip: they are left out, up to 1 % of the examples that were read,
@@ -71,20 +71,3 @@ class BadRows:
     def summary(self) -> dict[str, int]:
         """Sum up for a manifest: examples read, and left out."""
         return {"num_examples": self.num_examples, "num_left_out": self.num_bad}
-
-    def mark(self) -> tuple[int, int, int]:
-        """Return what `record` needs to tell the record as it is now."""
-        return self.num_examples, self.num_bad, len(self._listed)
-
-    def record(self, mark: tuple[int, int, int]) -> dict[str, Any]:
-        """Return the record as it was at `mark`, for JSON."""
-        return {
-            "num_examples": mark[0],
-            "num_bad": mark[1],
-            "listed": dict([*self._listed.items()][: mark[2]]),
-        }
-
-    def load(self, record: dict[str, Any]) -> None:
-        """Go back to a record."""
-        self.num_examples, self.num_bad = record["num_examples"], record["num_bad"]
-        self._listed = dict(record["listed"])

@@ -43,6 +43,15 @@ class Collator:
         return batch
 
 
+def in_batches(rows: Sequence[Mapping[str, Any]], size: int) -> list[Batch]:
+    """Collate rows, `size` at a time, in order."""
+    collate = Collator()
+    return [
+        collate([rows[k] for k in range(start, min(start + size, len(rows)))])
+        for start in range(0, len(rows), size)
+    ]
+
+
 def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Find what each position has to predict.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from fcsd.data.batches import NO_LOSS
 from fcsd.errors import UserError, one_line
@@ -16,6 +18,9 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 
 
+_OPEN, _MASK = "add_generation_prompt", "return_assistant_tokens_mask"  # options of a chat template
+
+
 class BadExample(UserError):
     """An example that cannot be tokenized, while others of its data set can."""
 
@@ -23,6 +28,60 @@ class BadExample(UserError):
 def tokenizer_name(tokenizer: Any) -> str:
     """Name a tokenizer in an error: by its folder, or by its class where it was made in memory."""
     return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}"
+
+
+def tokenize_examples(
+    examples: Sequence[Mapping[str, Any]],
+    columns: Mapping[Any, str],
+    tokenizer: Any,
+    loss_on: str = "response",
+) -> list[dict[str, Any] | BadExample]:
+    """Tokenize examples as `tokenize_example` does, in few calls of the tokenizer: each has its price."""
+    if "text" in columns and all(isinstance(example.get(columns["text"]), str) for example in examples):
+        texts = _tokenized_texts([example[columns["text"]] for example in examples], tokenizer)
+        return [{"input_ids": ids, "loss_mask": np.ones(len(ids), bool)} for ids in texts]
+    found: list[dict[str, Any] | BadExample] = []
+    chats: list[_Chat | BadExample | None] = []
+    for example in examples:
+        try:
+            chats.append(None if {"input_ids", "text"} & {*columns} else _chat(example, columns, tokenizer))
+        except BadExample as error:
+            chats.append(error)
+    _encode_ahead([chat for chat in chats if isinstance(chat, _Chat)], loss_on)
+    for example, chat in zip(examples, chats, strict=True):
+        try:
+            if isinstance(chat, BadExample):
+                raise chat
+            tokens = _masked(chat, loss_on) if chat else tokenize_example(example, columns, tokenizer)
+            found.append(tokens)
+        except BadExample as error:
+            found.append(error)
+    return found
+
+
+def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
+    """Encode what the masks of conversations without tools will ask for; what a template refuses is left to them."""
+    wanted: dict[str, list[tuple[_Chat, int]]] = {}
+    for chat in chats:
+        if chat.tools is None:
+            for option, number in chat.requests(loss_on):
+                wanted.setdefault(option, []).append((chat, number))
+    for option, each in wanted.items():
+        conversations = [chat.messages[:number] for chat, number in each]
+        try:
+            encoded = each[0][0].encoded(conversations, option)
+        except BadExample:
+            continue
+        for index, (chat, number) in enumerate(each):
+            chat.ahead[option, number] = {name: values[index] for name, values in encoded.items()}
+
+
+def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
+    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+    return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
 
 
 def tokenize_example(
@@ -45,12 +104,13 @@ def tokenize_example(
     if "input_ids" in columns:
         return _tokenized(example, columns)
     if "text" in columns:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
-        ids = tokenizer(_string(example, columns["text"]))["input_ids"]
-        if not ids or ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
+        (ids,) = _tokenized_texts([_string(example, columns["text"])], tokenizer)
         return {"input_ids": ids, "loss_mask": [True] * len(ids)}
+    return _masked(_chat(example, columns, tokenizer), loss_on)
+
+
+def _chat(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> _Chat:
+    """Read a conversation."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
@@ -58,26 +118,35 @@ def tokenize_example(
             "`columns: {text: …}`"
         )
     messages, answered = _messages(example, columns)
-    chat = _Chat(tokenizer, _tools(example, columns))
+    return _Chat(tokenizer, _tools(example, columns), messages, answered)
+
+
+def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:
+    """Tokenize a conversation, and say which tokens are to be predicted."""
     if loss_on == "all":
-        ids = chat.encoded(messages)["input_ids"]
+        ids = chat.prefix(len(chat.messages))["input_ids"]
         return {"input_ids": ids, "loss_mask": [True] * len(ids)}
-    earlier = any(message["role"] == "assistant" for message in messages[:answered])
-    if not earlier and re.search(r"\{%-?\s*generation\s*-?%\}", chat.template):
-        encoded = chat.encoded(messages, return_assistant_tokens_mask=True)
+    if chat.is_marked:
+        encoded = chat.prefix(len(chat.messages), _MASK)
         return {"input_ids": encoded["input_ids"], "loss_mask": [bool(m) for m in encoded["assistant_masks"]]}
-    return _mask_by_prefix(chat, messages, answered)
+    return _mask_by_prefix(chat)
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """A tokenizer's chat template, and the tools that one example gives to it.
+    """A conversation, and the tokenizer's chat template and the tools that write it.
+
+    answered: the message from which on there is loss. ahead: what was encoded before it is asked for, by option and
+    number of messages.
 
     Raises: UserError: there are tools, and the template writes none.
     """
 
     tokenizer: Any
     tools: list[Any] | None
+    messages: list[dict]
+    answered: int
+    ahead: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tools and "tools" not in self.template:
@@ -95,11 +164,36 @@ class _Chat:
         """Write a conversation."""
         return str(self._applied(messages, tokenize=False, **options))
 
-    def encoded(self, messages: list[dict], **options: Any) -> Any:
-        """Return the token ids of a conversation, and what goes with them."""
-        return self._applied(messages, tokenize=True, return_dict=True, **options)
+    @property
+    def is_marked(self) -> bool:
+        """Whether the template says which tokens are the assistant's, and loss is on all of them."""
+        earlier = any(message["role"] == "assistant" for message in self.messages[: self.answered])
+        return not earlier and re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
 
-    def _applied(self, messages: list[dict], **options: Any) -> Any:
+    @property
+    def answers(self) -> list[int]:
+        """The messages that loss is on, when the template does not say where they are."""
+        roles = enumerate(message["role"] for message in self.messages)
+        return [i for i, role in roles if role == "assistant" and i >= self.answered]
+
+    def requests(self, loss_on: str) -> list[tuple[str, int]]:
+        """Return the options and numbers of messages of the prefixes that `_masked` asks for."""
+        number = len(self.messages)
+        if loss_on == "all" or self.is_marked:
+            return [("" if loss_on == "all" else _MASK, number)]
+        answers = [i for i in self.answers if i > 0]
+        return [*((_OPEN, i) for i in answers), *(("", i) for i in {number, *(i + 1 for i in answers)})]
+
+    def prefix(self, number: int, option: str = "") -> Any:
+        """Return the token ids of the first messages, and what goes with them."""
+        known = self.ahead.get((option, number))
+        return self.encoded(self.messages[:number], option) if known is None else known
+
+    def encoded(self, messages: list[Any], option: str) -> Any:
+        """Return the token ids of a conversation, or of several, and what goes with them."""
+        return self._applied(messages, tokenize=True, return_dict=True, **({option: True} if option else {}))
+
+    def _applied(self, messages: list[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
         try:
@@ -131,27 +225,21 @@ def _tokenized(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[s
     return {"input_ids": [token for token, _ in kept], "loss_mask": [mask for _, mask in kept]}
 
 
-def _mask_by_prefix(chat: _Chat, messages: list[dict], answered: int) -> dict[str, list]:
-    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it.
-
-    answered: the message from which on there is loss.
-    """
-    ids = chat.encoded(messages)["input_ids"]
+def _mask_by_prefix(chat: _Chat) -> dict[str, list]:
+    """Mask by prefixes: the assistant says what a conversation has more than the one before it, opened for it."""
+    ids = chat.prefix(len(chat.messages))["input_ids"]
     mask = [False] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < answered:
-            continue
+    for i in chat.answers:
         if i == 0:  # a template writes nothing without a message
-            return _mask_by_text(chat, messages, answered)
-        prompt = chat.encoded(messages[:i], add_generation_prompt=True)["input_ids"]
-        whole = ids if i == len(messages) - 1 else chat.encoded(messages[: i + 1])["input_ids"]
+            return _mask_by_text(chat)
+        prompt, whole = chat.prefix(i, _OPEN)["input_ids"], chat.prefix(i + 1)["input_ids"]
         if whole[: len(prompt)] != prompt or ids[: len(whole)] != whole:
-            return _mask_by_text(chat, messages, answered)
+            return _mask_by_text(chat)
         mask[len(prompt) : len(whole)] = [True] * (len(whole) - len(prompt))
     return {"input_ids": ids, "loss_mask": mask}
 
 
-def _mask_by_text(chat: _Chat, messages: list[dict], answered: int) -> dict[str, list]:
+def _mask_by_text(chat: _Chat) -> dict[str, list]:
     """Do the same for templates that write a turn otherwise when others follow it (Qwen3 takes thoughts out of all
     turns but the last), and for conversations that begin with the assistant: it says what changes with the content of
     its message, and its end of turn.
@@ -165,11 +253,10 @@ def _mask_by_text(chat: _Chat, messages: list[dict], answered: int) -> dict[str,
             "continuation of its beginning, and it is not a fast tokenizer, which could say where the response "
             "is; mark responses in the template with {% generation %} … {% endgeneration %}, or set loss_on: all"
         )
+    messages = chat.messages
     text = chat.text(messages)
     spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < answered:
-            continue
+    for i in chat.answers:
         begin, end = _content_span(chat, messages, i, text)
         prompt = chat.text(messages[:i], add_generation_prompt=True) if i else ""
         if prompt and text.startswith(prompt) and len(prompt) <= begin:
@@ -279,7 +366,7 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 
 
 def _string(example: Mapping[str, Any], column: str) -> str:
-    value = example[column]
+    value = example.get(column)
     if not isinstance(value, str):
         raise BadExample(f"column {column!r}: text is needed, found {_short(value)}")
     return value

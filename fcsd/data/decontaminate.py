@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.data.chat import BadExample, example_texts
+from fcsd.data.chat import example_texts
 from fcsd.data.sources import Source, columns_of
 
 SHORTEST = 8
@@ -142,42 +142,12 @@ def _windows(flags: np.ndarray, length: int) -> np.ndarray:
 
 
 class Decontaminator:
-    """Leaves overlapping examples out of data sets and keeps the record.
-
-    A stream is read again in every epoch: an example is on the record once, and `num_examples` is the number of
-    examples that were looked at.
-    """
+    """Finds the examples that overlap with test items, and keeps the record of those that are left out."""
 
     def __init__(self, index: ItemIndex):
         self.index = index
         self.num_examples: Counter[str] = Counter()
         self._found: dict[tuple[str, str], Overlap] = {}
-
-    def filter(self, dataset: Any, source: Source) -> tuple[Any, list[int]]:
-        """Keep the examples of a data set in memory that overlap with no test item; with their indices in it."""
-        kept: list[int] = []
-
-        def keeps(example: Mapping[str, Any], index: int) -> bool:
-            try:
-                overlap = self.find(source, example)
-            except BadExample:  # told of when it is tokenized
-                overlap = None
-            self.note(source, overlap)
-            if overlap is None:
-                kept.append(index)
-            return overlap is None
-
-        # Without its own name for the result, `datasets` would hash the whole index.
-        name = hashlib.sha256(f"{dataset._fingerprint} {id(self)}".encode()).hexdigest()[:16]
-        filtered = dataset.filter(
-            keeps,
-            with_indices=True,
-            desc=f"Looking for test items in {source.path}",
-            keep_in_memory=True,
-            load_from_cache_file=False,
-            new_fingerprint=name,
-        )
-        return filtered, kept
 
     def find(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
         """Find the first overlap of an example of `source` with a test item, or None; records nothing.
@@ -193,25 +163,10 @@ class Decontaminator:
                 return Overlap(_name(source), digest, whole[:80], *found)
         return None
 
-    def note(self, source: Source, overlap: Overlap | None) -> None:
-        """Record that an example of `source` was looked at, and with what it overlaps."""
-        self.num_examples[_name(source)] += 1
-        if overlap is not None:
-            self._found[overlap.source, overlap.example_sha256] = overlap
-
-    def mark(self) -> tuple[dict[str, int], int]:
-        """Return what `record` needs to tell the record as it is now."""
-        return dict(self.num_examples), len(self._found)
-
-    def record(self, mark: tuple[dict[str, int], int]) -> dict[str, Any]:
-        """Return the record as it was at `mark`, for JSON."""
-        return {"num_examples": mark[0], "found": self.overlaps()[: mark[1]]}
-
-    def load(self, record: Mapping[str, Any]) -> None:
-        """Go back to a record."""
-        self.num_examples = Counter(record["num_examples"])
-        found = [Overlap(**overlap) for overlap in record["found"]]
-        self._found = {(overlap.source, overlap.example_sha256): overlap for overlap in found}
+    def note(self, source: Source, num_examples: int, overlaps: Iterable[Overlap]) -> None:
+        """Record that examples of `source` were looked at, and those among them that overlap."""
+        self.num_examples[_name(source)] += num_examples
+        self._found |= {(overlap.source, overlap.example_sha256): overlap for overlap in overlaps}
 
     def overlaps(self) -> list[dict[str, str]]:
         """List all examples that were left out."""

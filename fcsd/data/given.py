@@ -1,4 +1,4 @@
-"""Rows of data that a caller holds already: a `datasets.Dataset`, a stream, a list of examples, or packed rows.
+"""Make rows of data that a caller holds already: a `datasets.Dataset`, a stream, a list of examples, or packed rows.
 
 What its columns mean is seen from their names, or said with `columns` in the words of a recipe.
 
@@ -7,7 +7,9 @@ Not covered: reading data sets (`fcsd.data.sources`); several data sets in one m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import datasets
@@ -15,6 +17,7 @@ import datasets
 from fcsd.config.data import check_meanings
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.dataset import build_dataset
+from fcsd.data.local import scratch
 from fcsd.data.sources import GivenSource, column_meanings
 from fcsd.errors import UserError
 
@@ -30,7 +33,8 @@ def given_rows(
 ) -> Any:
     """Make packed rows of `data`, as `fcsd.data.dataset.build_dataset` does of sources, in the same order for a seed.
 
-    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are.
+    Rows that are packed already (columns input_ids, position_ids and labels) come back as they are, of a stream as many
+    as `num_rows` on disk.
 
     Args:
         name: what errors call the data, for example "train_dataset".
@@ -49,7 +53,7 @@ def given_rows(
         data = datasets.Dataset.from_list([dict(example) for example in data])
     names = _column_names(data, name)
     if set(ROW_FEATURES) <= set(names) and columns is None:
-        return _packed(data, name, max_length)
+        return _packed(data, name, max_length, options.get("num_rows"))
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
         raise UserError(
             f"data set {name}: a {type(data).__name__}; a datasets.Dataset or IterableDataset, or a list of examples is"
@@ -80,11 +84,14 @@ def _column_names(data: Any, name: str) -> list[str]:
     return list(first) if isinstance(first, Mapping) else []
 
 
-def _packed(data: Any, name: str, max_length: int) -> Any:
-    row = data[0] if hasattr(data, "__getitem__") else next(iter(data))
+def _packed(data: Any, name: str, max_length: int, num_rows: int | None) -> Any:
+    row = data[0] if hasattr(data, "__len__") else next(iter(data))
     if (length := len(row["input_ids"])) != max_length:
         raise UserError(
             f"data set {name}: its rows are packed already, with {length} tokens, and max_length is {max_length}; set"
             f" max_length to {length}"
         )
-    return data
+    if hasattr(data, "__len__"):
+        return data
+    rows = partial(itertools.islice, data, num_rows)
+    return datasets.Dataset.from_generator(rows, cache_dir=str(scratch()), fingerprint="rows")

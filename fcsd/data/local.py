@@ -46,11 +46,16 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=_folder()))
+    datasets.config.HF_DATASETS_CACHE = scratch()
     try:
         yield
     finally:
         datasets.config.HF_DATASETS_CACHE = before
+
+
+def scratch() -> Path:
+    """Make a folder that is removed when the process ends."""
+    return Path(tempfile.mkdtemp(dir=_folder()))
 
 
 @functools.cache

@@ -1,109 +1,85 @@
-"""Pack tokenized examples into rows of a fixed length, best fit first."""
+"""Pack tokenized examples into rows of a fixed length, first fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from fcsd.data.batches import NO_LOSS, ROW_FEATURES
+from fcsd.data.batches import NO_LOSS
 
 _OPEN_ROWS = 64
 
 
-@dataclass
-class PackingStats:
-    """Counts of what became of the examples."""
+def first_fit(
+    lengths: Iterable[int], max_length: int, *, packing: bool = True, num_open_rows: int = _OPEN_ROWS
+) -> Iterator[list[int]]:
+    """Yield for each row of `max_length` tokens the numbers of the examples in it, by their lengths.
 
-    num_examples: int = 0
-    num_truncated: int = 0  # were longer than a row
-    num_without_loss: int = 0  # left out: not one token of theirs would be predicted
-    num_rows: int = 0
-    num_tokens: int = 0  # of examples, in rows; the rest of num_rows * max_length is padding
-    num_loss_tokens: int = 0
+    An example goes into the first open row that has room, else into a new one; when more than `num_open_rows`
+    are open the oldest is closed. With packing=False each has a row of its own. One of length 0 is left out.
+    """
+    open_rows: list[list[int]] = []
+    room: list[int] = []
+    for number, length in enumerate(lengths):
+        if length == 0:
+            continue
+        if not packing:
+            yield [number]
+            continue
+        index = next((i for i, free in enumerate(room) if free >= length), None)
+        if index is None:
+            index = len(open_rows)
+            open_rows.append([])
+            room.append(max_length)
+        open_rows[index].append(number)
+        room[index] -= length
+        if room[index] == 0 or len(open_rows) > num_open_rows:
+            closed = index if room[index] == 0 else 0
+            room.pop(closed)
+            yield open_rows.pop(closed)
+    yield from open_rows
 
 
 def pack(
-    examples: Iterable[Mapping[str, Any]],
+    examples: Sequence[Mapping[str, Any]],
     max_length: int,
     *,
     pad_token_id: int,
     packing: bool = True,
     num_open_rows: int = _OPEN_ROWS,
-    stats: PackingStats | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Pack whole examples into rows of exactly `max_length` tokens, first fit.
+    """Pack whole examples {"input_ids", "loss_mask"} that are in memory into rows of exactly `max_length` tokens.
 
-    An example goes into the first open row that has room, else into a new one; when more than `num_open_rows`
-    are open the oldest is closed. An example longer than a row is truncated. With packing=False each has a
-    row of its own.
+    An example longer than a row is truncated; one of which no token would be predicted is left out.
 
-    Yields: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids restart at 0 at every
-    example and at the padding. No loss on padding, nor on the first token of an example, which nothing
-    predicts.
+    Yields: as `row_of`, in the order of `first_fit`.
     """
-    stats = stats if stats is not None else PackingStats()
-    open_rows: list[list[tuple[list[int], list[bool]]]] = []
-    room: list[int] = []
-
-    def close(index: int) -> dict[str, np.ndarray]:
-        room.pop(index)
-        stats.num_rows += 1
-        return _row(open_rows.pop(index), max_length, pad_token_id, stats)
-
-    for example in examples:
-        stats.num_examples += 1
-        stats.num_truncated += len(example["input_ids"]) > max_length
-        ids, mask = example["input_ids"][:max_length], example["loss_mask"][:max_length]
-        if not np.any(mask[1:]):
-            stats.num_without_loss += 1
-            continue
-        index = next((i for i, free in enumerate(room) if free >= len(ids)), None) if packing else None
-        if index is None:
-            index = len(open_rows)
-            open_rows.append([])
-            room.append(max_length)
-        open_rows[index].append((ids, mask))
-        room[index] -= len(ids)
-        if not packing or room[index] == 0:
-            yield close(index)
-        elif len(open_rows) > num_open_rows:
-            yield close(0)
-    while open_rows:
-        yield close(0)
+    lengths = (
+        len(one["input_ids"][:max_length]) if np.any(one["loss_mask"][1:max_length]) else 0
+        for one in examples
+    )
+    for numbers in first_fit(lengths, max_length, packing=packing, num_open_rows=num_open_rows):
+        parts = [(examples[number]["input_ids"], examples[number]["loss_mask"]) for number in numbers]
+        yield row_of(parts, max_length, pad_token_id)
 
 
-def _row(
-    examples: list[tuple[list[int], list[bool]]], max_length: int, pad_token_id: int, stats: PackingStats
-) -> dict[str, np.ndarray]:
+def row_of(examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int) -> dict[str, np.ndarray]:
+    """Put examples, token ids and loss masks, into one row.
+
+    Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids restart at 0 at every
+        example and at the padding. No loss on padding, nor on the first token of an example, which nothing predicts.
+    """
     input_ids = np.full(max_length, pad_token_id, np.int32)
     position_ids = np.zeros(max_length, np.int32)
     labels = np.full(max_length, NO_LOSS, np.int32)
     end = 0
     for ids, mask in examples:
-        begin, end = end, end + len(ids)
-        input_ids[begin:end] = ids
-        position_ids[begin:end] = np.arange(len(ids))
-        labels[begin + 1 : end] = np.where(mask[1:], ids[1:], NO_LOSS)
+        begin, end = end, min(max_length, end + len(ids))
+        length = end - begin
+        input_ids[begin:end] = ids[:length]
+        position_ids[begin:end] = np.arange(length)
+        labels[begin + 1 : end] = np.where(mask[1:length], ids[1:length], NO_LOSS)
     position_ids[end:] = np.arange(max_length - end)
-    stats.num_tokens += end
-    stats.num_loss_tokens += int((labels != NO_LOSS).sum())
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
-
-
-class PackedRows(torch.utils.data.Dataset):
-    """Packed rows in memory: (rows, max_length) int32 arrays, and `stats` of their making."""
-
-    def __init__(self, rows: Iterable[dict[str, np.ndarray]], stats: PackingStats):
-        held = list(rows)
-        self.columns = {name: np.array([row[name] for row in held]) for name in ROW_FEATURES}
-        self.stats = stats
-
-    def __len__(self) -> int:
-        return len(self.columns["input_ids"])
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: column[index] for name, column in self.columns.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,7 +48,8 @@ _BESIDE = {
     "messages": ("tools",),
     "prompt": ("input", "tools"),
 }
-_PART_OF_SPLIT = r"[\[+]"  # begins what a stream cannot read: train[:90%], train+test
+_PART_OF_SPLIT = r"[\[+]"  # begins what cannot be read file by file: train[:90%], train+test
+WHOLE_BYTES = 4 << 30
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -114,8 +115,7 @@ def check_source(source: SourceConfig) -> None:
     """Refuse, before a model is loaded, local data that cannot be read, are empty, or lack a column; reads one row."""
     check_place(source)
     if Path(source.path).expanduser().exists():
-        split = re.split(_PART_OF_SPLIT, source.split)[0]
-        open_source(source.model_copy(update={"streaming": True, "split": split}))
+        open_source(source.model_copy(update={"split": re.split(_PART_OF_SPLIT, source.split)[0]}))
 
 
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
@@ -123,51 +123,78 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
 
     Raises: UserError for a path, configuration or split that is not there, a missing column, no examples.
     """
-    source, opened = open_source(source)
-    examples: datasets.Dataset | datasets.IterableDataset = limited(source, opened)
-    return examples
+    opened = open_source(source)
+    limit = opened.settings.max_examples
+    return opened.examples if limit is None else opened.examples.take(limit)
 
 
-def limited(source: Source, examples: Any) -> Any:
-    """Take the first `max_examples`."""
-    return examples if source.max_examples is None else examples.take(source.max_examples)
+@dataclass(frozen=True)
+class Opened:
+    """A source whose columns are known, and all its examples.
+
+    files: names of the files that the examples are in, one a shard; empty where they are not known.
+    whole: all of it is tokenized, however few tokens a training needs: it is here, and of no more than `WHOLE_BYTES`.
+    """
+
+    settings: Source
+    examples: Any
+    whole: bool
+    files: tuple[str, ...] = ()
+
+    @property
+    def num_files(self) -> int:
+        """The number of files that can be read one by one."""
+        return len(self.files) or 1
 
 
-def open_source(source: Any) -> tuple[Any, Any]:
-    """Load all examples of `source`; return it with what its columns mean, and them. Raises as `load_source`."""
+def open_source(source: Any) -> Opened:
+    """Open `source`; its first example tells what its columns mean. Raises as `load_source`."""
     if isinstance(source, GivenSource):
-        return source, source.examples
-    path = Path(source.path).expanduser()
+        return Opened(source, source.examples, isinstance(source.examples, datasets.Dataset))
     check_place(source)
-    if path.suffix in _FILE_FORMATS and not path.is_dir():
-        load = partial(datasets.load_dataset, _FILE_FORMATS[path.suffix], data_files={"train": str(path)})
-    elif path.is_dir():
-        load = partial(datasets.load_dataset, str(path), name=source.name)
-    else:
-        load = partial(datasets.load_dataset, source.path, name=source.name, revision=source.revision)
     try:
-        with fresh_cache(path):
-            if path.exists():
-                examples = load(split=re.split(_PART_OF_SPLIT, source.split)[0], streaming=True)
-            else:
-                examples = load(split=source.split, streaming=source.streaming)
-            columns = column_meanings(source.path, _column_names(examples, source), source.columns)
-            if path.exists():
-                features = _as_written(examples, columns.values())
-                examples = load(split=source.split, streaming=source.streaming, features=features)
+        with fresh_cache(Path(source.path).expanduser()):
+            opened = _open(source, None)
+            columns = column_meanings(source.path, _column_names(opened.examples, source), source.columns)
+            if features := _as_written(opened.examples, columns.values()):
+                opened = _open(source, features)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty(source) from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # Where `datasets` wraps an error of its reader, that one says more.
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UserError(f"data set {source.path}: {one_line(cause or error)}") from error
-    if isinstance(source, SourceConfig):
-        return source.model_copy(update={"columns": columns}), examples
-    return dataclasses.replace(source, columns=columns), examples
+    return dataclasses.replace(opened, settings=source.model_copy(update={"columns": columns}))
+
+
+def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
+    """Open files one by one; a part of a split, and a data set of the Hub that is small or here, as a whole."""
+    path, options = Path(source.path).expanduser(), {"features": features}
+    if path.suffix in _FILE_FORMATS and not path.is_dir():
+        options |= {"path": _FILE_FORMATS[path.suffix], "data_files": {"train": str(path)}}
+    else:
+        here = path.is_dir()
+        options |= {"path": str(path) if here else source.path, "name": source.name}
+        options["revision"] = None if here else source.revision
+    builder = datasets.load_dataset_builder(**options)
+    is_part = re.search(_PART_OF_SPLIT, source.split) is not None
+    if is_part or (not path.exists() and (Path(builder.cache_dir).is_dir() or _says_small(builder, source))):
+        return Opened(source, datasets.load_dataset(**options, split=source.split), whole=True)
+    examples = builder.as_streaming_dataset(split=source.split)
+    files = (builder.config.data_files or {}).get(source.split, [])
+    files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
+    sizes = sum(os.path.getsize(file) for file in files if os.path.isfile(file)) if path.exists() else None
+    whole = source.max_examples is not None or (sizes is not None and sizes <= WHOLE_BYTES)
+    return Opened(source, examples, whole, files)
+
+
+def _says_small(builder: Any, source: SourceConfig) -> bool:
+    split = (builder.info.splits or {}).get(source.split)
+    return split is not None and 0 < split.num_bytes <= WHOLE_BYTES
 
 
 def _column_names(examples: Any, source: SourceConfig) -> list[str]:
-    """Return the names of all columns; a stream fails, or turns out to be empty, when it is read."""
+    """Return the names of all columns; files fail, or turn out to be empty, when they are read."""
     first = next(iter(examples), None)
     if first is None:
         raise _empty(source)
@@ -188,13 +215,3 @@ def _as_written(examples: Any, columns: Collection[str]) -> datasets.Features | 
         return None
     types = examples.features
     return datasets.Features({name: datasets.Json() if name in columns else types[name] for name in types})
-
-
-def shard_file(examples: datasets.IterableDataset, shard: int) -> str | None:
-    """Return the name of a file of a stream; None where it is not known."""
-    arguments = getattr(getattr(examples, "_ex_iterable", None), "kwargs", {})
-    for name in ("original_files", "files", "base_files"):
-        files = arguments.get(name)
-        if isinstance(files, list) and len(files) == examples.num_shards:
-            return str(files[shard])
-    return None

@@ -1,147 +1,98 @@
 """Do pieces of work in other processes, with results in the order of the pieces.
 
-A worker has one piece at a time and gets the next one when its result is taken, so that neither side ever waits for the
-other to empty a pipe, and as many pieces are done ahead as there are workers.
-
 Not covered: machines without fork, where the work is done in this process.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import os
 import signal
+import threading
+import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.util import Finalize
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from fcsd.errors import UserError
 
 MOST_WORKERS = 8
-_PARENT_CHECK_S = 5.0
+_PARENT_CHECK_S = 1.0
+
+_work: Callable[[Any], Any]  # of a worker, which has one for its life
 
 
 def default_workers() -> int:
-    """Return how many processes may work beside the ranks of this machine: its free cores, eight at most."""
+    """Return how many processes tokenize: one for each core, eight at most; the ranks wait for them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(MOST_WORKERS, cores - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return min(MOST_WORKERS, cores)
 
 
 def in_order(
-    work: Callable[[Any], Any], pieces: Iterator[tuple[Any, Any]], num_workers: int
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield mark, piece and `work(piece)` of every (mark, piece), in their order; 0 workers: in this process.
+    work: Callable[[Any], Any], pieces: Iterator[Any], num_workers: int
+) -> Generator[tuple[Any, Any]]:
+    """Yield piece and `work(piece)` of every piece, in their order.
 
-    The workers are forks: `work` may be any function, and sees what this process has now.
+    The workers are forks: `work` may be any function, and sees what this process has now. A single piece, or fewer than
+    two workers, is work for this process.
 
     Raises:
         UserError: a worker has ended, or `work` has raised it.
     """
-    if num_workers == 0 or multiprocessing.current_process().daemon or not hasattr(os, "fork"):
-        for mark, piece in pieces:
-            yield mark, piece, work(piece)
+    first = [piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None]
+    alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")  # a daemon has no children
+    if num_workers < 2 or len(first) < 2 or alone:
+        for piece in itertools.chain(first, pieces):
+            yield piece, work(piece)
         return
-    pool = _Pool(work)
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=(work, os.getpid()))
+    waiting: deque[tuple[Any, Future[Any]]] = deque()
     try:
-        waiting: deque[tuple[_Worker, Any, Any]] = deque()
-        for mark, piece in pieces:
-            if len(waiting) < num_workers:
-                worker = pool.start()
-            else:
-                worker, mark_before, piece_before = waiting.popleft()
-                result = worker.result()
-                worker.connection.send(piece)
-                waiting.append((worker, mark, piece))
-                yield mark_before, piece_before, result
-                continue
-            worker.connection.send(piece)
-            waiting.append((worker, mark, piece))
+        for piece in itertools.chain(first, pieces):
+            waiting.append((piece, _submit(pool, piece)))
+            if len(waiting) > num_workers:
+                earliest, future = waiting.popleft()
+                yield earliest, future.result()
         while waiting:
-            worker, mark, piece = waiting.popleft()
-            yield mark, piece, worker.result()
+            earliest, future = waiting.popleft()
+            yield earliest, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "data: a process that tokenizes has ended; it may have been killed for the memory that it took. Run the"
+            " same command again to go on from the last shard"
+        ) from None
     finally:
-        pool.close()
+        pool.shutdown(cancel_futures=True)
 
 
-class _Worker:
-    def __init__(self, process: Any, connection: Connection):
-        self.process, self.connection = process, connection
-
-    def result(self) -> Any:
-        try:
-            done, value = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(_PARENT_CHECK_S)
-            raise UserError(
-                f"data: a process that tokenizes has ended (status {self.process.exitcode}); it may have been killed"
-                " for the memory that it took. Run the same command again to go on from the last checkpoint"
-            ) from None
-        if not done:
-            raise value
-        return value
+def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; the child runs no code that takes their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pool.submit(_do, piece)
 
 
-class _Pool:
-    """Workers that are started one by one; `close` ends them, at the latest when this process ends."""
-
-    def __init__(self, work: Callable[[Any], Any]):
-        self.work = work
-        self.workers: list[_Worker] = []
-        # Before multiprocessing ends its children by a signal, which ours ignore.
-        self.close = Finalize(self, _close, args=(self.workers,), exitpriority=10)
-
-    def start(self) -> _Worker:
-        context = multiprocessing.get_context("fork")
-        mine, theirs = context.Pipe()
-        inherited = [*(worker.connection for worker in self.workers), mine]
-        process = context.Process(target=_serve, args=(theirs, self.work, inherited), daemon=True)
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads; the child runs no code that takes their locks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        theirs.close()
-        self.workers.append(_Worker(process, mine))
-        return self.workers[-1]
-
-
-def _close(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.connection.close()
-    for worker in workers:
-        worker.process.join(_PARENT_CHECK_S)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
-    workers.clear()
-
-
-def _serve(connection: Connection, work: Callable[[Any], Any], inherited: list[Connection]) -> None:
-    """Work until the other end is closed; it is when that process is killed, if no other one has inherited it."""
+def _begin(work: Callable[[Any], Any], parent: int) -> None:
+    global _work
+    _work = work
+    gc.freeze()  # what was there before the fork is not looked through again and again
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a scheduler sends them to all: this one is needed to the last step
-    for other in inherited:
-        other.close()
+        signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = os.getppid()
-    while True:
-        while not connection.poll(_PARENT_CHECK_S):
-            if os.getppid() != parent:
-                return
-        try:
-            piece = connection.recv()
-        except (EOFError, OSError):
-            return
-        answer: tuple[bool, Any]
-        try:
-            answer = True, work(piece)
-        except Exception as error:
-            answer = False, error
-        try:
-            connection.send(answer)
-        except (BrokenPipeError, ConnectionResetError):
-            return
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)
+
+
+def _do(piece: Any) -> Any:
+    return _work(piece)

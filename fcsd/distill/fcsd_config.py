@@ -100,7 +100,7 @@ class FCSDConfig(ScheduledArguments):
             of the examples, and ten in any case.
         columns: what the data set's columns mean, as in a recipe: {"messages": NAME}, {"text": NAME} or
             {"prompt": NAME, "response": NAME}; None: seen from their names.
-        dataset_num_proc: processes that tokenize; of a stream by default one for each free core, eight at most.
+        dataset_num_proc: processes that tokenize; by default one for each core, eight at most.
         batch_size_tokens: of one optimiser step, over all ranks; sets gradient_accumulation_steps.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the dtype that the model came in.
         optimizer: "adamw", or "muon" for the matrices of the layers.

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.given import given_rows
-from fcsd.data.stream import RowStream
+from fcsd.data.workers import default_workers
 from fcsd.distill.arguments import accumulation_steps, refuse_what_cannot_be_sharded
 from fcsd.distill.checkpoints import damage, newest_usable
 from fcsd.distill.export import write_model
@@ -129,7 +130,7 @@ class FCSDTrainer(DistillTrainer):
             prepare_student(student, objective, train, launch)
             student.add_model_tags([*self._tag_names])
             whole = self._whole_steps(rows)
-            collate = collator(args, compared, whole)
+            collate = collator(args, compared)
             self._heldout: dict[int, list[HeldoutCE]] = {}
             self._compared = compared
             super().__init__(
@@ -173,7 +174,12 @@ class FCSDTrainer(DistillTrainer):
         if data is None:
             return None
         args = self._settings
-        rows = given_rows(
+        num_rows = None
+        if name == "train_dataset" and isinstance(data, IterableDataset):
+            if args.max_steps <= 0:
+                raise UserError("train_dataset: a stream does not say where it ends; set max_steps")
+            num_rows = args.max_steps * self._rows_of_a_step
+        return given_rows(
             data,
             self._tokenizer,
             name=name,
@@ -183,29 +189,26 @@ class FCSDTrainer(DistillTrainer):
             columns=args.columns,  # type: ignore[arg-type]
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=shuffle,
-            num_proc=args.dataset_num_proc,
+            num_rows=num_rows,
+            num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
         )
-        if isinstance(rows, RowStream):  # its order is that of one process, which may have others tokenize
-            rows.num_workers = args.dataset_num_proc or args.dataloader_num_workers or rows.num_workers
-            if name == "train_dataset":
-                args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
-                args.dataloader_persistent_workers = False
-        return rows
 
     def _heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
-        """Return rows in order, those of a stream in memory; of a dict of data sets a dict of them."""
+        """Return rows in order; of a dict of data sets a dict of them."""
         if isinstance(data, Mapping):
             return {key: self._heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
-        rows = self._rows(data, name, BadRows(setting=None), shuffle=False)
-        return rows if rows is None or hasattr(rows, "__len__") else list(rows)
+        return self._rows(data, name, BadRows(setting=None), shuffle=False)
+
+    @property
+    def _rows_of_a_step(self) -> int:
+        args = self._settings
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.launch.ranks.size
 
     def _whole_steps(self, rows: Any) -> Any:
         if rows is None:
             return None
-        args = self._settings
-        needed = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.launch.ranks.size
-        return whole_steps(rows, needed, args.max_length, "data set train_dataset")
+        return whole_steps(rows, self._rows_of_a_step, self._settings.max_length, "data set train_dataset")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""

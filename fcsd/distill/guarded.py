@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
-from transformers.trainer_utils import SaveStrategy, has_length
+from transformers.trainer_utils import SaveStrategy
 
 from fcsd.distill.checkpoints import GUARD_FILE, checkpoints, note_rewind, step_of
-from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.interrupt import Signals, ignore_signals
 from fcsd.distill.meters import Meters
 from fcsd.distill.safety import Guard, Verdict, events_text, not_finite
@@ -56,7 +55,6 @@ class GuardedTrainer(Trainer):
         self._verdict: Verdict = "go"
         self._rewind_to: Path | None = None
         self._written = ""  # of events.jsonl
-        self._random_from: str | None = None  # the checkpoint whose random state the next step begins with
 
     # ---- what the subclass has
 
@@ -77,11 +75,7 @@ class GuardedTrainer(Trainer):
         """Return the micro-batches of a step, which begins here."""
         self._before_step = (self._tr_loss.clone(), self.meters.kept())
         self._step_loss = None
-        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._random_from is not None:  # to begin with a stream takes random numbers
-            self._load_rng_state(self._random_from)
-            self._random_from = None
-        return samples
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def watched(self, loss: Tensor) -> Tensor:
         """Watch a micro-batch's loss on its way to the backward pass; where it is not finite, so will its gradient be.
@@ -179,7 +173,6 @@ class GuardedTrainer(Trainer):
             self._rewind(self._rewind_to)
             return
         self._heed_signals()
-        self._count_epoch(args[4])
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @property
@@ -255,13 +248,11 @@ class GuardedTrainer(Trainer):
     # ---- data
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, and end what was begun to read the data."""
+        """Train as the Trainer does; behind it no rank is in a step."""
         try:
             return super().train(*args, **kwargs)
         finally:
             in_step(False)
-            if isinstance(self.train_dataset, EndlessRows):
-                self.train_dataset.close()
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
@@ -282,10 +273,6 @@ class GuardedTrainer(Trainer):
         _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = super().set_initial_training_values(
             args, dataloader
         )
-        if not has_length(dataloader):  # the Trainer takes one epoch of a stream for the whole run
-            room = 1 + max(self.guard.settings.max_rewinds, self.guard.rewinds)
-            steps_per_epoch, steps_in_epoch = steps_per_epoch * room, (steps_in_epoch or 0) * room
-        self._steps_per_epoch, self._batches_per_epoch = steps_per_epoch, steps_in_epoch
         return (sys.maxsize, steps_per_epoch, *numbers, steps_in_epoch, max_steps)
 
     @property
@@ -304,30 +291,10 @@ class GuardedTrainer(Trainer):
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        rows, self._random_from = self.train_dataset, None
-        if isinstance(rows, EndlessRows):
-            rows.seek(0)
         if self.args.ignore_data_skip:
             return self.state.global_step // num_update_steps_per_epoch, 0
         epoch, steps = divmod(self.steps_of_data, num_update_steps_per_epoch)
-        if isinstance(rows, EndlessRows) and resume_from_checkpoint is not None:
-            # It goes to its row by itself; the Trainer would read and send to all ranks what lies before it.
-            why_slow = rows.seek(self.steps_of_data * rows.needed, Path(resume_from_checkpoint))
-            if why_slow is not None:
-                self.say(why_slow)
-            self._random_from = resume_from_checkpoint
-            return epoch, 0
         return epoch, steps * self.args.gradient_accumulation_steps
-
-    def _count_epoch(self, epoch: int) -> None:
-        """Say how far the run is as if it had never been cut off: the Trainer counts the batches that it has read."""
-        if (
-            isinstance(self.train_dataset, EndlessRows)
-            and not self.args.ignore_data_skip
-            and self._batches_per_epoch is not None
-        ):
-            steps = self.steps_of_data - epoch * self._steps_per_epoch
-            self.state.epoch = epoch + steps * self.args.gradient_accumulation_steps / self._batches_per_epoch
 
     # ---- record
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from fcsd.config.training import ObjectiveConfig, TrainConfig
 from fcsd.data.batches import Collator
-from fcsd.distill.endless_rows import EndlessRows, too_little_data
 from fcsd.distill.teachers.base import ModelTeacher, Teacher
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.shard import shard_student, shard_teacher
@@ -50,16 +49,12 @@ def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
         module.requires_grad_(False)
 
 
-def collator(arguments: TrainingArguments, teacher: Teacher | None, rows: Any) -> Collator:
-    """Return what makes batches of `rows`, and show them early to a teacher that looks at batches before they are used.
-
-    Of data in memory, by a process of its own, one step ahead; of a stream, which one process reads, as they are read.
+def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
+    """Return what makes batches of rows; for a teacher that looks at batches before they are used, by a process of its
+    own, one step ahead.
     """
     ahead = teacher.ahead if teacher is not None else None
     if ahead is None:
-        return Collator()
-    if isinstance(rows, EndlessRows):
-        rows.ahead = lambda row: ahead(Collator()([row]))
         return Collator()
     arguments.dataloader_num_workers = 1
     arguments.dataloader_prefetch_factor = max(2, arguments.gradient_accumulation_steps)
@@ -103,10 +98,12 @@ def whole_steps(rows: Any, needed: int, max_length: int, name: str = "data.train
     needed: rows of one batch, over all ranks and accumulation steps. name: what the error calls the rows.
 
     Raises:
-        UserError: there are fewer rows than one batch needs; of a stream, when it has ended.
+        UserError: there are fewer rows than one batch needs.
     """
-    if not hasattr(rows, "__len__"):
-        return EndlessRows(rows, needed, max_length, name)
     if len(rows) < needed:
-        raise too_little_data(name, len(rows), needed, max_length)
+        raise UserError(
+            f"{name}: gives {len(rows)} rows of {max_length} tokens, one batch of"
+            f" {'train.' if name.startswith('data.') else ''}batch_size_tokens {needed * max_length} needs {needed};"
+            " use more data or a smaller batch"
+        )
     return Subset(rows, range(len(rows) // needed * needed))

@@ -80,7 +80,7 @@ def _train(run: TrainingRun, engine: Engine) -> dict[str, Any]:
     check_reporters(run.train)
     arguments = training_arguments(run)
     rows = whole_steps(run.rows, run.train.batch_size_tokens // run.max_length, run.max_length)
-    collate = collator(arguments, teacher, rows)
+    collate = collator(arguments, teacher)
     prepare_student(student, run.objective, run.train, run.launch)
     run.launch.ranks.from_first(lambda: _check_disk(run))
     if engine.uses_deepspeed:

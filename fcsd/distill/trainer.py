@@ -26,7 +26,6 @@ from fcsd.distill.averaging import WeightAverage
 from fcsd.distill.callbacks import InStep
 from fcsd.distill.checkpoints import GUARD_FILE, STOPPER_FILE, checkpoints, guard_state, note_files, remove
 from fcsd.distill.early_stopping import EarlyStopper
-from fcsd.distill.endless_rows import EndlessRows
 from fcsd.distill.guarded import GuardedTrainer
 from fcsd.distill.meters import Meters
 from fcsd.distill.optimizer import MuonWithAdamW, parameter_groups
@@ -330,8 +329,6 @@ class DistillTrainer(GuardedTrainer):
                 if self.args.should_save:
                     self._name_best_checkpoint(folder, beside)
                     write_json(beside / GUARD_FILE, self.guard.state())
-                    if isinstance(self.train_dataset, EndlessRows):
-                        self.train_dataset.save(beside, self.steps_of_data * self.train_dataset.needed)
                     if self.stopper is not None:
                         write_json(beside / STOPPER_FILE, self.stopper.state())
         finally:

@@ -190,6 +190,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
         found = build_dataset(
             [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
             loss_on=study.loss_on, bad_rows=BadRows(setting=None),
+            num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
         )  # fmt: skip
         calibrations = Calibrations(model, take_rows(found, study.calibration_tokens), ranks)
     rows = None

@@ -12,7 +12,6 @@ from fcsd.config.layout import MAIN
 from fcsd.config.recipe import Recipe
 from fcsd.distributed.launch import Launch
 from fcsd.errors import UserError
-from fcsd.families.structure import packing_of
 from fcsd.files import check_folder_place, read_json, write_json
 from fcsd.models.load import ModelFolder
 from fcsd.stages.context import Run
@@ -38,9 +37,7 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
     stage = Stage(folder, "calibrate", _settings(recipe), inputs)
     if launch.begin(stage) == "finished":
         return stage
-    if data.packing and packing_of(one.original.load_config()) == "leaks":
-        data = data.model_copy(update={"packing": False})
-    rows, record = training_rows(data, one.tokenizer, one, on_bad_row)
+    rows = training_rows(data, one.tokenizer, one, on_bad_row=on_bad_row, apart_in=one.original)
     results = calibrate_checkpoint(
         one.original,
         folder / "model",
@@ -51,7 +48,7 @@ def calibrate(run: Run, variant: str | None = None, *, on_bad_row: str | None = 
         launch=launch,
     )
     model = {"path": recipe.model_path, "revision": recipe.model.revision}
-    launch.finish(stage, {"model": model, **results, **left_out(record, folder, launch)}, folder / "model")
+    launch.finish(stage, {"model": model, **results, **left_out(rows, folder, launch)}, folder / "model")
     if launch.first:
         print(f"calibrate: {results['tokens']:,} tokens, {len(results['layers'])} layers", file=sys.stderr)
     return stage

@@ -39,6 +39,9 @@ class Run:
     recipe: Recipe
     launch: Launch
     progress: Progress | None = None  # of `fcsd run`, on the first rank
+    before: Recipe | None = (
+        None  # the recipe that this one is a variant of, or was before its sweep had chosen
+    )
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +72,12 @@ class Run:
             raise UserError(
                 f"recipe {recipe.name}: has no variant '{name}'; allowed: {', '.join(recipe.variants) or 'none'}"
             )
-        return replace(self, recipe=recipe.variant(name))
+        return replace(self, recipe=recipe.variant(name), before=self.whole)
+
+    @property
+    def whole(self) -> Recipe:
+        """The recipe as it was written, with all its trainings."""
+        return self.before or self.recipe
 
     @property
     def layout(self) -> RunLayout:

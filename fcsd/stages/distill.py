@@ -47,7 +47,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     check_training(run, recipe.sweep.batch_size_tokens)
     check_overlap(run)
     start = calibrated_start(run, None)
-    rows, record = training_rows(recipe.data, run.tokenizer, run)
+    rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
     def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
@@ -65,7 +65,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     write_ready_recipe(recipe, result, folder)
     if launch.first:
         plot_sweep(result, folder)
-    launch.finish(stage, result | left_out(record, folder, launch))
+    launch.finish(stage, result | left_out(rows, folder, launch))
     _tell_choice(result, launch)
     return stage
 
@@ -92,12 +92,12 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     check_training(run)
     check_overlap(run)
     start = calibrated_start(whole, variant)
-    rows, record = training_rows(plan.data, run.tokenizer, run)
+    rows = training_rows(plan.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
     with early_stopping(run, run.tokenizer) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
-    launch.finish(stage, results | left_out(record, folder, launch), folder / "model")
+    launch.finish(stage, results | left_out(rows, folder, launch), folder / "model")
     remove_checkpoints(folder, launch)
     return stage
 
@@ -114,7 +114,7 @@ def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify:
             f"objective {plan.objective.name!r} compares with no teacher; there is nothing to cache"
         )
     folder = output or Path(plan.teacher.cache or run.layout.teacher_cache)
-    rows, _ = training_rows(plan.data, run.tokenizer, run)
+    rows = training_rows(plan.data, run.tokenizer, run)
     fill_teacher_cache(_teacher_source(run, rows), folder, verify=verify)
     return folder
 
@@ -127,7 +127,7 @@ def _with_sweep(run: Run) -> Run:
         raise UserError(
             f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
-    return replace(run, recipe=with_choice(run.recipe, read_json(manifest)["results"]))
+    return replace(run, recipe=with_choice(run.recipe, read_json(manifest)["results"]), before=run.whole)
 
 
 def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
@@ -156,18 +156,11 @@ def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | 
 def _teacher_source(run: Run, rows: Any) -> TeacherSource:
     recipe = run.recipe
     assert recipe.teacher is not None
-    # Of a stream as much as the longest training reads; the sweep's choice then trains the whole number of steps.
-    tokens = recipe.train.max_steps * recipe.train.batch_size_tokens
-    if recipe.sweep is not None:
-        sizes = recipe.sweep.batch_size_tokens
-        steps = [max(recipe.train.max_steps, recipe.sweep.steps_of(size, recipe.train)) for size in sizes]
-        tokens = max(size * count for size, count in zip(sizes, steps, strict=True))
     return TeacherSource(
         settings=recipe.teacher,
         model=run.teacher,
         tokenizer=run.tokenizer,
         rows=rows,
-        num_stream_rows=tokens // recipe.data.max_length,
         batch_size=recipe.train.per_device_train_batch_size,
         seed=recipe.seed,
         launch=run.launch,

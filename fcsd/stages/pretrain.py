@@ -15,7 +15,7 @@ from fcsd.errors import UserError
 from fcsd.models.load import dtype_of, load_tokenizer, to_dtype
 from fcsd.stages.checks import check_rows_fit, check_settings, model_config
 from fcsd.stages.context import Run
-from fcsd.stages.rows import data_inputs, left_out, training_rows
+from fcsd.stages.rows import data_inputs, left_out, pretraining_rows
 
 
 def pretrain(run: Run) -> Stage:
@@ -35,7 +35,7 @@ def pretrain(run: Run) -> Stage:
     check_settings(plan.train, plan.data, launch, "pretrain.")
     check_rows_fit(run, model_config(plan.config), plan.data.max_length, "pretrain.")
     tokenizer = load_tokenizer(plan.tokenizer)
-    rows, record = training_rows(plan.data, tokenizer, run)
+    rows = pretraining_rows(run)
     set_seed(recipe.seed)
     # The first rank of a sharded run makes the weights, and sends the others their shards.
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
@@ -57,7 +57,7 @@ def pretrain(run: Run) -> Stage:
         safety=recipe.safety,
         left=run.progress.left if run.progress is not None else None,
     )
-    results = train(training) | left_out(record, folder, launch)
+    results = train(training) | left_out(rows, folder, launch)
     launch.finish(stage, results, folder / "model")
     remove_checkpoints(folder, launch)
     return stage

@@ -1,9 +1,13 @@
-"""The rows that a recipe trains on, what they were made from, and what was left out of them."""
+"""The rows that a recipe trains on, where their tokens lie, what they were made from, and what was left out of them.
 
+Not covered: held-out text, which is short and is tokenized by each evaluation.
+"""
+
+import hashlib
 import itertools
 import json
+import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +19,102 @@ from fcsd.data.bad_rows import BadRows
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
-from fcsd.data.packing import PackedRows
-from fcsd.data.stream import RowStream
+from fcsd.data.rows import PackedRows
 from fcsd.distributed.launch import Launch
 from fcsd.evaluate.items import dataset_items, suite_items, test_set_location
 from fcsd.evaluate.stage import test_set_fingerprints
-from fcsd.files import write_json
+from fcsd.families.structure import packing_of
+from fcsd.files import hold_folder, make_folder, release_folder, write_json
+from fcsd.models.load import ModelFolder, load_tokenizer
 from fcsd.stages.context import Run
 
 
-@dataclass(frozen=True)
-class Record:
-    """What was left out of training data: examples with test items in them, and those that cannot be tokenized."""
-
-    overlapping: Decontaminator | None
-    bad: BadRows
-
-
 def training_rows(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, run: Run, on_bad_row: str | None = "data.on_bad_row"
-) -> tuple[PackedRows | RowStream, Record]:
-    """Return packed rows of a `data` section of the recipe, and the record of what was left out of them.
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Run,
+    *,
+    num_tokens: int | None = None,
+    on_bad_row: str | None = "data.on_bad_row",
+    apart_in: ModelFolder | None = None,
+) -> PackedRows:
+    """Return packed rows of a `data` section of the recipe; what is missing of their tokens is written first.
 
-    They stay in memory, for the next stage of the run that reads the same data. on_bad_row: see `BadRows`.
+    All ranks call this; the first one writes, below `tokens/` of the run, and all map the same files. Every training of
+    the run, its calibration and its teacher's cache share the tokens of a source.
+
+    Args:
+        num_tokens: as many as are read of them; None: by the longest training of the recipe.
+        on_bad_row: see `BadRows`.
+        apart_in: a model in which the examples of a row must not see each other: where they would, they are not packed.
+
+    Raises:
+        UserError: as `build_dataset`; another process writes tokens of this run.
     """
-    plan = data.model_dump(exclude={"heldout", "heldout_examples"})
-    # What the rows depend on; two stages of one run may find the same tokenizer in different folders.
-    inputs = list(data_inputs(data, run).values())
-    parts = [plan, inputs, run.recipe.seed, tokenizer.chat_template, tokenizer.get_vocab()]
-    key = json.dumps(parts, sort_keys=True)  # a vocabulary comes in another order every time it is loaded
+    tokens = run.whole.training_tokens if num_tokens is None else num_tokens
+    if apart_in is not None and data.packing and packing_of(apart_in.load_config()) == "leaks":
+        data = data.model_copy(update={"packing": False})
+    folder = run.layout.tokens
 
-    def make() -> tuple[PackedRows | RowStream, Record]:
-        overlapping = _decontaminator(data.decontaminate, tokenizer, run.data_root)
-        record = Record(overlapping, BadRows(data.on_bad_row, on_bad_row))
-        rows = build_dataset(
-            data.train,
-            tokenizer,
-            max_length=data.max_length,
-            packing=data.packing,
-            loss_on=data.loss_on,
-            seed=run.recipe.seed,
-            decontaminator=record.overlapping,
-            bad_rows=record.bad,
-        )
-        return rows, record
+    def write() -> str:
+        make_folder(folder)
+        hold_folder(folder)
+        try:
+            rows = build_dataset(
+                data.train,
+                tokenizer,
+                max_length=data.max_length,
+                packing=data.packing,
+                loss_on=data.loss_on,
+                seed=run.recipe.seed,
+                num_rows=math.ceil(tokens / data.max_length),
+                decontaminator=lambda: _decontaminator(data.decontaminate, tokenizer, run.data_root),
+                bad_rows=BadRows(data.on_bad_row, on_bad_row),
+                place=(folder, _folder_names(data, tokenizer, data_inputs(data, run))),
+            )
+        finally:
+            release_folder(folder)
+        return str(rows.path)
 
-    held: dict[str, tuple[PackedRows | RowStream, Record]] = run.once("rows", dict)
-    if key not in held:
-        held.clear()  # two data sets are not kept in memory
-        held[key] = make()
-    return held[key]
+    return PackedRows(Path(run.launch.ranks.from_first(write)))
+
+
+def _folder_names(data: DataConfig, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, str]) -> list[str]:
+    """Name the folder of each source's tokens by what they depend on."""
+    test_items = {name: value for name, value in inputs.items() if not name.startswith("data.train.")}
+    decontaminate = data.decontaminate.model_dump() if data.decontaminate is not None else None
+    # Two stages of one run may find the same tokenizer in different folders; its vocabulary comes in any order.
+    shared = [data.loss_on, decontaminate, test_items, tokenizer.chat_template, tokenizer.get_vocab()]
+    digest = hashlib.sha256(json.dumps(shared, sort_keys=True).encode())
+    names = []
+    for index, source in enumerate(data.train):
+        own, one = [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]], digest.copy()
+        one.update(json.dumps(own, sort_keys=True).encode())
+        names.append(one.hexdigest()[:16])
+    return names
+
+
+def tokenize(run: Run) -> dict[str, PackedRows]:
+    """Write the tokens of all trainings of a recipe; return the rows of its pre-training, its data and variants."""
+    recipe, found = run.recipe, {}
+    if (plan := recipe.pretrain) is not None:
+        found["pretrain.data"] = pretraining_rows(run)
+    made = recipe.pretrain is None or Path(recipe.model_path).is_dir()
+    tokenizer = run.tokenizer if made or plan is None else load_tokenizer(plan.tokenizer)
+    found["data"] = training_rows(recipe.data, tokenizer, run)
+    for name in recipe.variants:
+        one = run.variant(name)
+        if (one.recipe.data, one.recipe.seed) != (recipe.data, recipe.seed):
+            found[f"variants.{name}: data"] = training_rows(one.recipe.data, tokenizer, one)
+    return found
+
+
+def pretraining_rows(run: Run) -> PackedRows:
+    """Return the rows of the recipe's pre-training."""
+    plan = run.recipe.pretrain
+    assert plan is not None
+    tokens = plan.train.max_steps * plan.train.batch_size_tokens
+    return training_rows(plan.data, load_tokenizer(plan.tokenizer), run, num_tokens=tokens)
 
 
 def _decontaminator(
@@ -78,29 +128,23 @@ def _decontaminator(
     return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))
 
 
-def left_out(record: Record, folder: Path, launch: Launch) -> dict[str, Any]:
+def left_out(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
     """For a manifest: how many examples were left out, and why; which ones goes to files in `folder`."""
     found: dict[str, Any] = {}
-    if record.overlapping is not None:
-        found["decontamination"] = summary = record.overlapping.summary()
-        what = f"{summary['num_left_out']} examples that overlap with test items"
-        _write(
-            folder / "decontamination.json",
-            summary | {"left_out": record.overlapping.overlaps()},
-            what,
-            launch,
-        )
-    if record.bad.num_bad:
-        found["bad_rows"] = summary = record.bad.summary()
-        what = f"{summary['num_left_out']} of {summary['num_examples']} examples that cannot be tokenized"
-        _write(folder / "bad_rows.json", summary | {"left_out": record.bad.listed()}, what, launch)
+    if (record := rows.record["decontamination"]) is not None:
+        what = f"{record['num_left_out']} examples that overlap with test items"
+        found["decontamination"] = _write(folder / "decontamination.json", record, what, launch)
+    if (record := rows.record["bad_rows"])["num_left_out"]:
+        what = f"{record['num_left_out']} of {record['num_examples']} examples that cannot be tokenized"
+        found["bad_rows"] = _write(folder / "bad_rows.json", record, what, launch)
     return found
 
 
-def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> None:
+def _write(file: Path, record: dict[str, Any], what: str, launch: Launch) -> dict[str, Any]:
     if launch.first:
         write_json(file, record)
         print(f"data: {what} were left out, see {file}", file=sys.stderr)
+    return {name: value for name, value in record.items() if name != "left_out"}
 
 
 def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:

@@ -13,12 +13,11 @@ from torch import Tensor
 from fcsd.artifact import Stage
 from fcsd.calibration.checkpoint import take_rows
 from fcsd.config.router_bias import RouterBiasConfig
-from fcsd.data.batches import Collator, real_tokens
+from fcsd.data.batches import in_batches, real_tokens
 from fcsd.errors import UserError
 from fcsd.evaluate.stage import Steered, evaluate_stage, heldout_of, test_set_fingerprints
 from fcsd.evaluate.steered import Sweep
 from fcsd.families import row_width
-from fcsd.families.structure import packing_of
 from fcsd.files import file_sha256
 from fcsd.models.place import load_for_evaluation
 from fcsd.network.links import LinkModel, read_links
@@ -146,9 +145,8 @@ class _Steering:
     def _batches(self) -> list[dict[str, Tensor]]:
         """Return the training text that traffic is counted on, in batches."""
         data, size = self.run.recipe.data, self.batch_size
-        packed = data.packing and packing_of(self.run.original.load_config()) != "leaks"
-        data = data.model_copy(update={"packing": packed})
-        rows = take_rows(training_rows(data, self.run.tokenizer, self.run)[0], self.bias.tokens)
+        found = training_rows(data, self.run.tokenizer, self.run, apart_in=self.run.original)
+        rows = take_rows(found, self.bias.tokens)
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
                 f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of data.train are {len(rows)} rows, and"
@@ -156,11 +154,12 @@ class _Steering:
                 " the batch size"
             )
         batches = []
-        for start in range(0, len(rows), size):
-            batch = Collator()(rows[start : start + size])
-            found = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+        for batch in in_batches(rows, size):
+            text = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
             # A mask would let the examples of a row see each other; rows of one example are mostly padding.
-            batches.append(found if packed else found | {"attention_mask": real_tokens(batch).long()})
+            batches.append(
+                text if found.layout.packing else text | {"attention_mask": real_tokens(batch).long()}
+            )
         return batches
 
 

@@ -27,7 +27,7 @@ from fcsd.connectivity import Connectivity, convert_model, load_model
 from fcsd.connectivity.checkpoint import read_checkpoint
 from fcsd.data.batches import real_tokens
 from fcsd.data.given import given_rows
-from fcsd.data.packing import PackingStats, pack
+from fcsd.data.packing import pack
 from fcsd.distributed.engine import Engine
 from fcsd.distributed.launch import Launch
 from fcsd.distributed.ranks import Ranks
@@ -227,7 +227,7 @@ def test_padding_is_no_text() -> None:
         {"input_ids": [5, 6, 7], "loss_mask": [False, True, False]},
         {"input_ids": [8, 9], "loss_mask": [True] * 2},
     ]
-    (row,) = pack(examples, 8, pad_token_id=0, stats=PackingStats())
+    (row,) = pack(examples, 8, pad_token_id=0)
     batch = {name: torch.as_tensor(value)[None] for name, value in row.items()}
     assert real_tokens(batch).tolist() == [[True] * 5 + [False] * 3]
     assert len(take_rows(as_rows(text(9)), 65)) == 3

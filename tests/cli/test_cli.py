@@ -233,7 +233,7 @@ ROW = (
             {},
             r"gives 1 rows of 32 tokens, one batch of train\.batch_size_tokens 128 needs 4; use more data",
         ),
-        (ROW, {"streaming": True}, r"gives 1 rows of 32 tokens"),
+        (ROW, {"streaming": True}, r"data.train.0.streaming: every source is tokenized once"),
         (ROW, {"split": "test"}, r"other\.jsonl"),
     ],
     ids=[
@@ -242,7 +242,7 @@ ROW = (
         "invalid",
         "wrong type",
         "too little",
-        "too little in a stream",
+        "a key of former times",
         "unknown split",
     ],
 )

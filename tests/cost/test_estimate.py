@@ -20,7 +20,6 @@ from fcsd.connectivity.rewire import decoder_layers
 from fcsd.cost.estimate import Hardware, estimate, parse_mfu
 from fcsd.cost.hardware import GPUS
 from fcsd.cost.memory import Layout, memory_parts
-from fcsd.cost.stream import stream_rate
 from fcsd.cost.table import estimate_table
 from fcsd.cost.trace import Setting, Trace, trace_step
 from fcsd.cost.tracker import PERSISTENT
@@ -434,26 +433,20 @@ def test_experts_that_run_without_being_chosen_are_told(recipe: Callable[..., Pa
     assert not any("that did not choose them" in text for text in chosen["assumptions"])
 
 
-def test_a_stream_is_compared_with_what_the_gpus_take(recipe: Callable[..., Path]) -> None:
+def test_tokens_take_disk_and_time_once_for_all_trainings(recipe: Callable[..., Path]) -> None:
     """By hand from docs/LOG.md: 53,374,976 tokens in 70 s are 762,500 a second and worker, eight do 6.1 million."""
-    data = {"train": [{"path": "nowhere.jsonl", "streaming": True}], "max_length": 1024}
-    facts = estimate(load_recipe(few_layers(recipe(data=data, train={"bf16": True}))), Hardware("h200"))
-    one, rate = facts["stream"], facts["time"]["tokens_per_second"][1]
-    assert one["worker_tokens_per_second"] == pytest.approx(762_500, abs=1)
-    assert one["keeps_up"] and (one["workers_needed"] - 1) * 762_500 < rate <= one["workers_needed"] * 762_500
-    assert f"stream        keeps up with {one['workers_needed']} processes" in estimate_table(facts)
-    # GPUs that take 2^20 tokens in 0.1 to 0.2 s: 10.5 million a second need 13.8 workers, and eight take 0.172 s.
-    many = stream_rate(2**20, (0.1, 0.2))
-    assert (many["keeps_up"], many["workers_needed"]) == (False, 14)
-    assert many["least_step_s"] == pytest.approx(0.1719, abs=1e-4)
-    text = estimate_table(facts | {"stream": many})
-    assert (
-        "DOES NOT KEEP UP: 8 processes tokenize 6,099,997 tokens/s at most, the GPUs take 5,242,880" in text
-    )
-    # A thousand tokens of the workers take the training process 92 microseconds: 10.9 million a second for any number.
-    assert stream_rate(2**20, (0.09, 0.2))["workers_needed"] is None
     data = {"train": [{"path": "nowhere.jsonl"}], "max_length": 1024}
-    assert estimate(load_recipe(few_layers(recipe(data=data))), Hardware("h200"))["stream"] is None
+    path = few_layers(recipe(data=data, variants={"long": {"train.max_steps": 5000}}))
+    plan = load_recipe(path)
+    number = 5000 * plan.train.batch_size_tokens
+    facts = estimate(plan, Hardware("h200"))
+    assert facts["tokens"]["num_tokens"] == number and facts["tokens"]["bytes"] == 5 * number
+    assert facts["tokens"]["seconds"] == pytest.approx([number / 6.1e6, number / 762_500], rel=1e-4)
+    few, one = (f"{seconds / 60:,.2g}" for seconds in facts["tokens"]["seconds"])
+    assert (
+        f"tokens        {number:,} once for all trainings: {size(5 * number)} on disk,"
+        f" {few} min with 8 processes, {one} with one"
+    ) in estimate_table(facts)
 
 
 def test_half_the_utilisation_takes_twice_the_time(recipe: Callable[..., Path]) -> None:

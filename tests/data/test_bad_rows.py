@@ -8,7 +8,7 @@ import pytest
 
 from fcsd.cli.main import main
 from fcsd.config.data import SourceConfig
-from fcsd.data import reading, stream
+from fcsd.data import reading
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.chat import tokenize_example
@@ -38,8 +38,8 @@ def good(number: int, letter: str = "a") -> list[Any]:
     return [{"text": letter * (row + 1)} for row in range(number)]
 
 
-def build(path: str, streaming: bool, **options: Any) -> Any:
-    source = SourceConfig(path=path, columns={"text": "text"}, streaming=streaming)
+def build(path: str, **options: Any) -> Any:
+    source = SourceConfig(path=path, columns={"text": "text"})
     return build_dataset([source], make_tokenizer(), max_length=8, packing=False, **options)
 
 
@@ -47,14 +47,13 @@ def texts(rows: Any) -> list[str]:
     return sorted(make_tokenizer().decode(row["input_ids"]) for row in rows)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("row", [3, 140], ids=["in the sample", "behind it"])
-def test_the_error_names_the_file_and_the_row(tmp_path: Path, streaming: bool, row: int) -> None:
+def test_the_error_names_the_file_and_the_row(tmp_path: Path, row: int) -> None:
     second = good(150)
     second[row - 1] = BAD
     path = folder(tmp_path / "data", good(5), second, good(4))
     with pytest.raises(UserError) as caught:
-        list(build(path, streaming))
+        list(build(path))
     assert str(caught.value) == (
         f"data set {path}, file train-1.jsonl, row {row}: column 'text': text is needed, found None; correct it, or"
         " set data.on_bad_row: skip to leave out such rows"
@@ -68,33 +67,27 @@ def test_a_row_of_examples_that_a_caller_gave_is_named_by_its_number() -> None:
         given_rows([*good(3), BAD, *good(2), BAD], make_tokenizer(), name="train_dataset", max_length=8)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_bad_rows_are_left_out_and_counted_and_the_others_stay(tmp_path: Path, streaming: bool) -> None:
+def test_bad_rows_are_left_out_and_counted_and_the_others_stay(tmp_path: Path) -> None:
     record = BadRows("skip")
     path = folder(tmp_path / "bad", [*good(4), BAD, *good(3, "b")], [BAD, *good(5, "c")])
     plain = folder(tmp_path / "plain", [*good(4), *good(3, "b")], good(5, "c"))
-    rows = build(path, streaming, bad_rows=record)
-    assert texts(rows) == texts(build(plain, streaming))
+    rows = build(path, bad_rows=record)
+    assert texts(rows) == texts(build(plain))
     assert record.summary() == {"num_examples": 14, "num_left_out": 2}
     places = [each["where"].removeprefix(f"data set {path}, ") for each in record.listed()]
     assert sorted(places) == ["file train-0.jsonl, row 5", "file train-1.jsonl, row 1"]
-    if streaming:
-        list(rows)  # read again: still once on the record
-        assert record.num_bad == 2
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_too_many_bad_rows_are_an_error_whatever_the_recipe_says(tmp_path: Path, streaming: bool) -> None:
+def test_too_many_bad_rows_are_an_error_whatever_the_recipe_says(tmp_path: Path) -> None:
     path = folder(tmp_path / "data", [*good(105), *[BAD] * 11, *good(30)])
     with pytest.raises(
         UserError, match=r"11 of 1\d\d examples cannot be tokenized, .*skip leaves out 1% at most"
     ):
-        list(build(path, streaming, bad_rows=BadRows("skip"), shuffle=False))
+        list(build(path, bad_rows=BadRows("skip"), shuffle=False))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_they_are(
-    tmp_path: Path, streaming: bool
+    tmp_path: Path,
 ) -> None:
     def chat(answer: Any) -> dict[str, Any]:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
@@ -104,7 +97,7 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
     rows = [*map(chat, "abcdef"), chat(5), chat("h")]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = SourceConfig(path=str(file), streaming=streaming)
+    source = SourceConfig(path=str(file))
     options: dict[str, Any] = {"max_length": 64, "shuffle": False}
     with pytest.raises(UserError, match=r"row 7: column 'messages': .* found .*'content': 5"):
         list(build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options))
@@ -117,11 +110,10 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
 def test_a_file_that_cannot_be_read_to_its_end_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BUFFER", 10)
     path = folder(tmp_path / "data", good(5), good(5))
     (tmp_path / "data" / "train-1.jsonl").write_text('{"text": "a"}\n' * 3 + '{"text": "brok')
     with pytest.raises(UserError, match=r"file train-1\.jsonl, row \d.*cannot be read"):
-        list(build(path, True))
+        list(build(path))
 
 
 CONVERSATION = [
@@ -157,12 +149,12 @@ def spoil(bench: Bench, row: int) -> None:
     bench.rows.write_text("\n".join(lines) + "\n")
 
 
-def test_a_bad_row_among_the_first_of_a_stream_is_found_before_a_model_is_loaded(
+def test_a_bad_row_is_found_before_a_model_is_loaded(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(bench, 7)
     monkeypatch.setattr("fcsd.stages.distill.load_teacher", lambda *args, **kwargs: pytest.fail("loaded"))
-    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     assert main(["distill", str(bench.recipe("r", data=data))]) == 2
     assert f"data set {bench.rows}, row 7: column 'messages'" in capsys.readouterr().err
 
@@ -170,21 +162,22 @@ def test_a_bad_row_among_the_first_of_a_stream_is_found_before_a_model_is_loaded
 def test_a_run_that_met_a_bad_row_goes_on_without_it_and_says_so_in_its_report(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_SAMPLE", 2)
-    monkeypatch.setattr(reading, "BUFFER", 8)
-    for name in ("_PIECE", "_PACK"):
-        monkeypatch.setattr(stream, name, 8)
+    monkeypatch.setattr(reading, "PIECE_EXAMPLES", 8)
+    monkeypatch.setattr(reading, "_BLOCK", 8)
     spoil(bench, 50)
-    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
-    command = ["distill", str(bench.recipe("r", data=data))]
+    command = ["distill", str(bench.recipe("r"))]
     assert main(command) == 2
     assert "row 50: column 'messages'" in capsys.readouterr().err
     folder = bench.folder / "r" / "distill"
-    assert any((folder / "checkpoints").glob("checkpoint-*"))
+    shards = {
+        path: path.stat().st_mtime_ns for path in (bench.folder / "r" / "tokens").rglob("0*.safetensors")
+    }
+    assert len(shards) >= 7
     assert main([*command, "--set", "data.on_bad_row=skip"]) == 0
+    assert all(path.stat().st_mtime_ns == time for path, time in shards.items())
     assert "1 of " in capsys.readouterr().err
     found = read_json(folder / "manifest.json")["results"]["bad_rows"]
-    assert found["num_left_out"] == 1 and found["num_examples"] > 50
+    assert found == {"num_examples": 60, "num_left_out": 1}
     (listed,) = read_json(folder / "bad_rows.json")["left_out"]
     assert listed["where"] == f"data set {bench.rows}, row 50"
     from fcsd.report.report import _training

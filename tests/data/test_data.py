@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -14,10 +13,12 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fcsd.config.data import SourceConfig
 from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_padding
 from fcsd.data.chat import tokenize_example
 from fcsd.data.dataset import build_dataset
-from fcsd.data.packing import PackedRows, PackingStats, pack
+from fcsd.data.packing import pack
+from fcsd.data.rows import PackedRows
 from fcsd.data.sources import load_source
 from fcsd.errors import UserError
 
@@ -60,16 +61,8 @@ def make_tokenizer(template=None, pad=True):
     return fast
 
 
-@dataclass
-class Source:
-    path: str
-    name: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    streaming: bool = False
-    columns: dict = field(default_factory=lambda: {"text": "text"})
-    weight: float = 1.0
-    max_examples: int | None = None
+def Source(path, **values):
+    return SourceConfig(path=path, **{"columns": {"text": "text"}} | values)
 
 
 @pytest.fixture(autouse=True)
@@ -185,11 +178,9 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
     )
     # A column of this name is read whether the recipe names it or not.
     path = write_jsonl(tmp_path / "tools.jsonl", [{"messages": CONVERSATION, "tools": TOOLS}])
-    for streaming in (False, True):
-        source = Source(path, columns={"messages": "messages"}, streaming=streaming)
-        with pytest.raises(UserError, match=message):
-            build_dataset([source], tokenizer, max_length=64)
     source = Source(path, columns={"messages": "messages"})
+    with pytest.raises(UserError, match=message):
+        build_dataset([source], tokenizer, max_length=64)
     (row,) = build_dataset([source], make_tokenizer(TOOL_TEMPLATE), max_length=128)
     assert make_tokenizer().decode(row["input_ids"]).startswith("<clock><add><|system|>be brief")
 
@@ -339,8 +330,7 @@ LENGTHS = np.random.default_rng(0).integers(2, 17, 200).tolist()
 @pytest.mark.parametrize("num_open_rows", [1, 4, 1000])
 def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num_open_rows):
     examples = numbered(LENGTHS)
-    stats = PackingStats()
-    rows = list(pack(examples, 32, pad_token_id=0, num_open_rows=num_open_rows, stats=stats))
+    rows = list(pack(examples, 32, pad_token_id=0, num_open_rows=num_open_rows))
     assert all(len(row[name]) == 32 for row in rows for name in row)
     assert sorted(t for row in rows for t in row["input_ids"] if t) == list(range(1, sum(LENGTHS) + 1))
     found = []
@@ -350,8 +340,7 @@ def test_every_token_of_every_example_is_in_exactly_one_row_and_in_one_piece(num
         assert [t for piece in pieces for t in piece] == row["input_ids"].tolist()
         found += [piece for piece in pieces if piece[0] != 0]
     assert sorted(found) == [example["input_ids"] for example in examples]
-    assert (stats.num_examples, stats.num_tokens, stats.num_rows) == (200, sum(LENGTHS), len(rows))
-    assert stats.num_loss_tokens == sum(LENGTHS) - 200
+    assert sum(int((row["labels"] != NO_LOSS).sum()) for row in rows) == sum(LENGTHS) - 200
 
 
 def test_packing_fills_rows_and_no_packing_gives_each_example_its_own():
@@ -374,12 +363,10 @@ def test_a_row_is_what_one_writes_by_hand():
     assert targets.tolist() == [2, 3, 5]
 
 
-def test_an_example_longer_than_a_row_is_cut_and_counted_and_one_without_loss_left_is_left_out():
-    stats = PackingStats()
+def test_an_example_longer_than_a_row_is_cut_and_one_without_loss_left_is_left_out():
     examples = [*numbered([9]), {"input_ids": [1] * 9, "loss_mask": [False] * 8 + [True]}]
-    rows = list(pack(examples, 8, pad_token_id=0, stats=stats))
+    rows = list(pack(examples, 8, pad_token_id=0))
     assert [row["input_ids"].tolist() for row in rows] == [[1, 2, 3, 4, 5, 6, 7, 8]]
-    assert (stats.num_truncated, stats.num_without_loss) == (2, 1)
 
 
 def test_no_position_predicts_the_first_token_of_another_example():
@@ -507,26 +494,23 @@ def test_jsonl_json_parquet_and_a_folder_in_hub_layout_give_the_same_rows(tmp_pa
 
 def test_max_examples_takes_the_first_ones(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", LENGTHS)
-    for streaming in (False, True):
-        texts = [e["text"] for e in load_source(Source(path, max_examples=3, streaming=streaming))]
-        assert texts == ["a" * LENGTHS[0], "b" * LENGTHS[1], "c" * LENGTHS[2]]
+    texts = [e["text"] for e in load_source(Source(path, max_examples=3))]
+    assert texts == ["a" * LENGTHS[0], "b" * LENGTHS[1], "c" * LENGTHS[2]]
 
 
-def test_a_stream_gives_packed_rows_with_every_token_of_its_source(tmp_path):
-    source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS), streaming=True)
-    stream = build_dataset([source], make_tokenizer(), max_length=32)
-    assert isinstance(stream, torch.utils.data.IterableDataset)
-    rows = rows_of(stream)
-    assert rows == rows_of(stream)
+def test_packed_rows_have_every_token_of_their_source(tmp_path):
+    source = Source(write_texts(tmp_path / "a.jsonl", LENGTHS))
+    built = build_dataset([source], make_tokenizer(), max_length=32)
+    rows = rows_of(built)
+    assert rows == rows_of(built)
     assert sum(label != NO_LOSS for row in rows for label in row["labels"]) == sum(LENGTHS)
-    batch = next(iter(torch.utils.data.DataLoader(stream, batch_size=2, collate_fn=Collator())))
+    batch = next(iter(torch.utils.data.DataLoader(built, batch_size=2, collate_fn=Collator())))
     assert batch["input_ids"].shape == (2, 32) and batch["input_ids"][0].tolist() == rows[0]["input_ids"]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_sources_are_mixed_by_weight(tmp_path, streaming):
+def test_sources_are_mixed_by_weight(tmp_path):
     sources = [
-        Source(write_texts(tmp_path / "a.jsonl", [4] * 400, "a"), weight=3.0, streaming=streaming),
+        Source(write_texts(tmp_path / "a.jsonl", [4] * 400, "a"), weight=3.0),
         Source(write_texts(tmp_path / "b.jsonl", [4] * 400, "A"), weight=1.0),
     ]
     tokenizer = make_tokenizer()
@@ -536,26 +520,18 @@ def test_sources_are_mixed_by_weight(tmp_path, streaming):
     assert len({*texts[:20]}) > 10  # shuffled
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_short_source_is_read_again_until_the_longest_one_has_ended(tmp_path, streaming):
+def test_a_short_source_is_read_again_until_the_longest_one_has_ended(tmp_path):
     sources = [
-        Source(write_texts(tmp_path / "long.jsonl", [4] * 300), streaming=streaming),
-        Source(write_texts(tmp_path / "short.jsonl", [4] * 7, "A"), streaming=streaming),
+        Source(write_texts(tmp_path / "long.jsonl", [4] * 300)),
+        Source(write_texts(tmp_path / "short.jsonl", [4] * 7, "A")),
     ]
     tokenizer = make_tokenizer()
     rows = [tokenizer.decode(row["input_ids"][:4]) for row in build_dataset(sources, tokenizer, max_length=5)]
     assert sum(text.islower() for text in rows) >= 300  # every example of the long one
     assert 0.4 < sum(text.isupper() for text in rows) / len(rows) < 0.6  # as often as its weight says
-    if streaming:
-        epochs = []
-        stream = build_dataset(sources, tokenizer, max_length=5)
-        for epoch in (0, 0, 1):
-            stream.set_epoch(epoch)
-            epochs.append([row["input_ids"][0] for row in stream])
-        assert epochs[0] == epochs[1] != epochs[2]
 
 
-def test_sources_of_different_columns_are_mixed_into_one_stream(tmp_path):
+def test_sources_of_different_columns_are_mixed(tmp_path):
     """Their chat templates are applied one after another: the state that marks responses is one for all threads."""
     rows = [
         [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": f"say {n}"}]
@@ -571,9 +547,9 @@ def test_sources_of_different_columns_are_mixed_into_one_stream(tmp_path):
     )
     write_jsonl(tmp_path / "c.jsonl", [{"p": "y", "r": "say c"} for _ in range(300)])
     sources = [
-        Source(str(tmp_path / "a.jsonl"), columns={"messages": "m"}, streaming=True),
-        Source(str(tmp_path / "b.jsonl"), columns={"messages": "c"}, streaming=True),
-        Source(str(tmp_path / "c.jsonl"), columns={"prompt": "p", "response": "r"}, streaming=True),
+        Source(str(tmp_path / "a.jsonl"), columns={"messages": "m"}),
+        Source(str(tmp_path / "b.jsonl"), columns={"messages": "c"}),
+        Source(str(tmp_path / "c.jsonl"), columns={"prompt": "p", "response": "r"}),
     ]  # fmt: skip
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
     answers = []
@@ -587,7 +563,7 @@ def test_unpacked_rows_hold_one_example_each(tmp_path):
     source = Source(write_texts(tmp_path / "a.jsonl", [3, 4, 5]))
     dataset = build_dataset([source], make_tokenizer(), max_length=8, packing=False)
     assert isinstance(dataset, PackedRows) and len(dataset) == 3
-    assert dataset.stats.num_tokens == 3 + 4 + 5 + 3
+    assert sorted(int((row["labels"] != NO_LOSS).sum()) for row in dataset) == [3, 4, 5]
 
 
 def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_path):
@@ -597,7 +573,6 @@ def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_p
     assert row["labels"][4:].tolist() == [NO_LOSS] * 4
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -607,13 +582,14 @@ def test_the_tokenizers_end_of_sequence_pads_where_it_has_no_padding_token(tmp_p
         ({"columns": {"prompt": "q", "response": "text"}}, "no column 'q'; it has 'text'"),
     ],
 )
-def test_a_source_that_is_not_what_the_recipe_says_is_refused(tmp_path, change, message, streaming):
-    options = {"path": write_texts(tmp_path / "a.jsonl", [3]), "streaming": streaming} | change
+def test_a_source_that_is_not_what_the_recipe_says_is_refused(tmp_path, change, message):
+    options = {
+        "path": write_texts(tmp_path / "a.jsonl", [3]),
+    } | change
     with pytest.raises(UserError, match=message):
         load_source(Source(**options))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("name", "split", "message"),
     [
@@ -623,7 +599,7 @@ def test_a_source_that_is_not_what_the_recipe_says_is_refused(tmp_path, change, 
     ],
 )
 def test_a_missing_configuration_or_split_of_a_folder_is_refused_with_what_there_is(
-    tmp_path, name, split, message, streaming
+    tmp_path, name, split, message
 ):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -632,17 +608,16 @@ def test_a_missing_configuration_or_split_of_a_folder_is_refused_with_what_there
         "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: train.jsonl\n---\n"
     )
     with pytest.raises(UserError, match=message) as caught:
-        load_source(Source(str(folder), name=name, split=split, streaming=streaming))
+        load_source(Source(str(folder), name=name, split=split))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("content", ["", "not json\n", "folder"])
-def test_an_empty_or_unreadable_source_is_refused_in_one_line(tmp_path, content, streaming):
+def test_an_empty_or_unreadable_source_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / ("empty" if content == "folder" else "a.jsonl")
     path.mkdir() if content == "folder" else path.write_text(content)
     with pytest.raises(UserError, match=path.name) as caught:
-        load_source(Source(str(path), streaming=streaming))
+        load_source(Source(str(path)))
     assert "\n" not in str(caught.value)
 
 
@@ -676,11 +651,8 @@ def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
         ),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
-def test_real_instruction_data_is_packed_with_loss_on_its_responses(
-    shared_data, path, name, columns, streaming
-):
-    source = Source(str(shared_data / path), name=name, columns=columns, max_examples=50, streaming=streaming)
+def test_real_instruction_data_is_packed_with_loss_on_its_responses(shared_data, path, name, columns):
+    source = Source(str(shared_data / path), name=name, columns=columns, max_examples=50)
     tokenizer = make_tokenizer(MARKED_TEMPLATE)
     first = next(iter(load_source(source)))
     encoded = tokenize_example(first, columns, tokenizer)

@@ -455,11 +455,11 @@ def test_metrics_are_computed_from_the_logits_of_the_model(make: Callable[..., F
     predicted = trainer.predict(heldout)
     assert predicted.metrics.keys() >= {"test_accuracy", "test_kl"}
     rows: Any = trainer.eval_dataset
-    ids = torch.as_tensor(rows.columns["input_ids"], dtype=torch.int64)
+    ids = torch.stack([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows])
     model: Any = trainer.model
     with torch.no_grad():
         logits = model.eval()(ids, use_cache=False).logits
-    kept = rows.columns["labels"] != -100
+    kept = np.stack([row["labels"] for row in rows]) != -100
     assert predicted.predictions.shape == logits.shape
     np.testing.assert_allclose(predicted.predictions[kept], logits.numpy()[kept], atol=1e-4)
 

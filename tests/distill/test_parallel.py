@@ -56,7 +56,7 @@ def compare(bench: Bench, one: str, two: str) -> None:
 def test_two_processes_of_accelerate_launch_train_what_one_trains_on_a_stream(bench: Bench) -> None:
     changes: dict[str, Any] = {
         "early_stopping": bench.early_stopping | {"every_steps": 4},
-        "data": {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32},
+        "data": {"train": [{"path": str(bench.rows)}], "max_length": 32},
     }
     with start(*CPU_2, "distill", str(bench.recipe("two", **changes))) as child:
         output = child.communicate()

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fcsd import artifact
 from fcsd.cli.main import main
-from fcsd.data import reading, stream
+from fcsd.data import rows as rows_module
+from fcsd.data import sources as sources_module
 from fcsd.distill import best as best_module
 from fcsd.distill import run as run_module
 from fcsd.distill import trainer as trainer_module
@@ -205,85 +205,53 @@ def curve(bench: Bench, name: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("case", ["one source", "a mixture", "a checkpoint of an older fcsd"])
-def test_a_run_on_a_stream_goes_on_at_its_row_and_tokenizes_nothing_before_it(
-    bench: Bench,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    case: str,
+@pytest.mark.parametrize("case", ["one source", "a mixture", "a large source"])
+def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setattr(reading, "BUFFER", 16)
-    for name in ("_PIECE", "_PACK"):
-        monkeypatch.setattr(stream, name, 8)
-    monkeypatch.setattr(stream, "default_workers", lambda: 0)
-    tokenized = 0
-    found = stream.RowStream._found
+    read: list[int] = []
+    get = rows_module.PackedRows.__getitem__
 
-    def counted(self: Any, item: Any) -> Any:
-        nonlocal tokenized
-        tokenized += 1
-        return found(self, item)
+    def counted(self: Any, index: int) -> Any:
+        read.append(index)
+        return get(self, index)
 
-    monkeypatch.setattr(stream.RowStream, "_found", counted)
-    random: dict[int, Any] = {}
-    compute = trainer_module.DistillTrainer.compute_loss
-
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step, now = self.state.global_step, torch.random.get_rng_state()
-        assert torch.equal(random.setdefault(step, now), now)  # as in the run that was not killed
-        return compute(self, *args, **kwargs)
-
-    monkeypatch.setattr(trainer_module.DistillTrainer, "compute_loss", watched)
-    sources: list[dict[str, Any]] = [{"path": str(bench.rows), "streaming": True}]
+    monkeypatch.setattr(rows_module.PackedRows, "__getitem__", counted)
+    sources: list[dict[str, Any]] = [{"path": str(bench.rows)}]
     if case == "a mixture":
         short = tmp_path / "short.jsonl"
         short.write_text("".join(bench.rows.read_text().splitlines(keepends=True)[:5]))
-        sources.append({"path": str(short), "streaming": True, "weight": 2.0})
+        sources.append({"path": str(short), "weight": 2.0})
+    if case == "a large source":
+        monkeypatch.setattr(sources_module, "WHOLE_BYTES", 0)
     data = {"train": sources, "max_length": 32}
     assert main(["distill", str(bench.recipe("whole", data=data))]) == 0
-    in_all, tokenized = tokenized, 0
+    in_order, read[:] = [*read], []
+    assert 12 * 4 <= len(in_order) <= 12 * 4 + 2  # one micro-batch is fetched ahead
     command = ["distill", str(bench.recipe("killed", data=data))]
     replace = trainer_module.replace_folder
 
     def killed() -> int:
-        if case == "a checkpoint of an older fcsd":
-            monkeypatch.setattr(trainer_module.EndlessRows, "save", lambda *args: None)
         monkeypatch.setattr(trainer_module, "replace_folder", lambda *args: (replace(*args), die()))
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL, (tmp_path / "output").read_text()
     assert files(bench.folder / "killed" / "distill" / "checkpoints") >= {"checkpoint-4"}
-    capfd.readouterr()
     assert main(command) == 0
+    assert read == in_order[4 * 4 :]
     assert curve(bench, "killed") == curve(bench, "whole")
     one, other = (
         weights_fingerprint(bench.folder / name / "distill" / "model") for name in ("whole", "killed")
     )
     assert one == other
-    error = capfd.readouterr().err
-    if case == "a checkpoint of an older fcsd":
-        assert tokenized == in_all
-        assert "checkpoint-4: holds no place in the stream" in error and "to row 16" in error
-    else:
-        assert (
-            in_all * 0.5 < tokenized <= in_all * 2 / 3 + 16
-        )  # eight of twelve steps, and the rest of a pack
-        assert "place in the stream" not in error
 
 
-def test_a_stream_is_gone_on_with_by_another_number_of_ranks(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "BUFFER", 16)
-    for name in ("_PIECE", "_PACK"):
-        monkeypatch.setattr(stream, name, 8)
-    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
-    assert main(["distill", str(bench.recipe("whole", data=data))]) == 0
-    command = ["distill", str(bench.recipe("killed", data=data))]
+def test_a_run_is_gone_on_with_by_another_number_of_ranks(bench: Bench, tmp_path: Path) -> None:
+    assert main(["distill", str(bench.recipe("whole"))]) == 0
+    command = ["distill", str(bench.recipe("killed"))]
     statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_remove_old_checkpoints")]
     assert -signal.SIGKILL in statuses
-    assert (bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4" / "stream.json").is_file()
+    assert (bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4").is_dir()
     assert main(command) == 0
     for one, other in zip(curve(bench, "whole"), curve(bench, "killed"), strict=True):
         assert one["epoch"] == other["epoch"] and one["kl"] == pytest.approx(other["kl"], rel=1e-3)

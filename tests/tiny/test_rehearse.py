@@ -384,7 +384,7 @@ def up_to_the_first_stage(command: list[str]) -> int:
     def checked(*args: Any, **kwargs: Any) -> None:
         raise UserError("has been checked")
 
-    distill.training_rows = pretrain.training_rows = run.convert = checked  # type: ignore[attr-defined]
+    distill.training_rows = pretrain.pretraining_rows = run.convert = checked  # type: ignore[attr-defined]
     run.pretrain = checked  # type: ignore[attr-defined]  # a fork of its own
     return main(command)
 

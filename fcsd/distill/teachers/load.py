@@ -5,8 +5,6 @@ Not covered: how a teacher's weights are sharded over ranks (`fcsd.distributed.e
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,15 +32,13 @@ class TeacherSource:
     """What a distillation compares its student with.
 
     settings: the `teacher` section. model: the teacher's checkpoint. tokenizer: the student's. rows: what is trained
-    on. num_stream_rows: how many of them the longest training reads, where they are a stream. batch_size: rows in one
-    forward. seed: chooses the rows that are compared with a cache.
+    on. batch_size: rows in one forward. seed: chooses the rows that are compared with a cache.
     """
 
     settings: TeacherConfig
     model: ModelFolder
     tokenizer: PreTrainedTokenizerBase
     rows: Any
-    num_stream_rows: int
     batch_size: int
     seed: int
     launch: Launch
@@ -88,8 +84,7 @@ def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedT
     facts = unloaded(source.model)
     weights = launch.ranks.from_first(lambda: source.model.weights)
     cache = HiddenCache(Path(plan.cache), identity(facts, weights))
-    if hasattr(rows, "__len__"):
-        cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
+    cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
     if num_checked:
         some = _some(rows, num_checked, source.seed)
 
@@ -105,8 +100,6 @@ def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedT
 
 
 def _some(rows: Any, number: int, seed: int) -> list[Any]:
-    if not hasattr(rows, "__len__"):
-        return list(itertools.islice(rows, number))
     chosen = np.random.default_rng(seed).choice(len(rows), min(number, len(rows)), replace=False)
     return [rows[int(i)] for i in chosen]
 
@@ -125,23 +118,16 @@ def _model_teacher(source: TeacherSource) -> Teacher:
 
 
 def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = False) -> None:
-    """Run the teacher over the training rows and keep what it gives in `folder`.
-
-    Of data in memory all rows; of a stream those that the longest training of the recipe reads.
-    """
+    """Run the teacher over the training rows and keep what it gives in `folder`."""
     _check_is_original(source)
     _check_tokenizer(source)
     rows = source.rows
     weights = source.launch.ranks.from_first(lambda: source.model.weights)
     known = identity(unloaded(source.model), weights)
-    if hasattr(rows, "__len__"):
-        wanted: Any = (rows[i] for i in range(len(rows)))
-    else:
-        wanted = itertools.islice(_endless(rows), source.num_stream_rows)
     fill_cache(
         folder,
         known,
-        wanted,
+        (rows[i] for i in range(len(rows))),
         source.launch,
         batch_size=source.batch_size,
         load_teacher=lambda: _model_teacher(source),
@@ -149,18 +135,6 @@ def fill_teacher_cache(source: TeacherSource, folder: Path, *, verify: bool = Fa
     free_memory()
     if verify:
         source.launch.ranks.from_first(lambda: verify_cache(HiddenCache(folder, known)))
-
-
-def _endless(rows: Any) -> Iterator[Any]:
-    """Yield the rows of a stream in the order in which a training reads them, epoch after epoch."""
-    for epoch in itertools.count():
-        rows.set_epoch(epoch)
-        found = False
-        for row in rows:
-            found = True
-            yield row
-        if not found:
-            raise UserError("data.train: the stream gives no row")
 
 
 def _check_is_original(source: TeacherSource) -> None:

@@ -170,7 +170,7 @@ def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
 
 
 def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(bench: Bench) -> None:
-    data = {"train": [{"path": str(bench.rows), "streaming": True}], "max_length": 32}
+    data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     path = cached(bench, data=data)
     assert main(["cache-teacher", str(path), "--set", "train.max_steps=17"]) == 0
     # 17 steps of 4 rows: more than the stream's 60, whose second epoch comes in another order but the same rows

@@ -1,0 +1,309 @@
+"""Rows of a mixture: which examples of the sources' shards share a row, written once and mapped by every rank.
+
+The order of a source's examples is a permutation that the seed decides, that of a mixture the draws of the same seed;
+rows are filled in this order, and a training permutes the rows by its own seed and epoch. All of it is as in
+`datasets` 5.2 (`shuffle`, `interleave_datasets` with `all_exhausted`), computed from the examples' numbers alone.
+
+    FOLDER/SOURCE/00000.safetensors …   tokens (`fcsd.data.shards`); end.json once the source has been read to its end
+    FOLDER/rows-KEY.safetensors         first: (rows + 1,) where in `examples` a row begins; examples: their numbers,
+                                        counted through all shards; what was left out
+
+Not covered: tokens (`fcsd.data.shards`); batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.decontaminate import Decontaminator, Overlap
+from fcsd.data.packing import first_fit, row_of
+from fcsd.data.reading import Piece, read_pieces
+from fcsd.data.shards import BAD, Shard, Tokenizing, Tokens, write_arrays
+from fcsd.data.sources import Opened, Source, open_source
+from fcsd.data.workers import default_workers, in_order
+from fcsd.errors import UserError
+from fcsd.files import read_json, write_json
+from fcsd.text import progress_bar
+
+_DRAWN = 1000  # random numbers at a time
+_FORMAT = 1  # of what is written
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How examples are put into rows.
+
+    num_rows: as many as a training reads, of sources that hold more than can be tokenized as a whole; None: all.
+    """
+
+    max_length: int
+    pad_token_id: int
+    packing: bool = True
+    seed: int = 0
+    shuffle: bool = True
+    num_rows: int | None = None
+
+
+class _SourceTokens:
+    """The shards of one source: those that are there, and those that are still to be written.
+
+    num_read: examples of the shards that were handed out; shards: those that are written, in order; lengths: of their
+    examples as they are in a row, 0: no token of it would be predicted; num_kept: their tokens, or examples where
+    rows are not packed.
+    """
+
+    def __init__(self, index: int, source: Source, folder: Path):
+        self.index, self.source, self.folder = index, source, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._end = folder / "end.json"
+        self.ended = self.whole = self._end.is_file()
+        self.opened: Opened | None = None
+        if not self.ended:
+            self.opened = open_source(source)
+            self.source, self.whole = self.opened.settings, self.opened.whole
+        self.num_read, self._total = 0, read_json(self._end)["shards"] if self.ended else None
+        self.num_kept = 0
+        self.shards: list[Shard] = []
+        self.lengths: list[np.ndarray] = []
+        self.is_bad: list[np.ndarray] = []
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:05}.safetensors"
+
+    def jobs(self) -> Iterator[_Job]:
+        """Yield every shard in order, with the piece that it is made of where it is not there."""
+        there: list[Shard] = []
+        while (path := self._path(len(there))).is_file():
+            there.append(Shard(path))
+            self.num_read += there[-1].num_rows
+            yield self.index, path, None
+        number = len(there)
+        for piece in read_pieces(self.opened, there) if self.opened is not None else ():
+            self.num_read += piece.num_rows
+            yield self.index, self._path(number), piece
+            number += 1
+        self._total = number
+
+    def add(self, shard: Shard, layout: Layout) -> None:
+        """Count a shard that is written."""
+        first = shard.array("first_loss")
+        lengths = np.minimum(np.diff(shard.array("ends"), prepend=0), layout.max_length)
+        lengths[(first < 0) | (first >= layout.max_length)] = 0
+        self.shards.append(shard)
+        self.lengths.append(lengths)
+        self.is_bad.append(first == BAD)
+        self.num_kept += int(lengths.sum() if layout.packing else np.count_nonzero(lengths))
+
+    def note_end(self) -> None:
+        """Leave word in the folder where all shards of the source are there."""
+        if len(self.shards) == self._total and not self._end.is_file():
+            write_json(self._end, {"shards": self._total})
+
+
+_Job = tuple[int, Path, Piece | None]  # of which source; None: it is there
+
+
+def write_rows(
+    sources: Sequence[tuple[Source, str]],
+    folder: Path,
+    tokenizing: Tokenizing,
+    layout: Layout,
+    bad_rows: BadRows,
+    num_workers: int | None = None,
+) -> Path:
+    """Write the rows of sources, and what is missing of their tokens; return the file, which may be there already.
+
+    Args:
+        sources: each with the name of its folder, which says everything that its tokens depend on.
+        bad_rows: what becomes of examples that cannot be tokenized, and their record.
+        num_workers: processes that tokenize; None: one a core, eight at most.
+
+    Raises:
+        UserError: sources that cannot be read; too many examples that cannot be tokenized; no row.
+    """
+    parts = [[name, source.weight] for source, name in sources]
+    key = hashlib.sha256(json.dumps([_FORMAT, parts, asdict(layout)]).encode()).hexdigest()[:16]
+    path = folder / f"rows-{key}.safetensors"
+    if path.is_file():
+        known = Shard(path).record["bad_rows"]
+        bad_rows.add([(one["where"], one["reason"]) for one in known["left_out"]], known["num_examples"])
+        return path
+    found = tokenizing.decontaminator
+    if found is not None and not isinstance(found, Decontaminator):
+        tokenizing = replace(tokenizing, decontaminator=(found := found()))
+    tokens = [_SourceTokens(index, source, folder / name) for index, (source, name) in enumerate(sources)]
+    order = _Order(tokens, layout)
+    rows = _complete(order, tokenizing, bad_rows, default_workers() if num_workers is None else num_workers)
+    if not rows:
+        raise UserError(
+            f"data set {', '.join(one.source.path for one in tokens)}: not one of {len(order.numbers())} "
+            f"examples has a response token within max_length: {layout.max_length}; "
+            "raise max_length or check `columns`"
+        )
+    shards = [shard for one in tokens for shard in one.shards]
+    counts = [len(lengths) for one in tokens for lengths in one.lengths]
+    arrays = {
+        "first": np.cumsum([0, *map(len, rows)], dtype=np.int64),
+        "examples": np.concatenate(rows, dtype=np.int64),
+        "shard_ends": np.cumsum(counts, dtype=np.int64),
+    }
+    record = {
+        "layout": asdict(layout),
+        "shards": [str(shard.path.relative_to(folder)) for shard in shards],
+        "bad_rows": bad_rows.summary() | {"left_out": bad_rows.listed()},
+        "decontamination": found.summary() | {"left_out": found.overlaps()} if found is not None else None,
+    }
+    write_arrays(path, arrays, record)
+    for one in tokens:
+        one.note_end()
+    return path
+
+
+def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int) -> list[list[int]]:
+    """Write the shards that are missing, as many as are needed, and return the rows."""
+
+    def work(job: _Job) -> None:
+        index, path, piece = job
+        if piece is not None:
+            tokenizing.write(order.tokens[index].source, piece, path)
+
+    jobs = in_order(work, order.jobs(), num_workers)
+    with contextlib.closing(jobs), progress_bar(desc="Tokenizing", unit="example", leave=False) as bar:
+        for (index, path, _), _ in jobs:
+            shard, one = Shard(path), order.tokens[index]
+            one.add(shard, order.layout)
+            overlaps = [Overlap(**each) for each in shard.record["overlaps"]]
+            bad_rows.add(shard.record["bad"], shard.num_rows - len(overlaps))
+            if isinstance(tokenizing.decontaminator, Decontaminator):
+                tokenizing.decontaminator.note(one.source, shard.num_rows, overlaps)
+            bar.update(shard.num_rows)
+            if (rows := order.enough()) is not None:
+                return rows
+    for one in order.tokens:
+        one.ended = True
+    return order.rows()
+
+
+class _Order:
+    """Which shards are needed, and the order of the examples in them."""
+
+    def __init__(self, tokens: Sequence[_SourceTokens], layout: Layout):
+        self.tokens, self.layout = tokens, layout
+        self._tried = 0.0  # rows that would be full, when they were counted last
+
+    def jobs(self) -> Iterator[_Job]:
+        """Yield the shards of whole sources, then those of the others in turn, by weight."""
+        for one in self.tokens:
+            if one.whole:
+                yield from one.jobs()
+        waiting = {one: one.jobs() for one in self.tokens if not one.whole}
+        while waiting:
+            one = min(waiting, key=lambda one: one.num_read / one.source.weight)
+            job = next(waiting[one], None)
+            if job is None:
+                del waiting[one]
+            else:
+                yield job
+
+    def enough(self) -> list[list[int]] | None:
+        """Return as many rows as are wanted, if a source that is not taken whole has given so many."""
+        wanted, layout = self.layout.num_rows, self.layout
+        if wanted is None or all(one.whole for one in self.tokens):
+            return None
+        full = sum(one.num_kept // (layout.max_length if layout.packing else 1) for one in self.tokens)
+        if full < max(wanted, self._tried * 1.01):
+            return None
+        self._tried = full
+        rows = self.rows()
+        return rows[:wanted] if len(rows) >= wanted else None
+
+    def rows(self) -> list[list[int]]:
+        """Put the examples into rows."""
+        numbers, layout = self.numbers(), self.layout
+        lengths = np.concatenate([each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)])
+        found = first_fit(lengths[numbers].tolist(), layout.max_length, packing=layout.packing)
+        return [numbers[row].tolist() for row in found]
+
+    def numbers(self) -> np.ndarray:
+        """Return the numbers of the examples in the order in which they are put into rows."""
+        found, begin, seed = [], 0, self.layout.seed
+        for one in self.tokens:
+            is_bad = np.concatenate([*one.is_bad, np.zeros(0, bool)])
+            own = (
+                np.random.default_rng(seed).permutation(len(is_bad))
+                if self.layout.shuffle
+                else np.arange(len(is_bad))
+            )
+            found.append(begin + own[~is_bad[own]])
+            begin += len(is_bad)
+        if len(found) == 1:
+            return found[0]
+        return _mixed(found, [not (one.whole or one.ended) for one in self.tokens], self._shares(), seed)
+
+    def _shares(self) -> list[float]:
+        total = sum(one.source.weight for one in self.tokens)
+        return [one.source.weight / total for one in self.tokens]
+
+
+def _mixed(
+    parts: Sequence[np.ndarray], more: Sequence[bool], shares: Sequence[float], seed: int
+) -> np.ndarray:
+    """Mix examples: each next one comes from a source drawn by its share, until each has been read to its end.
+
+    Those that end early begin again. more: which sources have examples that are not among `parts`: the order ends where
+    one of them would be next.
+    """
+    ends = np.array([len(part) for part in parts])
+    if (empty := np.flatnonzero((ends == 0) & ~np.array(more))).size:
+        raise UserError(f"data.train.{empty[0]}: not one of its examples is left; take it out of the mixture")
+    generator, open_ = np.random.default_rng(seed), np.array(more)
+    blocks: list[np.ndarray] = []
+    counts = np.zeros(len(parts), np.int64)
+    while not ((counts > ends)[open_].any() if open_.any() else (counts >= ends).all()):
+        blocks.append(generator.choice(len(parts), size=_DRAWN, p=shares))
+        counts += np.bincount(blocks[-1], minlength=len(parts))
+    drawn = np.concatenate(blocks)
+    numbers, stops = np.empty_like(drawn), []
+    for index, part in enumerate(parts):
+        where = np.flatnonzero(drawn == index)
+        numbers[where] = part[np.arange(len(where)) % max(1, len(part))] if len(part) else -1
+        if more[index] and len(where) > len(part):
+            stops.append(where[len(part)])
+        elif not open_.any():
+            stops.append(where[len(part) - 1] + 1)
+    return numbers[: min(stops) if open_.any() else max(stops)]
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Rows as of `row_of`, put together from the examples in shards as they are read."""
+
+    def __init__(self, path: Path):
+        index = Shard(path)
+        self.path, self.record = path, index.record
+        self.layout = Layout(**self.record["layout"])
+        self._first, self._examples = index.array("first"), index.array("examples")
+        self._shard_ends = index.array("shard_ends")
+        self._shards = [Shard(path.parent / name) for name in self.record["shards"]]
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = range(len(self))[index]
+        numbers = self._examples[self._first[row] : self._first[row + 1]]
+        parts = [self._example(int(number)) for number in numbers]
+        return row_of(parts, self.layout.max_length, self.layout.pad_token_id)
+
+    def _example(self, number: int) -> Tokens:
+        shard = int(np.searchsorted(self._shard_ends, number, "right"))
+        begin = int(self._shard_ends[shard - 1]) if shard else 0
+        return self._shards[shard].example(number - begin)

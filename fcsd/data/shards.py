@@ -1,0 +1,163 @@
+"""Shards of tokens: what the examples of one piece of a source become, in flat arrays in one file.
+
+    ids          int32 (tokens,)   of all examples, one after the other
+    loss         bool  (tokens,)   which of them are to be predicted
+    ends         int64 (examples,) where in them each example ends
+    first_loss   int32 (examples,) its first token that can be predicted; NONE: there is none; BAD: not tokenized
+
+An example that overlaps with a test item is not among them; the file's metadata have what was left out, and why.
+
+Not covered: which examples share a row (`fcsd.data.rows`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from fcsd.data.chat import BadExample, tokenize_examples
+from fcsd.data.decontaminate import Decontaminator, Overlap
+from fcsd.data.reading import Piece
+from fcsd.data.sources import Source, columns_of
+from fcsd.files import writing
+from fcsd.temporary import file_beside
+
+NONE, BAD = -1, -2
+_RECORD = "record"
+
+Tokens = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How examples become tokens: the tokenizer, where loss is, and the test items that are kept out."""
+
+    tokenizer: Any
+    loss_on: str
+    decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
+
+    def write(self, source: Source, piece: Piece, path: Path) -> None:
+        """Tokenize a piece into a file, which is there when it is whole.
+
+        Raises:
+            UserError: no tokenizer for such data; a disk that is full.
+        """
+        ids: list[Any] = [np.zeros(0, np.int32)]
+        loss: list[Any] = [np.zeros(0, bool)]
+        first_loss: list[int] = []
+        bad: list[tuple[str, str]] = []
+        overlaps: list[dict[str, str]] = []
+        row = piece.first
+        for block in piece.blocks:
+            columns: Mapping[str, list] = pickle.loads(block)
+            examples = [
+                dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+            ]
+            found = self._tokens(source, examples)
+            for one in found:
+                if isinstance(one, Overlap):
+                    overlaps.append(asdict(one))
+                elif isinstance(one, BadExample):
+                    bad.append((f"{piece.place}, row {row}", str(one)))
+                    first_loss.append(BAD)
+                    ids.append(ids[0])
+                    loss.append(loss[0])
+                else:
+                    ids.append(np.array(one["input_ids"], np.int32))
+                    loss.append(np.array(one["loss_mask"], bool))
+                    first_loss.append(_first_loss(loss[-1]))
+                row += 1
+        record = {
+            "file": piece.file, "num_rows": piece.num_rows, "last": piece.last, "bad": bad, "overlaps": overlaps,
+        }  # fmt: skip
+        arrays = {
+            "ids": np.concatenate(ids, dtype=np.int32),
+            "loss": np.concatenate(loss, dtype=bool),
+            "ends": np.cumsum([len(one) for one in ids[1:]], dtype=np.int64),
+            "first_loss": np.array(first_loss, np.int32),
+        }
+        write_arrays(path, arrays, record)
+
+    def _tokens(self, source: Source, examples: list[dict[str, Any]]) -> list[Any]:
+        """Tokenize each example, or find what it overlaps with, or what is bad about it."""
+        found: list[Any] = [self._overlap(source, example) for example in examples]
+        clean = [example for example, overlap in zip(examples, found, strict=True) if overlap is None]
+        tokens = iter(tokenize_examples(clean, columns_of(source), self.tokenizer, self.loss_on))
+        return [next(tokens) if overlap is None else overlap for overlap in found]
+
+    def _overlap(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
+        try:
+            found = self.decontaminator
+            return found.find(source, example) if isinstance(found, Decontaminator) else None
+        except BadExample:  # told of when it is tokenized
+            return None
+
+
+def _first_loss(mask: np.ndarray) -> int:
+    """Find the first token with loss; nothing predicts the first of an example."""
+    return int(mask[1:].argmax()) + 1 if mask[1:].any() else NONE
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
+    """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
+    with writing(path), file_beside(path) as temporary:
+        save_file({**arrays}, temporary, {_RECORD: json.dumps(record)})
+        os.replace(temporary, path)
+
+
+class Shard:
+    """One file of `write_arrays`, mapped into memory when it is first read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        return safe_open(self.path, "numpy")
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """What was written beside the arrays."""
+        found: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])
+        return found
+
+    def array(self, name: str) -> np.ndarray:
+        """Read a whole array."""
+        found: np.ndarray = self._file.get_tensor(name)
+        return found
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return self.array("ends")
+
+    def example(self, number: int) -> Tokens:
+        """Read the token ids and the loss mask of one example."""
+        begin, end = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
+        return tuple(self._file.get_slice(name)[begin:end] for name in ("ids", "loss"))  # type: ignore[return-value]
+
+    # What `read_pieces` asks.
+
+    @property
+    def file(self) -> int:
+        """The number of the file that its examples come from."""
+        return int(self.record["file"])
+
+    @property
+    def num_rows(self) -> int:
+        """The number of examples that were read for it."""
+        return int(self.record["num_rows"])
+
+    @property
+    def last(self) -> bool:
+        """Whether the file ends with it."""
+        return bool(self.record["last"])

@@ -1,0 +1,336 @@
+"""Tokens on disk: every source is read once, a kill costs a shard, and the order is that of `datasets`."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from fcsd.cli.main import main
+from fcsd.config.data import SourceConfig
+from fcsd.config.load import load_recipe
+from fcsd.data import reading, rows, shards, sources
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.dataset import build_dataset
+from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
+from fcsd.data.given import given_rows
+from fcsd.data.workers import in_order
+from fcsd.distributed.launch import join_launch
+from fcsd.errors import UserError
+from fcsd.models.load import load_tokenizer
+from fcsd.stages.context import Run
+from fcsd.stages.rows import training_rows
+from tests.data.test_data import make_tokenizer
+from tests.reference.ranks import run_ranks
+from tests.support import Bench
+
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that a hundred examples fill several times."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(reading, "PIECE_EXAMPLES", 6)
+    monkeypatch.setattr(reading, "_BLOCK", 3)
+
+
+def folder(path: Path, *lengths: int) -> str:
+    """Files of so many short texts, each different."""
+    path.mkdir()
+    for file, length in enumerate(lengths):
+        lines = [json.dumps({"text": f"{path.name} {file} {row}"}) + "\n" for row in range(length)]
+        (path / f"{file:02}.jsonl").write_text("".join(lines))
+    return str(path)
+
+
+def source(path: str, **values: Any) -> SourceConfig:
+    return SourceConfig(path=path, columns={"text": "text"}, **values)
+
+
+def texts(built: Any) -> list[str]:
+    """What unpacked rows say."""
+    said = []
+    for row in built:
+        ids = np.asarray(row["input_ids"])
+        said.append(TOKENIZER.decode(ids[: list(ids).index(TOKENIZER.eos_token_id)]))
+    return said
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("weights", [[1.0], [3.0, 1.0], [1.0, 2.0, 0.5]])
+def test_the_order_is_that_in_which_datasets_shuffles_and_mixes(
+    tmp_path: Path, weights: list[float], shuffle: bool
+) -> None:
+    parts = [source(folder(tmp_path / f"s{n}", 40 + n, 7), weight=each) for n, each in enumerate(weights)]
+    expected = []
+    for part in parts:
+        lines = [line for file in sorted(Path(part.path).iterdir()) for line in file.read_text().splitlines()]
+        plain = datasets.Dataset.from_list([json.loads(line) for line in lines])
+        expected.append(plain.shuffle(seed=5) if shuffle else plain)
+    mixed = expected[0]
+    if len(parts) > 1:
+        shares = [each / sum(weights) for each in weights]
+        mixed = datasets.interleave_datasets(expected, shares, seed=5, stopping_strategy="all_exhausted")
+    built = build_dataset(parts, TOKENIZER, max_length=32, packing=False, seed=5, shuffle=shuffle, num_proc=1)
+    assert texts(built) == mixed["text"]
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Iterator[Any]:
+    """Makes a mixture in which test items and bad rows come up; its records are new every time."""
+    path = tmp_path / "b"
+    parts = [source(folder(tmp_path / "a", 41, 53, 12), weight=2.0), source(folder(path, 20))]
+    lines: list[dict[str, Any]] = [{"text": f"b 0 {row}"} for row in range(20)]
+    lines[3] = {"text": None}
+    lines[8] = {"text": "one two three four five six seven eight"}
+    (path / "00.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    index = ItemIndex([Item("task", "1", ("One two three four five six seven eight.",))])
+
+    def make(place: Path | None = None, num_proc: int = 1) -> tuple[Any, Any]:
+        decontaminator, bad = Decontaminator(index), BadRows("skip")
+        options: dict[str, Any] = {"max_length": 32, "decontaminator": decontaminator, "bad_rows": bad}
+        if place is not None:
+            options["place"] = (place, ["a", "b"])
+        built = build_dataset(parts, TOKENIZER, num_proc=num_proc, **options)
+        return built, (decontaminator.summary(), bad.summary(), bad.listed(), built.record)
+
+    yield make
+
+
+def test_worker_processes_change_neither_files_nor_records_and_end(mixed: Any, tmp_path: Path) -> None:
+    alone, helped = (mixed(tmp_path / f"tokens{number}", number)[1] for number in (1, 3))
+    assert alone == helped
+    assert alone[0]["num_left_out"] == 1 and alone[1] == {"num_examples": 125, "num_left_out": 1}
+    assert files(tmp_path / "tokens1") == files(tmp_path / "tokens3")
+    assert multiprocessing.active_children() == []
+
+
+def test_kills_at_random_moments_leave_the_same_bytes(
+    mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = shards.Tokenizing.write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.02)
+        write(*arguments)
+
+    monkeypatch.setattr(shards.Tokenizing, "write", slow)
+    # Forks share the lock of the bars, which one that is killed may hold for ever.
+    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)
+    whole, record = mixed(tmp_path / "whole")
+    chooser, kills, status = random.Random(0), 0, -1
+    while status != 0:
+        if (child := os.fork()) == 0:
+            try:
+                mixed(tmp_path / "killed", 2)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if kills < 20:
+            time.sleep(chooser.uniform(0.02, 0.4))
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        kills += 1
+        assert kills < 25
+    built, again = mixed(tmp_path / "killed")
+    assert texts(built) == texts(whole) and again[3] == record[3]
+    found = {
+        name: data
+        for name, data in files(tmp_path / "killed").items()
+        if not name.split("/")[-1].startswith(".")
+    }
+    assert found == files(tmp_path / "whole")
+
+
+def test_what_was_written_before_a_kill_is_not_tokenized_again(
+    mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = shards.Tokenizing.write, 0
+
+    def counted(*arguments: Any) -> None:
+        nonlocal written
+        if written == 9:
+            raise KeyboardInterrupt
+        written += 1
+        write(*arguments)
+
+    monkeypatch.setattr(shards.Tokenizing, "write", counted)
+    with pytest.raises(KeyboardInterrupt):
+        mixed(tmp_path / "tokens")
+    written = 100
+    built, record = mixed(tmp_path / "tokens")
+    in_all = len([*(tmp_path / "tokens").rglob("0*.safetensors")])
+    assert written - 100 == in_all - 9 > 9
+    monkeypatch.setattr(rows, "open_source", lambda *_: pytest.fail("read again"))
+    assert texts(mixed(tmp_path / "tokens")[0]) == texts(built)
+    for path in (tmp_path / "tokens").glob("rows-*"):
+        path.unlink()  # another seed would make others of the same tokens
+    assert mixed(tmp_path / "tokens")[1] == record
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No source is so small that it is tokenized whole."""
+    monkeypatch.setattr(sources, "WHOLE_BYTES", 0)
+
+
+@pytest.mark.usefixtures("large")
+def test_of_a_large_source_as_much_is_written_as_a_training_needs(tmp_path: Path) -> None:
+    parts = [source(folder(tmp_path / "a", 90, 90, 90), weight=3.0), source(folder(tmp_path / "b", 200))]
+    place = tmp_path / "tokens", ["a", "b"]
+    options: dict[str, Any] = {"max_length": 32, "packing": False, "place": place, "num_proc": 1}
+    built = build_dataset(parts, TOKENIZER, num_rows=40, **options)
+    assert len(built) == 40
+    said = texts(built)
+    assert len({*said}) == 40 and 24 <= sum(text.startswith("a") for text in said) <= 36
+    number = {name: len([*(place[0] / name).iterdir()]) for name in ("a", "b")}
+    assert 5 <= number["a"] <= 9 and 2 <= number["b"] <= 4 and not [*place[0].rglob("end.json")]
+    before = {path: path.stat().st_mtime_ns for path in place[0].rglob("0*.safetensors")}
+    more = build_dataset(parts, TOKENIZER, num_rows=300, **options)
+    assert len(more) == 300 and len({*texts(more)}) >= 280
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    # More than there is: all of it, the shorter source again and again, as of sources that are taken whole.
+    everything = build_dataset(parts, TOKENIZER, num_rows=10_000, **options)
+    every = [f"a {file} {row}" for file in range(3) for row in range(90)]
+    assert {*texts(everything)} == {*every, *(f"b 0 {row}" for row in range(200))}
+    assert len([*place[0].rglob("end.json")]) == 2
+
+
+def test_a_stream_without_an_end_is_read_as_far_as_it_is_needed() -> None:
+    given = 0
+
+    def forever() -> Iterator[dict[str, str]]:
+        nonlocal given
+        for given in itertools.count():
+            yield {"text": f"row {given}"}
+
+    stream = datasets.IterableDataset.from_generator(forever)
+    built = given_rows(
+        stream, TOKENIZER, name="train_dataset", max_length=16, packing=False, num_rows=50, num_proc=1
+    )
+    assert len(built) == 50 and {*texts(built)} <= {f"row {number}" for number in range(54)}
+    assert given < 70
+
+
+def test_a_data_set_that_shuffles_by_itself_gives_all_its_rows() -> None:
+    stream = datasets.Dataset.from_dict({"text": [f"row {row}" for row in range(60)]}).to_iterable_dataset()
+    shuffled = stream.shuffle(seed=3, buffer_size=9)
+    built = given_rows(shuffled, TOKENIZER, name="train_dataset", max_length=16, packing=False)
+    assert sorted(texts(built)) == sorted(f"row {row}" for row in range(60))
+
+
+def test_tokens_are_shared_by_what_the_trainings_of_a_recipe_differ_in(bench: Bench, capsys: Any) -> None:
+    variants = {
+        "sft": {"objective.name": "sft"},
+        "long": {"data.max_length": 64, "train.batch_size_tokens": 256},
+        "seed": {"seed": 3},
+        "all": {"data.loss_on": "all"},
+    }
+    command = [str(bench.recipe("r", variants=variants))]
+    assert main(["tokenize", *command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [
+        "data",
+        *(f"variants.{name}" for name in ("all", "long", "seed")),
+    ]
+    tokens = bench.folder / "r" / "tokens"
+    assert f"60 rows of 32 tokens, in {tokens}" in lines[0]
+    assert len([path for path in tokens.iterdir() if path.is_dir()]) == 2  # what is said, and all
+    before = files(tokens)
+    assert main(["distill", *command]) == 0
+    assert main(["distill", *command, "--variant", "long"]) == 0
+    assert files(tokens) == before
+    bench.rows.write_text(bench.rows.read_text() + bench.rows.read_text().splitlines()[0] + "\n")
+    assert main(["tokenize", *command]) == 0
+    assert len([path for path in tokens.iterdir() if path.is_dir()]) == 4
+
+
+def _rows_of_a_rank(rank: int, path: str) -> list[list[int]]:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent may have run alone before
+    return _rows_of(path)
+
+
+def _rows_of(path: str) -> list[list[int]]:
+    run = Run(load_recipe(Path(path)), join_launch())
+    found = training_rows(run.recipe.data, load_tokenizer(run.recipe.model.path), run)
+    return [row["input_ids"].tolist() for row in found]
+
+
+def test_two_ranks_and_one_read_the_same_rows(bench: Bench) -> None:
+    one, other = run_ranks(_rows_of_a_rank, 2, str(bench.recipe("two")))
+    assert one == other == _rows_of(str(bench.recipe("one"))) and len(one) == 60
+
+
+def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user() -> None:
+    def work(piece: int) -> int:
+        if piece == 3:
+            os._exit(9)
+        if piece == 7:
+            raise UserError("piece 7: no chat template")
+        return piece * piece
+
+    assert [result for _, result in in_order(work, iter(range(3)), 2)] == [0, 1, 4]
+    with pytest.raises(UserError, match="a process that tokenizes has ended"):
+        list(in_order(work, iter(range(5)), 2))
+    with pytest.raises(UserError, match="piece 7: no chat template"):
+        list(in_order(work, iter((6, 7)), 2))
+
+
+def _peak_mb(call: Callable[[], Any]) -> float:
+    """The most main memory, MB, that a fork takes for a call, with its workers."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            call()
+            most = [
+                resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+            ]
+            os.write(writer, str(max(most)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return int(text) / 1024
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of two million tokens, and all of them; in memory they would take 12 bytes each, 22 MB more."""
+    monkeypatch.setattr(reading, "PIECE_EXAMPLES", 256)
+    monkeypatch.setattr(reading, "_BLOCK", 256)
+    line = json.dumps({"text": "abcd efgh " * 20}) + "\n"
+    for name, number in (("few", 1), ("many", 10)):
+        (tmp_path / f"{name}-data").mkdir()
+        for file in range(number):  # `datasets` reads 10 MB of a file at a time
+            (tmp_path / f"{name}-data" / f"{file}.jsonl").write_text(line * 1000)
+
+    def build(name: str) -> Callable[[], Any]:
+        part, place = source(str(tmp_path / f"{name}-data")), (tmp_path / name, ["a"])
+        return lambda: build_dataset([part], TOKENIZER, max_length=512, num_proc=1, place=place)
+
+    few, many = _peak_mb(build("few")), _peak_mb(build("many"))
+    written = rows.PackedRows(next((tmp_path / "many").glob("rows-*")))
+    assert sum(int((row["labels"] != -100).sum()) for row in written) > 1_900_000
+    assert many < few + 12
