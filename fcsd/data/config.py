@@ -50,7 +50,7 @@ def making_of(*places: str | None) -> str:
     places: a path or the id of a data set, and where it may lie.
     """
     folder = next((part for place in places if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))), None)
-    if folder is None and not (places[0] or "").startswith("fcsd/pipeline/tiny-"):
+    if folder is None and not (places[0] or "").startswith("fcsd/tiny-"):
         return ""
     return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
 

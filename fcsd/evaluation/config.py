@@ -6,7 +6,7 @@
         kind: likelihood               # likelihood | generation (both lm-eval), code (fcsd's own scorer)
         metric: acc,none               # lm-eval's key: metric,filter
         num_fewshot: 0
-        dataset: fcsd/pipeline/tiny-choice      # hub id, or the folder of that name below --data-root
+        dataset: fcsd/tiny-choice      # hub id, or the folder of that name below --data-root
         split: test
         lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
         chat_template: true

@@ -73,7 +73,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
         "train": TRAIN,
         "early_stopping": {
             "task": {
-                "kind": "code", "task": "tiny_code", "dataset": "fcsd/pipeline/tiny-code", "split": "validation",
+                "kind": "code", "task": "tiny_code", "dataset": "fcsd/tiny-code", "split": "validation",
                 "chat_template": True, "stop": [], "max_new_tokens": 4,
             },
             "every_steps": 2, "patience": 9, "limit": 2,
