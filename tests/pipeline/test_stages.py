@@ -19,6 +19,7 @@ from fcsd.pipeline import convert as convert_stage
 from fcsd.pipeline import distill as distill_stages
 from fcsd.pipeline import pretrain as pretrain_stage
 from fcsd.pipeline import rows as training_data
+from fcsd.pipeline.context import Run
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as layers
@@ -138,7 +139,7 @@ def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
         "layers": "layers",
     }
     assert {path.name for path in run.iterdir()} == {
-        "pretrain", "convert", "sweep", "distill", "variants", "evaluate", "layers", "report", "publish",
+        "tokens", "pretrain", "convert", "sweep", "distill", "variants", "evaluate", "layers", "report", "publish",
     }  # fmt: skip
     for file in (
         "sweep/sweep.json", "sweep/sweep.md", "sweep/sweep.png", "sweep/recipe.yaml", "distill/history.jsonl",
@@ -319,21 +320,21 @@ def test_a_learning_rate_that_diverges_loses_the_sweep(bench: Bench) -> None:
     assert result["learning_rate"] == 1e-3
 
 
-def test_stages_that_read_the_same_data_tokenize_it_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build, made = training_data.build_dataset, []
-    monkeypatch.setattr(
-        training_data, "build_dataset", lambda *args, **kwargs: made.append(1) or build(*args, **kwargs)
-    )
+def test_stages_that_read_the_same_data_tokenize_it_once(bench: Bench) -> None:
+    def tokens(run: Run) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.layout.tokens.glob("*/0*.safetensors")}
+
     run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}, "seed": {"seed": 5}}))
-    for variant, count in ((None, 1), ("sft", 1), ("seed", 2)):
+    distill_stages.distill(run, None)
+    written = tokens(run)
+    assert written
+    for variant in ("sft", "seed"):
         distill_stages.distill(run, variant)
-        assert len(made) == count
+        assert tokens(run) == written
     bench.rows.write_text(bench.rows.read_text() * 2)
-    other = run.recipe.model_copy(update={"output_dir": str(bench.folder / "other")})
-    distill_stages.distill(run_of(other))
-    assert len(made) == 3
+    other = run_of(run.recipe.model_copy(update={"seed": 7}))
+    assert len(training_data.training_rows(other.recipe.data, other.tokenizer, other)) > 0
+    assert len(tokens(run)) > len(written)
 
 
 # ---- a model from scratch
