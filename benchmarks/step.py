@@ -6,7 +6,7 @@ What is measured: the optimiser steps of real training loops over one and the sa
 loss, backward pass, clipping, AdamW, logging. The model is a Qwen3-MoE with random weights, its student rewired in all
 layers; the head's share of an SFT step's products is printed, in Qwen3-30B-A3B it is a tenth.
 
-    sft         `DistillTrainer` with objective sft: cross-entropy, no teacher
+    sft         `FCSDTrainer` with objective sft: cross-entropy, no teacher
     control     the same once more: the noise of this run
     kl          a distillation step: the teacher's forward pass is part of it
     kl cached   the teacher's hidden states are read from a cache on disk, and only its head is in memory
@@ -160,7 +160,7 @@ def train_with_fcsd(
     if variant == "kl cached":
         teacher = cached_teacher(ModelTeacher(teacher), rows, Path(folder) / "cache")
 
-    class Watched(product.DistillTrainer):
+    class Watched(product.FCSDTrainer):
         def __init__(self, model: Any, args: Any, **others: Any):
             args.train_sampling_strategy = "sequential"
             super().__init__(model, args, **others)
@@ -190,11 +190,10 @@ def train_with_fcsd(
             dtype=options.dtype,
         ),
         seed=0,
-        save_dtype=student.dtype,
         save_model=False,
     )
     del student, teacher
-    with mock.patch.object(product, "DistillTrainer", Watched):
+    with mock.patch.object(product, "FCSDTrainer", Watched):
         product.train(run)
 
 

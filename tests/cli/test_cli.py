@@ -42,7 +42,7 @@ def test_every_command_explains_itself_and_its_arguments(
 def test_the_commands_are_these() -> None:
     assert set(commands()) == {
         "convert", "unconvert", "calibrate", "families", "recipe",
-        "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
+        "tokenize", "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace", "bench", "routing", "profile-network", "plan", "bias",
     }  # fmt: skip
@@ -98,11 +98,12 @@ class Refused:
         assert self._final_names() == before
 
     def _final_names(self) -> list[str]:
-        """Finished results: whatever is neither a stage's note nor an empty folder."""
+        """Finished results: whatever is neither a stage's note, nor tokens for the next try, nor an empty folder."""
         return sorted(
             str(path)
             for path in self.watched.rglob("*")
             if (path.is_file() and path.name != "stage.json") or path.name in ("model", "publish")
+            if "tokens" not in path.parts
         )
 
 
