@@ -198,8 +198,8 @@ class DistillTrainer(Trainer):
             if begin is not None:
                 begin(worker)
 
-        if loader.num_workers > 0:
-            loader.worker_init_fn = begin_quietly
+        if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
+            getattr(loader, "base_dataloader", loader).worker_init_fn = begin_quietly
         return loader
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:

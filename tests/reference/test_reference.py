@@ -29,7 +29,9 @@ def test_every_parameter_and_router_bias_is_random_and_the_seed_decides(family):
 def test_overrides_reach_the_config_and_unknown_families_are_named():
     assert tiny_config("mixtral", num_hidden_layers=2).num_hidden_layers == 2
     assert len(tiny_model("mixtral", num_hidden_layers=2).model.layers) == 2
-    with pytest.raises(UserError, match=r"no tiny model of type 'llama'; fcsd\.tiny\.configs\.TINY has"):
+    with pytest.raises(
+        UserError, match=r"no tiny model of type 'llama'; fcsd\.pipeline\.tiny\.configs\.TINY has"
+    ):
         tiny_config("llama")
 
 

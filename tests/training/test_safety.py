@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
 
 from fcsd.base.errors import Interrupted, UserError
 from fcsd.parallel.ranks import ALONE
@@ -35,19 +35,27 @@ __all__ = ["teacher"]  # the fixture
 STEPS = 6
 
 
-def stream(steps: list[int]) -> Any:
-    """Rows of these steps, four a step, in this order whatever the seed."""
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come in the order in which they are given, whatever the seed."""
+    monkeypatch.setattr(
+        DistillTrainer,
+        "_get_train_sampler",
+        lambda self, rows=None: SequentialSampler(rows or self.train_dataset),
+    )
+
+
+def rows_of(steps: list[int]) -> Any:
+    """Rows of these steps, four a step."""
     rows = Rows(80).rows
-    chosen = [rows[4 * step + k] for step in steps for k in range(4)]
-    plain = [{name: value.tolist() for name, value in row.items()} for row in chosen]
-    return datasets.Dataset.from_list(plain).to_iterable_dataset()
+    return [rows[4 * step + k] for step in steps for k in range(4)]
 
 
 def run(
     folder: Path, teacher: Any, steps: list[int], safety: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
     settings = {"lr_scheduler_type": "constant_with_warmup", "per_device_train_batch_size": 2} | settings
-    plan = make(folder, teacher, rows=stream(steps), **settings)
+    plan = make(folder, teacher, rows=rows_of(steps), **settings)
     return replace(plan, safety=SafetyConfig.model_validate(safety or {}))
 
 

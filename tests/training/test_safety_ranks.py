@@ -11,9 +11,9 @@ from fcsd.training.run import train
 from tests.parallel.test_engines import ENGINES, environment
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT
-from tests.training.test_safety import events, run, same, spoil, teacher
+from tests.training.test_safety import events, in_order, run, same, spoil, teacher
 
-__all__ = ["teacher"]  # the fixture
+__all__ = ["in_order", "teacher"]  # the fixtures
 
 PLAN: dict[str, Any] = {"learning_rate": 1e-4, "save_steps": 3}
 SAFETY = {"spike_window": 8, "spike_steps": 2, "max_rewinds": 1}
