@@ -127,8 +127,8 @@ def _estimate_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mfu",
-        help="share of the published peak that every matmul reaches, a range or a number (default: those of"
-        " fcsd/planning/cost/assumptions.py, each with its range)",
+        help="share of the published peak that every matmul reaches, a range or a number (default: assumed for"
+        " each kind of matmul with its range; docs/estimate.md)",
     )
     parser.add_argument(
         "--network-gb-s",
