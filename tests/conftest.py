@@ -100,7 +100,8 @@ def has_module_fixture(file: Path) -> bool:
 @pytest.fixture(scope="session")
 def base_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random qwen2_moe of two layers with a tokenizer of 300 tokens."""
-    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
+    from tests.reference.tiny import tiny_model
 
     folder = tmp_path_factory.mktemp("base") / "model"
     tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4).save_pretrained(folder)

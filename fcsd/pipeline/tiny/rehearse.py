@@ -1,7 +1,7 @@
 """From a recipe to its rehearsal: what is replaced, and the folder that holds it.
 
     FOLDER/recipe.yaml        the rehearsal, a complete recipe of its own
-    FOLDER/model/             a model of the same family with 4 layers of width 32, random weights, and its tokenizer
+    FOLDER/model/             the model with its sizes cut, to 4 layers of width 64, random weights; and its tokenizer
     FOLDER/hub/OWNER/NAME/    rows in the columns of each data set that the recipe names by its hub id
     FOLDER/files/             the same for data that the recipe names by a path
     FOLDER/run/               output_dir
@@ -23,15 +23,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.base.strict import validate
 from fcsd.data.config import DataConfig, SourceConfig, making_of
 from fcsd.evaluation.config import load_suite
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.spec import parse_selection
+from fcsd.model.families import family_of
+from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.parallel.launch import Launch
+from fcsd.pipeline.checks import model_config
+from fcsd.pipeline.tiny.cut import cut_sizes
+from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
 from fcsd.pipeline.tiny.rows import BENCHMARKS, training_row
 from fcsd.recipe.graded import split_names
 from fcsd.recipe.overrides import set_dotted, to_yaml
@@ -39,21 +47,16 @@ from fcsd.recipe.recipe import Recipe, router_loss_keys
 from fcsd.recipe.stopping import TaskStoppingConfig
 from fcsd.training.config import TrainConfig
 
-# So that the shipped recipes can be rehearsed without a network; of other models config.json is read.
-_MODEL_TYPES = {
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
-    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
-}
-
-
 _MAX_LENGTH = 64
 
 
 _VOCABULARY = 512
 
 
-_POSITIONS = 4096  # prompts with shots are long where a token is a byte
+_SIZES: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": 4096,  # prompts with shots are long where a token is a byte
+}
 
 
 _NUM_STEPS = 2
@@ -200,14 +203,11 @@ def _dotted(raw: Any, key: str) -> Any:
 
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
-    """Shrink the configuration to pre-train: fields of the tiny model of the same family."""
-    from fcsd.pipeline.tiny.models import tiny_config
-
+    """Cut the sizes of the configuration to pre-train."""
     assert recipe.pretrain is not None
     given = recipe.pretrain.config
-    config = tiny_config(
-        given["model_type"], num_hidden_layers=_num_layers(recipe), **_sizes()
-    ).to_diff_dict()
+    cut = cut_sizes(model_config(given), num_hidden_layers=_num_layers(recipe), **_SIZES)
+    config = cut.to_diff_dict()
     for key in router_loss_keys(config):  # defaults of transformers
         section, _, name = key.rpartition(".")
         del (_dotted(config, section) if section else config)[name]
@@ -224,43 +224,30 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
+    """Write the small model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
     checkpoints.
 
     In bfloat16, as checkpoints of this size are.
     """
-    import torch
-
-    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
-
-    sizes = _sizes() | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
+    sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
-        tiny_model(_model_type(recipe.model.path, recipe.model.revision), **sizes).save_pretrained(
-            place / "model"
-        )
+        small_model(_config(recipe.model), **sizes).save_pretrained(place / "model")
     tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
     for one in _with_variants(recipe):
         if one.teacher is not None and one.teacher.path is not None:
-            model_type = _model_type(one.teacher.path, one.teacher.revision)
-            tiny_model(model_type, seed=1, **sizes).save_pretrained(place / "teacher")
+            small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(place / "teacher")
 
 
-def _sizes() -> dict[str, Any]:
-    return {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS}
-
-
-def _model_type(path: str, revision: str | None) -> str:
-    from fcsd.model.families import base_model_type, family_of
-    from fcsd.model.inspect.checkpoint import find_source
-
-    if path in _MODEL_TYPES:
-        return _MODEL_TYPES[path]
+def _config(model: ModelConfig) -> PreTrainedConfig:
+    """Read the configuration of a checkpoint without its weights, as that of the regular model."""
+    assert model.path is not None
     try:
-        config = find_source(path, revision).config
+        source = find_source(model.path, model.revision)
     except UserError as error:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
-    family_of(config)
-    return base_model_type(config["model_type"])
+    family = family_of(source.config)
+    raw = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    return config_object(CONFIG_MAPPING[family.model_type], raw, family.model_type, source.where)
 
 
 def _num_layers(recipe: Recipe) -> int:

@@ -22,11 +22,11 @@ from fcsd.model.connectivity import (
     unconvert_model,
 )
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
 from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
+from tests.reference.tiny import tiny_model
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))

@@ -10,14 +10,13 @@ import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
 from fcsd.model.families import FAMILIES, moe_mask
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
 from tests.reference.images import IMAGES
 from tests.reference.parts import arguments_found_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
+from tests.reference.tiny import TINY, tiny_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])

@@ -11,8 +11,7 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import register
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import FAMILIES, base_model_type, expert_counts, family_of, moe_mask, text_config
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+from tests.reference.tiny import TINY, tiny_config, tiny_model
 
 NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 

@@ -28,7 +28,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.publish.push import push
 from fcsd.training.calibration import checkpoint as folder_module
 from fcsd.training.calibration import layer as layer_module
@@ -38,6 +38,7 @@ from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.calibration.shards import Layerwise
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 CPU = Launch(torch.device("cpu"), Engine("one"))
 ALL = Connectivity("all")

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from fcsd.base.errors import UserError
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.losses import fused as losses
 from fcsd.training.losses.fused import (
     KERNELS,
@@ -25,6 +24,7 @@ from fcsd.training.losses.fused import (
 )
 from fcsd.training.losses.head import _Target, attach_loss_head
 from tests.float64 import ROUNDINGS
+from tests.reference.tiny import tiny_model
 
 N, D, D_TEACHER, V = 37, 12, 20, 53
 

@@ -15,8 +15,6 @@ from fcsd.data.batches import Collator, next_token_targets
 from fcsd.data.packing import pack
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.losses.head import (
     LossHead,
     attach_loss_head,
@@ -25,6 +23,7 @@ from fcsd.training.losses.head import (
     refuse_packing,
 )
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import TINY, tiny_model
 
 B, T, V = 2, 10, 64
 SHAPE = {
