@@ -16,7 +16,6 @@ Not covered: invented rows for such test sets.
 """
 
 import itertools
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from fcsd.base.errors import UserError
@@ -39,6 +37,7 @@ from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.checks import model_config
 from fcsd.pipeline.tiny.cut import cut_sizes
+from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
 from fcsd.pipeline.tiny.rows import BENCHMARKS, training_row
 from fcsd.recipe.graded import split_names
@@ -48,26 +47,14 @@ from fcsd.recipe.stopping import TaskStoppingConfig
 from fcsd.training.config import TrainConfig
 
 _MAX_LENGTH = 64
-
-
 _VOCABULARY = 512
-
-
 _SIZES: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "max_position_embeddings": 4096,  # prompts with shots are long where a token is a byte
 }
-
-
 _NUM_STEPS = 2
-
-
 _MOST_ROWS = 64  # of a batch
-
-
 _NUM_ITEMS = 8  # of every test set
-
-
 _LAYERS = 4
 
 
@@ -290,7 +277,7 @@ def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
         rows = [training_row(source.path, columns, index) for index in range(number)]
         target = _place(source.path, place, name)
         if _is_file(source.path):
-            _write_rows(target, rows)
+            write_rows(target, rows)
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
@@ -301,7 +288,7 @@ def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
         rows = [made.row(index) for index in range(_NUM_ITEMS)]
         files |= {each: rows for each in itertools.product(made.configs, made.splits) if each not in files}
     for folder, files in repositories.items():
-        _write_repository(folder, files)
+        write_data_set(folder, files)
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
@@ -358,25 +345,3 @@ def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
 
 def _with_variants(recipe: Recipe) -> list[Recipe]:
     return [recipe, *map(recipe.variant, recipe.variants)]
-
-
-def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    """Write a data set in hub layout: one file a configuration and split, and the README that names them."""
-    configs: dict[str, list[dict[str, str]]] = {}
-    for (config, split), rows in files.items():
-        _write_rows(folder / config / f"{split}.jsonl", rows)
-        configs.setdefault(config, []).append({"split": split, "path": f"{config}/{split}.jsonl"})
-    listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n", encoding="utf-8")
-
-
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import datasets
-
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-    else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
