@@ -16,7 +16,6 @@ Not covered: invented rows for such test sets.
 """
 
 import itertools
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.base.strict import validate
 from fcsd.data.config import DataConfig, SourceConfig, making_of
-from fcsd.evaluation.config import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
@@ -40,10 +38,11 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
 from fcsd.pipeline.tiny.rows import BENCHMARKS, training_row
-from fcsd.recipe.graded import split_names
+from fcsd.recipe.graded import graded_splits, split_names
 from fcsd.recipe.overrides import set_dotted, to_yaml
 from fcsd.recipe.recipe import Recipe, router_loss_keys
 from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.report.publish.facts import hub_id
 from fcsd.training.config import TrainConfig
 
 _MAX_LENGTH = 64
@@ -220,7 +219,7 @@ def _write_models(recipe: Recipe, place: Path) -> None:
     if recipe.pretrain is None:
         small_model(_config(recipe.model), **sizes).save_pretrained(place / "model")
     tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
-    for one in _with_variants(recipe):
+    for one in recipe.with_variants:
         if one.teacher is not None and one.teacher.path is not None:
             small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(place / "teacher")
 
@@ -239,7 +238,7 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
 
 def _num_layers(recipe: Recipe) -> int:
     """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
-    sections = [one.connectivity for one in _with_variants(recipe)]
+    sections = [one.connectivity for one in recipe.with_variants]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.connectivity)
     needed = [_LAYERS]
@@ -254,15 +253,9 @@ def _num_layers(recipe: Recipe) -> int:
 
 def _place(path: str, folder: Path, name: str) -> Path:
     """Choose where the rows lie that stand for the data at `path`."""
-    if _is_hub_id(path):
+    if hub_id(path) is not None:
         return folder / "hub" / path
     return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
-
-
-def _is_hub_id(path: str) -> bool:
-    return (
-        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None and not Path(path).exists()
-    )
 
 
 def _is_file(path: str) -> bool:
@@ -293,7 +286,7 @@ def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
     """Name, source and number of examples, of all training sources and held-out texts."""
-    tokens = max(one.train.batch_size_tokens for one in _with_variants(recipe))
+    tokens = max(one.train.batch_size_tokens for one in recipe.with_variants)
     if recipe.sweep is not None:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
     sections = [("data", recipe.data, tokens)]
@@ -311,19 +304,8 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
 def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
     """Collect the test sets whose rows are known here, and where those lie that only the user has; tell of those that
     are in neither place, which a run refuses when it begins."""
-    stopping = recipe.early_stopping
-    found = {stopping.task.dataset: "early_stopping"} if isinstance(stopping, TaskStoppingConfig) else {}
-    suites = {recipe.evaluation.suite}
-    sections = [one.data for one in _with_variants(recipe)]
-    if recipe.pretrain is not None:
-        sections.append(recipe.pretrain.data)
-    for data in sections:
-        if data.decontaminate is not None:
-            found |= {test_set.path: "data.decontaminate.against" for test_set in data.decontaminate.against}
-            suites.add(data.decontaminate.suite or recipe.evaluation.suite)
-    for name in sorted(suites):
-        suite = load_suite(name)
-        found |= {row.dataset: f"task {row.task} of suite {suite.name}" for row in suite.tasks}
+    sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
+    found = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
     root = recipe.evaluation.data_root
     own = {}
     for path, by in found.items():
@@ -341,7 +323,3 @@ def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
                 file=sys.stderr,
             )
     return found.keys() & BENCHMARKS.keys(), own
-
-
-def _with_variants(recipe: Recipe) -> list[Recipe]:
-    return [recipe, *map(recipe.variant, recipe.variants)]
