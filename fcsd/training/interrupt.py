@@ -23,12 +23,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _ECHO_S = 3.0
 
 
-def ignore_signals() -> None:
-    """Ignore signals in a process that only helps: it is needed until the one that it helps has ended."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 class Signals:
     """While the block runs, `received` is the number of the signal that asked for the end; 0 when none has.
 

@@ -4,6 +4,7 @@ What an objective is, what happens when a step goes wrong, and how a checkpoint 
 `fcsd.training.step_loss`, `guarded` and `checkpoints`. Here they are put into the Trainer's places.
 """
 
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
 from fcsd.base.files import read_json
+from fcsd.base.helper import obey_only_parent
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.failure import in_step
@@ -25,7 +27,6 @@ from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, guard_state, write_
 from fcsd.training.config import ObjectiveConfig, SafetyConfig, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.guarded import GuardedSteps
-from fcsd.training.interrupt import ignore_signals
 from fcsd.training.optimizer import note_parts, own_optimizer, wants_own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
@@ -191,10 +192,10 @@ class DistillTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
         loader = super().get_train_dataloader()
-        begin = loader.worker_init_fn
+        begin, trainer = loader.worker_init_fn, os.getpid()
 
         def begin_quietly(worker: int) -> None:
-            ignore_signals()
+            obey_only_parent(trainer)
             if begin is not None:
                 begin(worker)
 

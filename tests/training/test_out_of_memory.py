@@ -18,6 +18,7 @@ from fcsd.training.out_of_memory import REST, advice, explain_oom, held
 from fcsd.training.teachers.base import ModelTeacher
 from tests.memory import PLAIN, memory_of_this_process, small_model, train_two_steps
 from tests.reference.tiny import tiny_model
+from tests.support import end_if_it_hangs
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
@@ -25,6 +26,7 @@ def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        end_if_it_hangs()
         answer = "no error"
         try:
             torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_experts|.*routed_experts|.*local_experts|moe_num_experts)", 8),
@@ -59,7 +59,7 @@ def cut_sizes(config: PreTrainedConfig, *, num_hidden_layers: int = 4, **changes
     section = cut["text_config"] if inner is not config else cut
     cut |= {name: token for name, token in _TOKENS.items() if cut.get(name) is not None}
     section |= {inner.attribute_map.get(name, name): value for name, value in (_TOKENS | changes).items()}
-    return AutoConfig.for_model(**cut)
+    return type(config)(**{name: value for name, value in cut.items() if name != "model_type"})
 
 
 def _cut(fields: dict[str, Any], num_layers: dict[int, int], divisor: int = 0) -> dict[str, Any]:
