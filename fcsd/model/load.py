@@ -96,8 +96,6 @@ def load_checkpoint(
         UserError: what `load_model` refuses; a model that cannot be sharded as the configuration says.
     """
     config = model.config
-    given = {"distributed_config": distributed_config, "device_map": device_map}
-    options = {name: value for name, value in given.items() if value is not None}
     try:
         loaded: PreTrainedModel = load_model(
             model.folder,
@@ -108,7 +106,8 @@ def load_checkpoint(
             trust_remote_code=config.trust_remote_code,
             any_family=any_family,
             weights=weights,
-            **options,
+            distributed_config=distributed_config,
+            device_map=device_map,
         )
     except ValueError as error:
         if distributed_config is None:
