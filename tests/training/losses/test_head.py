@@ -12,7 +12,6 @@ from torch import nn
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator, next_token_targets
-from fcsd.data.packing import pack
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.pipeline.tiny.configs import TINY
@@ -24,6 +23,7 @@ from fcsd.training.losses.head import (
     final_hidden,
     refuse_packing,
 )
+from tests.examples import pack
 from tests.reference.ranks import run_ranks
 
 B, T, V = 2, 10, 64
