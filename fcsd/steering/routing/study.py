@@ -118,7 +118,7 @@ def _config_and_experts(model: ModelFolder) -> tuple[Any, int | None]:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True).get_text_config()
-    return config, expert_counts(config, family)[0]
+    return config, expert_counts(config)[0]
 
 
 def batches_of(
