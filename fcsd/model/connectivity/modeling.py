@@ -5,7 +5,6 @@ One text a family: `layer.py` and `rewire.py`, the family's names as a literal, 
 `fcsd.model.connectivity.generated.<model_type>`; `save_pretrained` writes it as `modeling_farskip.py`.
 """
 
-import ast
 import copy
 import importlib
 import re
@@ -142,14 +141,15 @@ _MODEL = """class FarSkip{name}({name}):
         return {name}._can_set_experts_implementation()"""
 
 
+def _embedded(file: str) -> str:
+    """Return the text of a file here without its imports from fcsd: what they name stands before it."""
+    text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+    return re.sub(r"^from fcsd\..*\n", "", text, flags=re.MULTILINE)
+
+
 def rewiring_source() -> str:
     """Return the text of `layer.py` and `rewire.py` as one module, which imports torch only."""
-    here = Path(__file__).parent
-    layer, rewire = ((here / name).read_text(encoding="utf-8") for name in ("layer.py", "rewire.py"))
-    for node in ast.parse(rewire).body:
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fcsd."):
-            rewire = rewire.replace(f"{ast.get_source_segment(rewire, node)}\n", "")
-    return f"{layer}\n\n{rewire}"
+    return "\n\n".join(map(_embedded, ("layer.py", "rewire.py")))
 
 
 def modeling_source(family: Family) -> str:

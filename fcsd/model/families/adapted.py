@@ -35,7 +35,6 @@ _INKLING = Family(
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",
-    logit_scale=("logits_mup_width_multiplier", -1),
     packing="leaks",
 )
 
@@ -98,7 +97,6 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         shared_average="shared_expert_combination_strategy",
         moe_layers="mlp_layer_types",
-        logit_scale=("logit_scale", 1),
     ),
     Family(
         model_type="beam",
@@ -197,7 +195,6 @@ ROWS: tuple[Family, ...] = (
         residual="gate",
         residual_names=("post_attention_residual_gate", "post_feedforward_residual_gate"),
         moe_layers="mlp_layer_types",
-        logit_scale=("output_multiplier", 1),
     ),
     wrapper(_INKLING, "inkling_mm_model", "Inkling"),
 )

@@ -86,9 +86,6 @@ class Family:
     """(config field, the one value that is supported, why no other is)."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
-    logit_scale: tuple[str, Literal[1, -1]] | None = None
-    """(config field, power): the head's output, or the hidden states before it, are multiplied (1) or divided
-    (-1) by the field."""
     packing: Literal["position_ids", "given_masks", "leaks"] = "position_ids"
     """What keeps the examples of a packed row apart: the masks that the family makes from the position ids; masks
     that it is given, because its own leave the position ids out; or nothing (leaks): a state or a convolution

@@ -89,7 +89,6 @@ ROWS = (
         moe_block="GraniteMoeMoE",
         moe="block_sparse_moe",
         residual_multiplier="residual_multiplier",
-        logit_scale=("logits_scaling", -1),
     ),
     Family(
         model_type="granitemoeshared",
@@ -100,7 +99,6 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
-        logit_scale=("logits_scaling", -1),
     ),
     Family(
         model_type="axk2",
@@ -177,7 +175,6 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
-        logit_scale=("logits_scaling", -1),
     ),
     Family(
         model_type="granitemoehybrid",
@@ -188,7 +185,6 @@ ROWS = (
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
         moe_layers="num_local_experts",
-        logit_scale=("logits_scaling", -1),
         packing="leaks",
     ),
     Family(
