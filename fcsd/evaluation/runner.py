@@ -83,7 +83,10 @@ def prepare_evaluation(
         items, found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
         prepared[row.task], facts[row.task] = items, found
         if not (found["higher_is_better"] or any_direction):
-            raise _lower_is_better(row)
+            raise UserError(
+                f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
+                " better, so choose one of those, or leave the task out"
+            )
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in kept.items()}
     settings = {"limit": plan.limit, "batch_size": plan.batch_size, "data_root": data_root}
@@ -117,13 +120,6 @@ def _checked_scorer(
             except ScorerError as error:
                 raise ScorerError(f"task {row.task}: {error}") from error
         yield scorer
-
-
-def _lower_is_better(row: TaskConfig) -> UserError:
-    return UserError(
-        f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is better, so"
-        " choose one of those, or leave the task out"
-    )
 
 
 def _prepare_task(
@@ -251,7 +247,7 @@ class PreparedEvaluation:
             "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",
-            "suite": self.suite.model_dump(mode="json", exclude={"folder"}),
+            "suite": self.suite.model_dump(mode="json"),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }
         return whole_result(self.suite.name, name, tasks, settings, sandbox)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fcsd.base.artifact import Stage, versions
+from fcsd.base.artifact import Stage, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.data.config import DataConfig, SourceConfig
@@ -129,7 +129,7 @@ class Evaluation:
 
     def settings(self) -> dict[str, Any]:
         """Return what a result depends on, for the manifest."""
-        suite = {"suite": self.suite.model_dump(mode="json", exclude={"folder"})}
+        suite = {"suite": self.suite.model_dump(mode="json")}
         if self.reference is None:
             return {**suite, "limit": self.plan.limit, **self.answered_by}
         # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
@@ -314,7 +314,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
-    made = read_json(stage.folder / "manifest.json").get("versions", {})
+    made = read_manifest(stage.folder).get("versions")
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
         result = read_json(stage.folder / "results.json")
         for row in evaluation.suite.tasks if made == versions() else ():

@@ -44,7 +44,7 @@ def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | 
         found = [row | {"headline": True} for row in found]
     where = f"--tasks {','.join(names)}"
     made = validate(SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": found}, where)
-    return made.model_copy(update={"folder": suite.folder})
+    return made.model_copy(update={"folder": suite.folder, "columns": suite.columns})
 
 
 def _tasks_folder() -> Path:

@@ -22,6 +22,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
 from fcsd.base.temporary import scratch_folder
@@ -215,7 +216,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     source = checkpoint.folder
     stage = source.name == "model"
     manifest = (source.parent if stage else source) / "manifest.json"
-    record = read_json(manifest) if manifest.is_file() else {}
+    record = read_manifest(manifest.parent)
     origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
     # What the user names and what the record names may be one model, on the Hub and on this machine.
     named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
@@ -289,9 +290,8 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
 
 def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
-    manifest = converted / "manifest.json"
-    if manifest.is_file():
-        measured = read_json(manifest)["inputs"].get("model")
+    if manifest := read_manifest(converted):
+        measured = manifest["inputs"].get("model")
         if measured is not None and measured != weights_fingerprint(source):
             raise UserError(
                 f"{converted}: was measured on other weights than those in {source}; evaluate them again"
