@@ -295,3 +295,26 @@ class EvaluationConfig(Strict):
                 " batch size; give a number"
             )
         return self
+
+
+class Scoring(Strict):
+    """A file of ready samples, and how it is graded."""
+
+    samples: Path
+    dataset: str | None = option(
+        None,
+        "a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
+        metavar="TASK",
+    )
+    suite: str = option("paper11", "whose rows say how a task is graded")
+    include_path: Path | None = option(None, "your own task definitions (lm-eval YAML)", metavar="DIR")
+    thinking: bool = option(False, "cut off the thoughts before an answer, which end at </think>")
+    data_root: Path | None = like(EvaluationConfig, "data_root")
+    output: Path | None = option(None, "folder for results.json and samples_*.jsonl")
+    partial: bool = option(False, "leave out problems that have no sample")
+    timeout_s: float | None = option(None, "processor time of one program (default: 10)")
+    scorer: Literal["fcsd", "evalplus"] = option(
+        "fcsd", "evalplus: the package of that name, in a process of its own, without our sandbox"
+    )
+    evalplus_data: Path | None = option(None, "with --scorer evalplus: its own .jsonl.gz file")
+    allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")
