@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
@@ -38,13 +40,10 @@ from fcsd.evaluation.results import (
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.parallel.ranks import ALONE, Ranks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 @contextlib.contextmanager
 def prepare_evaluation(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
     plan: EvaluationConfig,
     *,
@@ -71,8 +70,6 @@ def prepare_evaluation(
     if plan.limit is not None and plan.limit < 1:
         raise UserError(f"limit: must be at least 1, got {plan.limit}")
     data_root = Path(plan.data_root) if plan.data_root is not None else None
-    if data_root is not None and not data_root.is_dir():
-        raise UserError(f"{data_root}: no such folder (data root)")
     kept = ranks.from_first(
         lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
     )
@@ -126,7 +123,7 @@ def _prepare_task(
     row: TaskConfig,
     suite: SuiteConfig,
     data_root: Path | None,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the items of a task, and the facts of its result that are known before a model is asked."""
@@ -153,7 +150,7 @@ class PreparedEvaluation:
     prepared: their items. facts: of each task, for its result.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     suite: SuiteConfig
     settings: dict[str, Any]
     finished: Samples
@@ -166,7 +163,7 @@ class PreparedEvaluation:
     progress: bool
 
     def __call__(
-        self, model: "PreTrainedModel", name: str, batches: Batches | None = None
+        self, model: PreTrainedModel, name: str, batches: Batches | None = None
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
         size = self.settings["batch_size"]

@@ -153,12 +153,17 @@ def _check_data(name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig,
         )
 
 
-def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
-    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+def tasks_folder() -> Path:
+    """Find lm-eval's own definitions."""
     import lm_eval
 
+    return Path(str(lm_eval.__file__)).parent / "tasks"
+
+
+def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
+    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
     name = row.lm_eval_include or row.task
-    places = [data_dir("eval") / "tasks", Path(str(lm_eval.__file__)).parent / "tasks"]
+    places = [data_dir("eval") / "tasks", tasks_folder()]
     if suite.folder:
         places.insert(0, Path(suite.folder))
     for place in places:

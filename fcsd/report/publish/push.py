@@ -35,12 +35,12 @@ from fcsd.report.publish.card import write_card
 from fcsd.report.publish.facts import (
     CARD,
     HERE,
-    LICENCE_KEYS,
     Facts,
     front_matter,
     has_chat_template,
     hub_id,
     inherited_from,
+    licence_of,
 )
 from fcsd.report.publish.folder import place
 from fcsd.report.publish.hub import upload
@@ -232,9 +232,6 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
     inherited: dict[str, Any] = next((found for place in places if (found := _inherited(*place))), {})
-    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
-    if card.licence is not None:
-        licence = {"license": card.licence}
     result = comparison = None
     if card.results is not None:
         result, comparison = _results(source, *card.results)
@@ -243,7 +240,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         where=repo_id,
         config=checkpoint.config,
         base=hub_id(base) if base is not None else None,
-        licence=licence,
+        licence=licence_of(inherited, card.licence),
         language=tuple(inherited.get("language", [])),
         training=training,
         untrained=training is None and any(_same_weights(source, *place) for place in places),
