@@ -174,7 +174,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
         " that is all",
     )
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    _output_argument(parser)
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
@@ -191,6 +191,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     json_argument(parser)
 
 
+def _output_argument(parser: ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+
+
 def _server_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--server",
@@ -198,9 +202,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
         help="ask a server for all answers (`vllm serve MODEL`), after a check that it serves MODEL; its key, if it"
         " wants one, is in FCSD_SERVER_API_KEY",
     )
-    concurrency = ServerConfig.model_fields["concurrency"]
-    text = f"{concurrency.description} (default: {concurrency.default})"
-    field_options(parser, ServerConfig, "concurrency", default=None, help=text)
+    field_options(parser, ServerConfig, "concurrency", default=None)
     parser.add_argument(
         "--no-server-check",
         action="store_true",
