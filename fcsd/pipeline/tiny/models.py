@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import FAMILIES
 from fcsd.pipeline.tiny.cut import cut_sizes
 
@@ -22,9 +22,9 @@ def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
     """
     names = ("attn_implementation", "experts_implementation", "dtype")
     options = {name: changes.pop(name) for name in names if name in changes}
-    family = FAMILIES[config.model_type]
+    model_class = base_model_class(FAMILIES[config.model_type])
     try:
-        model = getattr(transformers, family.auto_model).from_config(cut_sizes(config, **changes), **options)
+        model = model_class._from_config(cut_sizes(config, **changes), **options)
     except Exception as error:  # transformers raises many kinds for sizes that do not fit each other
         raise UserError(
             f"{config.model_type}: the sizes of its config cannot be cut: {one_line(error)}"
@@ -41,7 +41,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
     """
     if model_type not in FAMILIES:
         raise UserError(f"no family has the model type '{model_type}'; `fcsd families` lists them")
-    return small_model(AutoConfig.for_model(model_type), seed, **changes)
+    return small_model(base_model_class(FAMILIES[model_type]).config_class(), seed, **changes)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
@@ -32,6 +32,7 @@ from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_na
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
 from fcsd.model.inspect.checkpoint import config_object, find_source
@@ -238,8 +239,10 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
     except UserError as error:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
     family = family_of(source.config)
-    raw = {name: value for name, value in source.config.items() if name != "quantization_config"}
-    return config_object(CONFIG_MAPPING[family.model_type], raw, family.model_type, source.where)
+    raw = {
+        name: value for name, value in source.config.items() if name != "quantization_config"
+    }  # of its weights
+    return config_object(base_model_class(family).config_class, raw, family.model_type, source.where)
 
 
 def _num_layers(recipe: Recipe) -> int:

@@ -1,19 +1,23 @@
 """Sizes are cut of any family's configuration, and of nothing else in it."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
-from fcsd.model.families import FAMILIES, Family, moe_mask
+from fcsd.model.families import FAMILIES, Family, family_of, moe_mask
 from fcsd.model.families.family import text_config
+from fcsd.model.inspect.checkpoint import config_object
 from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_model
+from tests.support import ROOT
 
 # What published checkpoints have and transformers' defaults lack, or leave out the family's own kind of layer.
 _GEMMA4 = {
@@ -105,18 +109,34 @@ def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs(model_type: str) -> None:
-    family, real = FAMILIES[model_type], AutoConfig.for_model(model_type, **PUBLISHED.get(model_type, {}))
+    family = FAMILIES[model_type]
+    real = base_model_class(family).config_class(**PUBLISHED.get(model_type, {}))
     model = small_model(real, vocab_size=120, max_position_embeddings=64)
     assert sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
     assert sum(moe_mask(model.config, family)) >= 2
     with torch.device("meta"):
-        whole = getattr(transformers, family.auto_model).from_config(real)
+        whole = base_model_class(family)._from_config(real)
     layers = kinds_of_layers(model, family)
     assert len(layers) == 4 and set(layers) == set(kinds_of_layers(whole, family))
     assert convert_model(model, Connectivity("all")) == [0, 1, 2, 3]
     with torch.no_grad():
         logits = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
     assert logits.shape[1:] == (12, 120) and logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests" / "files" / "configs").glob("*.json")), ids=lambda path: path.stem
+)
+def test_the_configs_of_published_checkpoints_are_cut(path: Path) -> None:
+    family = family_of(raw := json.loads(path.read_text()))
+    raw.pop("quantization_config", None)
+    config = config_object(base_model_class(family).config_class, raw, family.model_type, path.name)
+    model = small_model(config, vocab_size=512, max_position_embeddings=4096)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 600_000
+    mask, whole = moe_mask(model.config, family), moe_mask(config, family)
+    assert len(mask) == 4 and (mask[0], set(mask)) == (whole[0], set(whole))
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits.isfinite().all()
 
 
 def test_what_is_no_size_stays_as_the_configuration_has_it() -> None:
