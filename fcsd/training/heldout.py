@@ -15,6 +15,7 @@ from fcsd.model.preserve import preserved
 from fcsd.parallel.launch import Launch
 from fcsd.training.early_stopping import Score
 from fcsd.training.losses.kl import read_rows, sums_by_row
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, KLObjectiveConfig
 from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
 
@@ -75,7 +76,7 @@ class HeldoutCE:
         """Put what the student is compared with into a batch; of the data it is there."""
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
-        return {"objective": "ce", "labels": targets}
+        return {"objective": CrossEntropyObjectiveConfig(name="ce"), "labels": targets}
 
 
 class HeldoutKL(HeldoutCE):
@@ -121,7 +122,8 @@ class HeldoutKL(HeldoutCE):
         self.teacher.prepare([batch])
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
-        return {"objective": "kl", "teacher_hidden": batch["teacher_hidden"], "teacher_head": self.head}
+        hidden = batch["teacher_hidden"]
+        return {"objective": KLObjectiveConfig(), "teacher_hidden": hidden, "teacher_head": self.head}
 
 
 class HeldoutLosses:

@@ -15,9 +15,10 @@ from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
-from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import freeze_routers
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import ModelTeacher, Teacher
 
 

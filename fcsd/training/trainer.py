@@ -22,10 +22,11 @@ from fcsd.parallel.state import load_schedule, read_state, schedule_state, write
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.callbacks import InStep
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, guard_state, write_checkpoint
-from fcsd.training.config import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.training.config import SafetyConfig, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.guarded import GuardedSteps
 from fcsd.training.interrupt import ignore_signals
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.optimizer import note_parts, own_optimizer, wants_own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
