@@ -6,7 +6,7 @@ Not covered: what a recipe says about a whole run (evaluation, sweep, variants);
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
 import sys
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_args
 
 import torch
@@ -198,6 +198,18 @@ class FCSDConfig(_ObjectiveArguments, ScheduledArguments):
     teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
 
     @classmethod
+    def of(cls, args: TrainingArguments | None) -> "FCSDConfig":
+        """Return arguments of transformers as these."""
+        if args is None:
+            return cls()
+        if isinstance(args, FCSDConfig):
+            return args
+        given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+        if is_loss(args.metric_for_best_model or ""):
+            given["greater_is_better"] = None  # what is there is transformers' guess
+        return cls(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+
+    @classmethod
     def of_sections(
         cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
     ) -> "FCSDConfig":
@@ -264,6 +276,10 @@ class FCSDConfig(_ObjectiveArguments, ScheduledArguments):
         self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
         if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = {"use_reentrant": False}
+
+    def rows_of_a_step(self, launch: Launch) -> int:
+        """Count the rows of one optimiser step, over all ranks."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * launch.ranks.size
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""

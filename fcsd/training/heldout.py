@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,14 +137,14 @@ class HeldoutLosses:
         self._kept: dict[int, list[HeldoutCE]] = {}
 
     def __call__(
-        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, keep: bool
+        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, known: Any
     ) -> dict[str, float]:
-        """Measure `rows`; keep: they come again, and the teacher is asked once.
+        """Measure `rows`; known: those that come again, or a dict of several, of which the teacher is asked once.
 
         Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one of the objective.
         """
         measures = self._kept.get(id(rows)) or self._measures(rows)
-        if keep:
+        if any(rows is own for own in (known.values() if isinstance(known, Mapping) else [known])):
             self._kept[id(rows)] = measures
         found: dict[str, float] = {}
         for measure in measures:

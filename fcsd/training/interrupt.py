@@ -23,10 +23,22 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _ECHO_S = 3.0
 
 
-def ignore_signals() -> None:
-    """Ignore signals in a process that only helps: it is needed until the one that it helps has ended."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def with_deaf_workers(loader: Any) -> Any:
+    """Let a data loader's processes outlive a signal that the scheduler or Ctrl-C has sent to all.
+
+    They are needed until the one that they help has ended.
+    """
+    begin = loader.worker_init_fn
+
+    def begin_deaf(worker: int) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if begin is not None:
+            begin(worker)
+
+    if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
+        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_deaf
+    return loader
 
 
 class Signals:

@@ -16,7 +16,9 @@ Parameters, modules and names stay what they are; without `objective` the model 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -160,6 +162,19 @@ def detach_loss_head(model: nn.Module) -> None:
     del model.__dict__["forward"]
     if earlier is not None:
         model.__dict__["forward"] = earlier
+
+
+@contextlib.contextmanager
+def loss_head(model: nn.Module, vocab_size: int | None = None) -> Iterator[None]:
+    """Let a model have a loss head within the block; one that is there already stays."""
+    attached = isinstance(output_head(model), LossHead)
+    if not attached:
+        attach_loss_head(model, vocab_size)
+    try:
+        yield
+    finally:
+        if not attached:
+            detach_loss_head(model)
 
 
 def _training_forward(

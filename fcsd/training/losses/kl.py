@@ -21,7 +21,7 @@ from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
 from fcsd.parallel.shard import whole_head
 from fcsd.training.losses.fused import Head, fused_linear_loss
-from fcsd.training.losses.head import attach_loss_head, batch_hidden, detach_loss_head, refuse_packing
+from fcsd.training.losses.head import batch_hidden, loss_head, refuse_packing
 from fcsd.training.losses.objectives import KLObjectiveConfig
 
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
@@ -219,11 +219,8 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     model.eval()
     # Sharded weights are gathered by hooks of the whole model, so that its body cannot be called alone.
     as_a_whole = isinstance(model, FSDPModule)
-    if as_a_whole:
-        attach_loss_head(model)
     try:
-        yield
+        with loss_head(model) if as_a_whole else contextlib.nullcontext():
+            yield
     finally:
-        if as_a_whole:
-            detach_loss_head(model)
         model.train(training)
