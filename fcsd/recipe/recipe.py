@@ -26,8 +26,7 @@ from fcsd.model.config import (
 )
 from fcsd.recipe.overrides import set_dotted
 from fcsd.recipe.stopping import EarlyStoppingConfig
-from fcsd.training.config import SafetyConfig, SweepConfig, TrainConfig
-from fcsd.training.config_calibration import CalibrationConfig
+from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
 _VARIANT_SECTIONS = (

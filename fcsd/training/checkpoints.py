@@ -82,13 +82,11 @@ def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
         return f"{_FILES} is missing or damaged"
     for name in ranks.deal(sorted(noted)):
         path, facts = checkpoint / name, noted[name]
-        if not isinstance(facts, dict):  # before hashes were noted
-            facts = {"bytes": facts}
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != facts["bytes"]:
             return f"{name} has {path.stat().st_size} of {facts['bytes']} bytes"
-        if "sha256" in facts and file_sha256(path) != facts["sha256"]:
+        if file_sha256(path) != facts["sha256"]:
             return f"{name} has other bytes than were written"
     return None
 

@@ -1,11 +1,11 @@
-"""Schema of the optimiser, the safety net and the sweep."""
+"""Schema of the optimiser, the safety net, the calibration and the sweep."""
 
 import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from fcsd.base.strict import Strict
+from fcsd.base.strict import Strict, option
 
 
 class CosineWithMinLrConfig(Strict):
@@ -121,6 +121,17 @@ class SafetyConfig(Strict):
     spike_threshold: float | None = Field(6.0, gt=0)  # robust standard deviations above it; null: not watched
     spike_steps: int = Field(5, gt=0)  # a spike that lasts this many steps is rewound
     max_rewinds: int = Field(0, ge=0)  # to a checkpoint from before the trouble; 0: none
+
+
+class CalibrationConfig(Strict):
+    """Fold closed-form maps into the converted weights, before any training (docs/calibration.md)."""
+
+    tokens: int = option(262_144, "tokens of the text to solve on", gt=0)  # of data.train
+    ridge: float = option(
+        1e-3, "pull of the maps towards the identity, relative to the mean diagonal", ge=0, lt=1
+    )
+    # Whether trainings start from the calibrated weights; false: it is one more model that is evaluated.
+    starts_training: bool = True
 
 
 class SweepConfig(Strict):

@@ -30,7 +30,6 @@ from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
-from fcsd.training.teachers.load import load_model_teacher
 
 TAGS = ("farskip", "fcsd")
 """Of a model on the Hub."""
@@ -125,7 +124,8 @@ def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch:
         )
     if not isinstance(teacher, str | Path):
         return teacher
-    return load_model_teacher(find_model(args.model_config(str(teacher), teacher=True)), launch)
+    found = find_model(args.model_config(str(teacher), teacher=True))
+    return load_for_launch(found, launch, any_family=True)
 
 
 class Given:
