@@ -150,7 +150,8 @@ def train_with_fcsd(
 
     from fcsd.pipeline.tiny.models import tiny_tokenizer
     from fcsd.training import run as product
-    from fcsd.training.config import CrossEntropyObjectiveConfig, KLObjectiveConfig, TrainConfig
+    from fcsd.training.config import TrainConfig
+    from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, KLObjectiveConfig
     from fcsd.training.teachers.base import ModelTeacher
 
     rows = packed_rows(options, batch)

@@ -26,15 +26,8 @@ from fcsd.model.config import (
 )
 from fcsd.recipe.overrides import set_dotted
 from fcsd.recipe.stopping import EarlyStoppingConfig
-from fcsd.training.config import (
-    DivergenceObjectiveConfig,
-    KLObjectiveConfig,
-    ObjectiveConfig,
-    SafetyConfig,
-    SweepConfig,
-    TrainConfig,
-)
-from fcsd.training.config_calibration import CalibrationConfig
+from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
+from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
 _VARIANT_SECTIONS = (
     "connectivity",
@@ -96,8 +89,8 @@ def router_loss_keys(config: dict[str, Any]) -> list[str]:
 
 def _has_teacher(objective: Any) -> bool:
     choice = choice_of(ObjectiveConfig)
-    kind = choice.member(objective) if choice is not None else None
-    return kind is None or issubclass(kind, DivergenceObjectiveConfig)  # None: an error of its own
+    kind: Any = choice.member(objective) if choice is not None else None
+    return kind is None or kind.has_teacher  # None: an error of its own
 
 
 class PublicationConfig(Strict):

@@ -75,7 +75,7 @@ def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]
     """The first layer of each kind that a model has, with the stream before it and the roles that its family's row
     gives, which are those that are found by following tensors through the layer."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
-    stream = steps.begin(tokens)
+    stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):
         kind = tuple((name, value.shape) for name, value in layer.named_parameters())
         if kind not in seen:

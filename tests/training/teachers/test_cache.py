@@ -29,6 +29,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.teachers.cache import CachedTeacher, HiddenCache, row_keys, write_manifest, write_shard
 from fcsd.training.teachers.lora import AdapterOffTeacher
 from fcsd.training.teachers.unloaded import identity, read_head, unloaded
+from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.support import Bench, in_a_fork, killed_after, run_of
@@ -112,7 +113,7 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_pat
         for one in given:
             keep, _ = cache_module.next_token_targets(one["labels"], one["position_ids"])
             total = total + student(
-                input_ids=one["input_ids"], position_ids=one["position_ids"], keep=keep, objective="kl",
+                input_ids=one["input_ids"], position_ids=one["position_ids"], keep=keep, objective=objective_of("kl"),
                 teacher_hidden=one["teacher_hidden"], teacher_head=teacher.head,
             )["loss"]  # fmt: skip
         total.backward()
