@@ -78,7 +78,7 @@ def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]
 
 
 def packed_rows(options: argparse.Namespace, batch: list[dict[str, list]]) -> list[dict[str, Any]]:
-    from fcsd.data.packing import pack
+    from tests.examples import pack
 
     return list(pack(batch, options.length, pad_token_id=0))
 

@@ -29,7 +29,7 @@ from fcsd.training.run import train
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
 from tests.reference.ranks import run_ranks
-from tests.support import ROOT
+from tests.support import ROOT, end_if_it_hangs
 
 SMALL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
@@ -170,6 +170,7 @@ def forked(fn: Callable[[], Any]) -> Any:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        end_if_it_hangs()
         with contextlib.suppress(BaseException):
             os.write(writer, json.dumps(fn()).encode())
         os._exit(0)

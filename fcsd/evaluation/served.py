@@ -222,14 +222,9 @@ class ServedBackend:
 
 def _configuration(model: ModelFolder) -> tuple[Any, Any]:
     """Return the checkpoint's configuration and its settings of generation, without its weights."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    from fcsd.model.connectivity.checkpoint import read_checkpoint
-
-    if read_checkpoint(model.folder, any_family=model.config.trust_remote_code).family is not None:
-        config = model.load_config()
-    else:
-        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True)
+    config = model.load_config(any_family=model.config.trust_remote_code)
     if (model.folder / "generation_config.json").is_file():
         return config, GenerationConfig.from_pretrained(model.folder)
     return config, GenerationConfig.from_model_config(config)

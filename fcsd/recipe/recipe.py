@@ -225,14 +225,23 @@ class Recipe(Strict):
     @property
     def training_tokens(self) -> int:
         """The tokens that the longest training reads, of the sweep, the distillation that it chooses, and variants."""
-        train = self.train
-        found = [train.max_steps * train.batch_size_tokens]
-        for one in (self.variant(name).train for name in self.variants):
-            found.append(one.max_steps * one.batch_size_tokens)
-        for size in self.sweep.batch_size_tokens if self.sweep is not None else ():
-            assert self.sweep is not None
-            found.append(size * max(self.steps_with(size), self.sweep.steps_of(size, train)))
+        found = [one.train.max_steps * one.train.batch_size_tokens for one in self.with_variants]
+        if (plan := self.sweep) is not None:
+            for size in plan.batch_size_tokens:
+                found.append(size * max(self.steps_with(size), plan.steps_of(size, self.train)))
         return max(found)
+
+    @property
+    def with_variants(self) -> list["Recipe"]:
+        """This recipe, and each of its variants."""
+        return [self, *map(self.variant, self.variants)]
+
+    @property
+    def data_sections(self) -> dict[str, DataConfig]:
+        """What all trainings read, by the keys of the sections."""
+        names = ["data", *(f"variants.{name}: data" for name in self.variants)]
+        found = dict(zip(names, (one.data for one in self.with_variants), strict=True))
+        return found if self.pretrain is None else found | {"pretrain.data": self.pretrain.data}
 
     @property
     def starts_calibrated(self) -> bool:

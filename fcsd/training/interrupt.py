@@ -19,25 +19,26 @@ import time
 from types import FrameType
 from typing import Any
 
+from fcsd.base.helper import obey_only_parent
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _ECHO_S = 3.0
 
 
-def with_deaf_workers(loader: Any) -> Any:
+def outliving_signals(loader: Any) -> Any:
     """Let a data loader's processes outlive a signal that the scheduler or Ctrl-C has sent to all.
 
     They are needed until the one that they help has ended.
     """
-    begin = loader.worker_init_fn
+    begin, trainer = loader.worker_init_fn, os.getpid()
 
-    def begin_deaf(worker: int) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+    def begin_quietly(worker: int) -> None:
+        obey_only_parent(trainer)
         if begin is not None:
             begin(worker)
 
     if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
-        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_deaf
+        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_quietly
     return loader
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.calibration.model import calibrate_model
 from tests.float64 import in_float64
 from tests.losses import fused_cross_entropy, fused_kl
 from tests.model.test_autocast import gradients
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT, Bench, free_port, start
 
 pytestmark = [

@@ -27,7 +27,6 @@ from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
 from fcsd.parallel.state import _first_row
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.prepare import freeze_embeddings_and_head
@@ -35,6 +34,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
+from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import ROOT, Bench, start
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -22,10 +22,11 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import FCSDTrainer
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import TOKEN, Hub, running_hub
 from tests.support import ROOT, Bench
 

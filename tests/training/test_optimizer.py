@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.config import TrainConfig
 from fcsd.training.optimizer import MuonWithAdamW, learning_rate_scales, parameter_groups
+from tests.reference.tiny import tiny_model
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 

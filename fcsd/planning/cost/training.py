@@ -16,7 +16,7 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
-from fcsd.model.families import Family, family_of
+from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
 from fcsd.model.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source
 from fcsd.model.load import dtype_of, load_tokenizer
@@ -197,11 +197,10 @@ def spread(
 
 def _with_chosen(training: Training, work: ModelWork) -> Training:
     """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
-    name = built(training)[0].num_experts
 
     def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
         found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-        return found | ({name: work.experts_per_token} if name in config else {})
+        return found | {name: work.experts_per_token for name in EXPERTS if name in config}
 
     return replace(training, config=fewer(training.config))
 

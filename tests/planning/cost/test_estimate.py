@@ -22,8 +22,6 @@ from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from fcsd.planning.cost.estimate import estimate
 from fcsd.planning.cost.hardware import GPUS
 from fcsd.planning.cost.job import Hardware, parse_mfu
@@ -40,6 +38,7 @@ from fcsd.training.teachers.lora import add_adapters
 from tests.losses import objective_of
 from tests.memory import PLAIN, measured_by, peak_of_two_steps, peak_on_two_ranks, small_model
 from tests.real_configs import real_folder
+from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import ROOT
 
 MEASURED = {

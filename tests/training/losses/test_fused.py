@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from fcsd.base.errors import UserError
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.losses import fused as losses
 from fcsd.training.losses.fused import KERNELS, Kernels
 from fcsd.training.losses.head import Target, attach_loss_head
 from tests.float64 import ROUNDINGS
 from tests.losses import fused_cross_entropy, fused_divergence, fused_kl, objective_of
+from tests.reference.tiny import tiny_model
 
 N, D, D_TEACHER, V = 37, 12, 20, 53
 

@@ -12,11 +12,8 @@ from torch import nn
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator, next_token_targets
-from fcsd.data.packing import pack
 from fcsd.model.families import FAMILIES
-from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.model.families.structure import LOGIT_SCALES, head_scaling, output_head
 from fcsd.training.losses.head import (
     LossHead,
     attach_loss_head,
@@ -24,8 +21,10 @@ from fcsd.training.losses.head import (
     final_hidden,
     refuse_packing,
 )
+from tests.examples import pack
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import TINY, tiny_model
 
 KL, CE = objective_of("kl"), objective_of("ce")
 
@@ -359,7 +358,7 @@ def own_logits_model(family):
 
 
 def test_every_kind_of_logit_post_processing_is_among_the_families():
-    scales = {row.logit_scale[0] for row in FAMILIES.values() if row.logit_scale is not None}
+    scales = {*LOGIT_SCALES}
     kinds = set()
     for family in TINY:
         config = own_logits_model(family).config.get_text_config()

@@ -20,7 +20,7 @@ from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import load_model
 from fcsd.model.families.structure import output_head
 from fcsd.model.load import ModelFolder
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training import checkpoints as checkpoints_module
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.teachers import cache as cache_module
@@ -31,6 +31,7 @@ from fcsd.training.teachers.lora import AdapterOffTeacher
 from fcsd.training.teachers.unloaded import identity, read_head, unloaded
 from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.support import Bench, in_a_fork, killed_after, run_of
 from tests.training.teachers.test_lora import LORA, batch, student_of
 
