@@ -25,20 +25,20 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _ECHO_S = 3.0
 
 
-def outliving_signals(loader: Any) -> Any:
-    """Let a data loader's processes outlive a signal that the scheduler or Ctrl-C has sent to all.
+def shield_workers(loader: Any) -> Any:
+    """Let a data loader's processes ignore a signal that the scheduler or Ctrl-C has sent to all.
 
     They are needed until the one that they help has ended.
     """
     begin, trainer = loader.worker_init_fn, os.getpid()
 
-    def begin_quietly(worker: int) -> None:
+    def begin_shielded(worker: int) -> None:
         obey_only_parent(trainer)
         if begin is not None:
             begin(worker)
 
     if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
-        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_quietly
+        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_shielded
     return loader
 
 

@@ -25,7 +25,7 @@ from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, write_checkpoint
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
-from fcsd.training.interrupt import outliving_signals
+from fcsd.training.interrupt import shield_workers
 from fcsd.training.optimizer import note_parts, own_optimizer, wants_own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
@@ -176,7 +176,7 @@ class DistillTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
-        return outliving_signals(super().get_train_dataloader())
+        return shield_workers(super().get_train_dataloader())
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
         """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""

@@ -10,14 +10,14 @@ Replaced are the model, the data and the numbers of steps, tokens and items. A b
 it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
 more). Everything else stays as the recipe has it.
 
-Test sets whose rows `rows.py` does not have are linked from the recipe's own data root.
+Test sets whose columns no suite describes are linked from the recipe's own data root.
 
 Not covered: invented rows for such test sets.
 """
 
-import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.base.strict import validate
-from fcsd.data.config import DataConfig, SourceConfig, making_of
+from fcsd.data.config import DataConfig, DecontaminateConfig, SourceConfig, making_of
+from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
+from fcsd.evaluation.lm_eval.columns import columns_of
+from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
@@ -37,7 +40,7 @@ from fcsd.pipeline.checks import model_config
 from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
 from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
-from fcsd.pipeline.tiny.rows import BENCHMARKS, training_row
+from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row
 from fcsd.recipe.graded import graded_splits, split_names
 from fcsd.recipe.overrides import set_dotted, to_yaml
 from fcsd.recipe.recipe import Recipe, router_loss_keys
@@ -55,6 +58,9 @@ _NUM_STEPS = 2
 _MOST_ROWS = 64  # of a batch
 _NUM_ITEMS = 8  # of every test set
 _LAYERS = 4
+
+Benchmark = tuple[TaskConfig, SuiteConfig]
+"""A row of a suite, and the suite."""
 
 
 def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
@@ -262,8 +268,8 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix in (".jsonl", ".json", ".parquet")
 
 
-def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
-    """Write rows for everything that the recipe reads; known: the test sets of which there are some."""
+def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchmark]]) -> None:
+    """Write rows for everything that the recipe reads; known: the test sets whose rows can be invented."""
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
         columns = source.columns or {"messages": "messages"}
@@ -275,11 +281,24 @@ def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
     (place / "hub").mkdir(exist_ok=True)
-    for path in sorted(known):
+    for path, benchmarks in sorted(known.items()):
         files = repositories.setdefault(place / "hub" / path, {})
-        made = BENCHMARKS[path]
-        rows = [made.row(index) for index in range(_NUM_ITEMS)]
-        files |= {each: rows for each in itertools.product(made.configs, made.splits) if each not in files}
+        for row, suite in benchmarks:
+            make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
+            rows = [make(index) for index in range(_NUM_ITEMS)]
+            splits = (
+                {(row.dataset_name or "default", row.split)}
+                if row.kind == "code"
+                else named_splits(row, suite)
+            )
+            files |= {each: rows for each in sorted(splits) if each not in files}
+        compared = {
+            (each.name or "default", each.split)
+            for section in _decontaminations(recipe)
+            for each in section.against
+            if each.path == path
+        }
+        files |= {each: rows for each in sorted(compared) if each not in files}
     for folder, files in repositories.items():
         write_data_set(folder, files)
 
@@ -301,15 +320,31 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
             yield f"{section}-heldout", data.heldout, _NUM_ITEMS
 
 
-def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
-    """Collect the test sets whose rows are known here, and where those lie that only the user has; tell of those that
+def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
+    sections = recipe.data_sections.values()
+    return [data.decontaminate for data in sections if data.decontaminate is not None]
+
+
+def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
+    """Return the rows of these suites, and of those of fcsd, whose data can be invented, by their data set."""
+    found: dict[str, dict[str, Benchmark]] = {}
+    for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
+        for row in suite.tasks:
+            if row.dataset in CODE if row.kind == "code" else columns_of(row.task, suite):
+                found.setdefault(row.dataset, {}).setdefault(row.task, (row, suite))
+    return {path: list(rows.values()) for path, rows in found.items()}
+
+
+def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
+    """Collect the test sets whose rows can be invented, and where those lie that only the user has; tell of those that
     are in neither place, which a run refuses when it begins."""
     sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
     found = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
-    root = recipe.evaluation.data_root
-    own = {}
+    suite = recipe.evaluation.suite
+    suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
+    root, known, own = recipe.evaluation.data_root, _benchmarks(sorted(suites)), {}
     for path, by in found.items():
-        if path in BENCHMARKS or Path(path).is_absolute() or ".." in Path(path).parts:
+        if path in known or Path(path).is_absolute() or ".." in Path(path).parts:
             continue
         places = [*([Path(root) / path] if root is not None else []), Path(path)]
         if there := [place for place in places if place.exists()]:
@@ -322,4 +357,4 @@ def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
                 f" that does{making_of(path, root) or filling}",
                 file=sys.stderr,
             )
-    return found.keys() & BENCHMARKS.keys(), own
+    return {path: rows for path, rows in known.items() if path in found}, own

@@ -57,7 +57,8 @@ def model_card(facts: Facts) -> ModelCard:
         license_link=facts.licence.get("license_link"),
         base_model=facts.base,
         base_model_relation="finetune" if facts.base else None,
-        datasets=_datasets(facts.training) or None,
+        datasets=[path for path in _paths((facts.training or {}).get("settings", {})) if hub_id(path)]
+        or None,
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["farskip", "moe", *(["self-distillation"] if _distilled(facts.training) else [])],
@@ -187,18 +188,16 @@ def _calibrated(facts: Facts) -> str:
     )
 
 
+def _paths(settings: Mapping[str, Any]) -> list[str]:
+    """List the data sets that a model was trained on; one may give several splits."""
+    return list(dict.fromkeys(str(source["path"]) for source in settings.get("data", {}).get("train", [])))
+
+
 def _sources(settings: Mapping[str, Any]) -> str:
-    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
-    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
+    sources = dict.fromkeys(map(_public, _paths(settings)))
     return f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
 
 
 def _public(location: str) -> str:
     """Return a data set's hub id, or the last name of a local path: a card names no place of a machine."""
     return location if hub_id(location) else Path(location).name
-
-
-def _datasets(training: Mapping[str, Any] | None) -> list[str]:
-    sources = training["settings"].get("data", {}).get("train", []) if training is not None else []
-    # One may give several splits.
-    return list(dict.fromkeys(source["path"] for source in sources if hub_id(source["path"])))
