@@ -26,7 +26,6 @@ from fcsd.training.arguments import accumulation_steps
 from fcsd.training.config import SafetyConfig, TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig, ObjectiveConfig
 from fcsd.training.python_words import python_words, with_known_names
-from fcsd.training.schedule import ScheduledArguments
 
 # Keys of a recipe's `train` section that are no arguments here, or of another meaning.
 _NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
@@ -117,7 +116,7 @@ _ObjectiveArguments: Any = make_dataclass(
 
 @with_known_names
 @dataclass
-class FCSDConfig(_ObjectiveArguments, ScheduledArguments):
+class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
     All of transformers' arguments are there. These are fcsd's own, named as in a recipe:
@@ -230,14 +229,19 @@ class FCSDConfig(_ObjectiveArguments, ScheduledArguments):
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             # transformers would take all but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
+        schedule = self.lr_scheduler_type
+        if schedule == "step":
+            self.lr_scheduler_type = "constant_with_warmup"  # transformers refuses what is not its own
         super().__post_init__()
         self.bf16 = bf16
+        if schedule == "step":
+            self.lr_scheduler_type = schedule
         for name, (neutral, instead) in _REFUSED.items():
             if getattr(self, name) not in neutral:
                 raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
         validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
-        if (schedule := self.sections().train.lr_scheduler_kwargs) is not None:
-            self.lr_scheduler_kwargs = schedule  # with its defaults
+        if (settings := self.sections().train.lr_scheduler_kwargs) is not None:
+            self.lr_scheduler_kwargs = settings  # with its defaults
         self.connectivity()
 
     def sections(self) -> Sections:

@@ -65,11 +65,6 @@ def parameter_groups(model: nn.Module, train: TrainConfig, decayed: Collection[s
     ]
 
 
-def wants_own_optimizer(train: TrainConfig) -> bool:
-    """Tell whether the settings ask for something else than AdamW with one learning rate."""
-    return train.optimizer != "adamw" or train.layer_lr_ratio != 1
-
-
 def own_optimizer(
     model: nn.Module, train: TrainConfig, decayed: Collection[str], adamw: Any, options: dict[str, Any]
 ) -> torch.optim.Optimizer:

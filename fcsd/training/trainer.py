@@ -26,7 +26,7 @@ from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
 from fcsd.training.interrupt import shield_workers
-from fcsd.training.optimizer import note_parts, own_optimizer, wants_own_optimizer
+from fcsd.training.optimizer import note_parts, own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
 from fcsd.training.step_loss import StepLoss
@@ -203,7 +203,8 @@ class DistillTrainer(Trainer):
         """AdamW as the Trainer makes it, or what `settings` ask for."""
         trained: Any = self.model if model is None else model
         decayed = self.get_decay_parameter_names(trained)
-        if self.optimizer is None and wants_own_optimizer(self.settings):
+        plain = self.settings.optimizer == "adamw" and self.settings.layer_lr_ratio == 1
+        if self.optimizer is None and not plain:
             adamw = self.get_optimizer_cls_and_kwargs(self.args, trained)
             self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
         optimizer = super().create_optimizer(model)

@@ -446,7 +446,7 @@ def token_figures(
             (model(ids, use_cache=False).logits[0, :-1][keep].detach() / t).softmax(-1)
             for model in (student, teacher)
         )
-        beta = objective.jsd_beta or 0.5
+        beta = getattr(objective, "jsd_beta", 0.5)
         m = (1 - beta) * s + beta * q
         per_token = {
             "kl": q * (q / s).log(),
