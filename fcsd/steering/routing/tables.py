@@ -62,7 +62,7 @@ class Calibration:
         return self._exchanges(self._run(tables))
 
     def _exchanges(self, found: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
-        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints, 1)
+        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints)
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         """Return pairs [L, E] and spread of logits [L] of every batch."""
