@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -22,10 +21,17 @@ from fcsd.cli.options import (
 )
 
 with lazy_imports():
-    from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, changed_suite, load_suite
+    from fcsd.evaluation.config import (
+        EvaluationConfig,
+        Scoring,
+        ServerConfig,
+        SuiteConfig,
+        changed_suite,
+        load_suite,
+    )
     from fcsd.evaluation.fetch import fetch_suite
     from fcsd.evaluation.lm_eval.chosen import chosen_suite
-    from fcsd.evaluation.ready import Scoring, score_file
+    from fcsd.evaluation.ready import score_file
     from fcsd.evaluation.stage import Evaluation, run_evaluation
     from fcsd.model.config import ModelConfig
     from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
@@ -114,9 +120,7 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 
 def _score(arguments: Namespace) -> None:
-    options = {each.name: getattr(arguments, each.name) for each in dataclasses.fields(Scoring)}
-    result = score_file(Scoring(**options | {"suite": load_suite(arguments.suite)}))
-    print_result(arguments, result, score_table)
+    print_result(arguments, score_file(Scoring.from_options(vars(arguments))), score_table)
 
 
 def _compare(arguments: Namespace) -> None:
@@ -208,32 +212,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
-    parser.add_argument(
-        "--dataset",
-        metavar="TASK",
-        help="a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
-    )
-    field_options(
-        parser, EvaluationConfig, "suite", help="whose rows say how a task is graded", default="paper11"
-    )
-    parser.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="your own task definitions (lm-eval YAML)"
-    )
-    parser.add_argument(
-        "--thinking", action="store_true", help="cut off the thoughts before an answer, which end at </think>"
-    )
-    field_options(parser, EvaluationConfig, "data_root", type=Path)
-    _output_argument(parser)
-    parser.add_argument("--partial", action="store_true", help="leave out problems that have no sample")
-    parser.add_argument("--timeout-s", type=float, help="processor time of one program (default: 10)")
-    parser.add_argument(
-        "--scorer",
-        choices=["fcsd", "evalplus"],
-        default="fcsd",
-        help="evalplus: the package of that name, in a process of its own, without our sandbox",
-    )
-    parser.add_argument("--evalplus-data", type=Path, help="with --scorer evalplus: its own .jsonl.gz file")
-    field_options(parser, EvaluationConfig, "allow_weak_sandbox")
+    field_options(parser, Scoring, *(name for name in Scoring.model_fields if name != "samples"))
     json_argument(parser)
 
 

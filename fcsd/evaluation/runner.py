@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
@@ -38,13 +40,10 @@ from fcsd.evaluation.results import (
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.parallel.ranks import ALONE, Ranks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 @contextlib.contextmanager
 def prepare_evaluation(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
     plan: EvaluationConfig,
     *,
@@ -71,8 +70,6 @@ def prepare_evaluation(
     if plan.limit is not None and plan.limit < 1:
         raise UserError(f"limit: must be at least 1, got {plan.limit}")
     data_root = Path(plan.data_root) if plan.data_root is not None else None
-    if data_root is not None and not data_root.is_dir():
-        raise UserError(f"{data_root}: no such folder (data root)")
     kept = ranks.from_first(
         lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
     )
@@ -83,7 +80,10 @@ def prepare_evaluation(
         items, found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
         prepared[row.task], facts[row.task] = items, found
         if not (found["higher_is_better"] or any_direction):
-            raise _lower_is_better(row)
+            raise UserError(
+                f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
+                " better, so choose one of those, or leave the task out"
+            )
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in kept.items()}
     settings = {"limit": plan.limit, "batch_size": plan.batch_size, "data_root": data_root}
@@ -119,18 +119,11 @@ def _checked_scorer(
         yield scorer
 
 
-def _lower_is_better(row: TaskConfig) -> UserError:
-    return UserError(
-        f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is better, so"
-        " choose one of those, or leave the task out"
-    )
-
-
 def _prepare_task(
     row: TaskConfig,
     suite: SuiteConfig,
     data_root: Path | None,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the items of a task, and the facts of its result that are known before a model is asked."""
@@ -157,7 +150,7 @@ class PreparedEvaluation:
     prepared: their items. facts: of each task, for its result.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     suite: SuiteConfig
     settings: dict[str, Any]
     finished: Samples
@@ -170,7 +163,7 @@ class PreparedEvaluation:
     progress: bool
 
     def __call__(
-        self, model: "PreTrainedModel", name: str, batches: Batches | None = None
+        self, model: PreTrainedModel, name: str, batches: Batches | None = None
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
         size = self.settings["batch_size"]
@@ -251,7 +244,7 @@ class PreparedEvaluation:
             "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",
-            "suite": self.suite.model_dump(mode="json", exclude={"folder"}),
+            "suite": self.suite.model_dump(mode="json"),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }
         return whole_result(self.suite.name, name, tasks, settings, sandbox)

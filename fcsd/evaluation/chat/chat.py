@@ -14,7 +14,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
@@ -23,9 +25,6 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.model.load import load_tokenizer, to_device
 from fcsd.model.positions import num_positions
 from fcsd.parallel.launch import join_launch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HELP = """\
 /reset   forget the conversation
@@ -48,8 +47,8 @@ class Speaker:
     """
 
     name: str
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     messages: list[dict[str, str]] = field(default_factory=list)
     thinking: bool = True
 

@@ -21,7 +21,7 @@ from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import Training, built, micro_batch_setting, spread, tracer
 from fcsd.training.arguments import accumulation_steps
-from fcsd.training.config import ObjectiveConfig
+from fcsd.training.losses.objectives import ObjectiveConfig
 
 SHARES = ("gemm", "grouped", "core", "fused_core")
 """Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""

@@ -24,7 +24,8 @@ from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
 from fcsd.planning.cost.training import Training, built, config_of
 from fcsd.steering.network.links import LinkModel
-from fcsd.training.config import CrossEntropyObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 
 Phase = Literal["train", "prefill", "decode"]
 

@@ -22,8 +22,6 @@ from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from fcsd.planning.cost.estimate import estimate
 from fcsd.planning.cost.hardware import GPUS
 from fcsd.planning.cost.job import Hardware
@@ -37,17 +35,21 @@ from fcsd.planning.cost.tracker import PERSISTENT
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.teachers.lora import add_adapters
+from tests.losses import objective_of
 from tests.memory import PLAIN, measured_by, peak_of_two_steps, peak_on_two_ranks, small_model
 from tests.real_configs import real_folder
+from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import ROOT
 
 MEASURED = {
     "kl": PLAIN,
     "kl, one micro-batch": replace(PLAIN, accumulates=False),
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
-    "jsd, frozen ends": replace(PLAIN, objective="jsd", freeze_embeddings_and_head=True),
-    "sft": replace(PLAIN, objective="sft", num_rows=6),
-    "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True),
+    "jsd, frozen ends": replace(PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True),
+    "sft": replace(PLAIN, objective=objective_of("sft"), num_rows=6),
+    "kl+l2, checkpointing": replace(
+        PLAIN, objective=objective_of("kl+l2", l2_coefficient=1.0), checkpointing=True
+    ),
     "kl, cached teacher": replace(PLAIN, teacher="cache", num_rows=6),
     "kl, lora, adapters off": replace(PLAIN, teacher="adapter_off", adapters=True, num_rows=6),
     "kl, lora, cached, checkpointing": replace(
@@ -64,7 +66,7 @@ def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:
         lambda: small_model(**overrides),
         lambda model: convert_model(model, Connectivity(layers)) if layers != "none" else None,
         lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
-        replace(setting, divergence=(("jsd_beta", 0.5),)) if setting.objective == "jsd" else setting,
+        setting,
         adapt=lambda model: add_adapters(model, AdapterConfig(), seed=0, dtype=torch.float32),
     )
 
@@ -159,7 +161,7 @@ def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
     counted["teacher forward"] = counter.get_total_flops()
     with FlopCounterMode(display=False) as counter:
         loss = student(
-            input_ids=ids, position_ids=positions, keep=keep, objective="kl", teacher_hidden=hidden,
+            input_ids=ids, position_ids=positions, keep=keep, objective=objective_of("kl"), teacher_hidden=hidden,
             teacher_head=teacher.lm_head,
         )["loss"]  # fmt: skip
     counted["forward and loss"] = counter.get_total_flops()
