@@ -76,7 +76,8 @@ def field_options(
         if field.is_required():
             options |= {"required": True, "default": None}
         elif isinstance(default, list | dict):  # in words, which the record reads
-            options["default"] = ",".join(map(str, default)) or None
+            named = "(default: " in options["help"]
+            options["default"] = None if named else ",".join(map(str, default)) or None
         elif kinds == [bool]:
             options["action"] = "store_true"
         elif len(kinds) > 1:

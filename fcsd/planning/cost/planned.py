@@ -77,11 +77,14 @@ class Planned:
     micro_batches: int
     cached: float = 0.0
 
+    def rewired(self, layers: Collection[int] | None = None) -> list[bool]:
+        """Return which layers are rewired. layers: those instead of the planned ones."""
+        chosen = resolve_layers(self.connectivity.layers, self.work.moe) if layers is None else layers
+        return [k in chosen for k in range(len(self.work.layers))]
+
     def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
         """Return what the schedule of its layers depends on. layers: rewired ones instead of the planned ones."""
-        spec, work = self.connectivity, self.work
-        chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
-        rewired = [k in chosen for k in range(len(work.layers))]
+        spec, work, rewired = self.connectivity, self.work, self.rewired(layers)
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
         return layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside)
 
