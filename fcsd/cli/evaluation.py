@@ -147,10 +147,11 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         metavar="A,B,…",
         help="only these: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
     )
-    parser.add_argument(
-        "--include-path",
+    field_options(
+        parser,
+        Scoring,
+        "include_path",
         type=Path,
-        metavar="DIR",
         help="with --tasks: your own task definitions (lm-eval YAML)",
     )
     parser.add_argument(
@@ -161,10 +162,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--system-prompt", metavar="TEXT", help="first turn of every task that has a chat template"
     )
-    parser.add_argument(
-        "--thinking",
-        action="store_true",
-        help="let a hybrid think before it writes an answer (needs room for it)",
+    field_options(
+        parser, Scoring, "thinking", help="let a hybrid think before it writes an answer (needs room for it)"
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
@@ -174,7 +173,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
         " that is all",
     )
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    _output_argument(parser)
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
@@ -191,6 +190,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     json_argument(parser)
 
 
+def _output_argument(parser: ArgumentParser) -> None:
+    field_options(parser, Scoring, "output", type=Path)
+
+
 def _server_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--server",
@@ -198,9 +201,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
         help="ask a server for all answers (`vllm serve MODEL`), after a check that it serves MODEL; its key, if it"
         " wants one, is in FCSD_SERVER_API_KEY",
     )
-    concurrency = ServerConfig.model_fields["concurrency"]
-    text = f"{concurrency.description} (default: {concurrency.default})"
-    field_options(parser, ServerConfig, "concurrency", default=None, help=text)
+    field_options(parser, ServerConfig, "concurrency", default=None)
     parser.add_argument(
         "--no-server-check",
         action="store_true",
@@ -210,7 +211,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
-    field_options(parser, Scoring, *(name for name in Scoring.model_fields if name != "samples"))
+    field_options(parser, Scoring)
     json_argument(parser)
 
 
@@ -219,8 +220,10 @@ def _compare_options(parser: ArgumentParser) -> None:
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
     parser.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
-    parser.add_argument(
-        "--output",
+    field_options(
+        parser,
+        Scoring,
+        "output",
         type=Path,
         help="new folder for table, figures, a page of all answers, and lm-eval's files",
     )

@@ -55,7 +55,7 @@ class ServedBackend:
             UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
         """
         for row in evaluation.missing:
-            self._check(row, evaluation.prepared[row.task], evaluation.settings["limit"])
+            self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
@@ -221,14 +221,9 @@ class ServedBackend:
 
 def _configuration(model: ModelFolder) -> tuple[Any, Any]:
     """Return the checkpoint's configuration and its settings of generation, without its weights."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    from fcsd.model.connectivity.checkpoint import read_checkpoint
-
-    if read_checkpoint(model.folder, any_family=model.config.trust_remote_code).family is not None:
-        config = model.load_config()
-    else:
-        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True)
+    config = model.load_config(any_family=model.config.trust_remote_code)
     if (model.folder / "generation_config.json").is_file():
         return config, GenerationConfig.from_pretrained(model.folder)
     return config, GenerationConfig.from_model_config(config)

@@ -20,7 +20,7 @@ from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
-from fcsd.model.families.family import read_field, text_config
+from fcsd.model.families.family import text_config
 from fcsd.model.load import ModelFolder
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision
@@ -69,7 +69,7 @@ def check_run(run: Run) -> None:
                 raise UserError(f"{where}{error}") from None
     bias, evaluated = recipe.evaluation.router_bias, list(run.model_names)
     if bias is not None:
-        num_experts, _ = expert_counts(text_config(config, family), family)
+        num_experts, _ = expert_counts(text_config(config, family))
         links = links_of(bias)
         try:
             contiguous(num_experts or 0, len(links.endpoints))
@@ -126,7 +126,7 @@ def check_overlap(run: Run) -> None:
     if not engine.spreads_experts:
         return
     config, family = _config_and_family(run.original)
-    experts = read_field(text_config(config, family), family.num_experts)
+    experts, _ = expert_counts(text_config(config, family))
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
             f"--expert-parallel {engine.expert_parallel}: does not divide the {experts} experts of {folder}; change it"

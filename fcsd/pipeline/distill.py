@@ -94,7 +94,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     rows = training_rows(plan.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
-    with early_stopping(run, run.tokenizer) as (stopper, score):
+    with early_stopping(run) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
     launch.finish(stage, results | left_out(rows, folder, launch), folder / "model")
     remove_checkpoints(folder, launch)

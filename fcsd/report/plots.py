@@ -11,6 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, save_figure, set_title
+from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.sweep import last_text
 
 
@@ -19,16 +20,12 @@ def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Pa
 
     histories: name -> points with `tokens` beside what was logged.
     """
-    titles = {
-        "kl": "KL to the teacher", "reverse_kl": "reverse KL to the teacher", "jsd": "JSD to the teacher",
-        "ce": "cross-entropy",
-    }  # fmt: skip
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for key, title in titles.items():
+    for key, measure in MEASURES.items():
         for name, points in histories.items():
             # On a logarithmic axis there is no place for 0.
             if series := [(point["tokens"], point[key]) for point in points if point.get(key, 0) > 0]:
-                panels.setdefault(title, {})[name] = series
+                panels.setdefault(measure.title, {})[name] = series
     count = max(1, len(panels))
     figure, axes = plt.subplots(1, count, figsize=(SIZE[0] * count, SIZE[1]), squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=False):

@@ -14,8 +14,9 @@ from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval.columns import check_rows, columns_of
 from fcsd.evaluation.lm_eval.tasks import load_task, work
 from fcsd.evaluation.progress import Work
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate, start
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
 from fcsd.evaluation.ready import score_file
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_repository
 from tests.evaluation.test_ready import lines
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 SUBJECTS = (

@@ -19,8 +19,9 @@ from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_root
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]

@@ -1,7 +1,7 @@
 """From a recipe to its rehearsal: what is replaced, and the folder that holds it.
 
     FOLDER/recipe.yaml        the rehearsal, a complete recipe of its own
-    FOLDER/model/             a model of the same family with 4 layers of width 32, random weights, and its tokenizer
+    FOLDER/model/             the model with its sizes cut, to 4 layers of width 64, random weights; and its tokenizer
     FOLDER/hub/OWNER/NAME/    rows in the columns of each data set that the recipe names by its hub id
     FOLDER/files/             the same for data that the recipe names by a path
     FOLDER/run/               output_dir
@@ -15,15 +15,14 @@ Test sets whose columns no suite describes are linked from the recipe's own data
 Not covered: invented rows for such test sets.
 """
 
-import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
@@ -32,41 +31,32 @@ from fcsd.data.config import DataConfig, DecontaminateConfig, SourceConfig, maki
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.spec import parse_selection
+from fcsd.model.families import family_of
+from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.parallel.launch import Launch
+from fcsd.pipeline.checks import model_config
+from fcsd.pipeline.tiny.cut import cut_sizes
+from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
+from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
 from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row
-from fcsd.recipe.graded import split_names
+from fcsd.recipe.graded import graded_splits, split_names
 from fcsd.recipe.overrides import set_dotted, to_yaml
 from fcsd.recipe.recipe import Recipe, router_loss_keys
 from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.report.publish.facts import hub_id
 from fcsd.training.config import TrainConfig
 
-# So that the shipped recipes can be rehearsed without a network; of other models config.json is read.
-_MODEL_TYPES = {
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
-    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
-}
-
-
 _MAX_LENGTH = 64
-
-
 _VOCABULARY = 512
-
-
-_POSITIONS = 4096  # prompts with shots are long where a token is a byte
-
-
+_SIZES: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": 4096,  # prompts with shots are long where a token is a byte
+}
 _NUM_STEPS = 2
-
-
 _MOST_ROWS = 64  # of a batch
-
-
 _NUM_ITEMS = 8  # of every test set
-
-
 _LAYERS = 4
 
 Benchmark = tuple[TaskConfig, SuiteConfig]
@@ -205,14 +195,11 @@ def _dotted(raw: Any, key: str) -> Any:
 
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
-    """Shrink the configuration to pre-train: fields of the tiny model of the same family."""
-    from fcsd.pipeline.tiny.models import tiny_config
-
+    """Cut the sizes of the configuration to pre-train."""
     assert recipe.pretrain is not None
     given = recipe.pretrain.config
-    config = tiny_config(
-        given["model_type"], num_hidden_layers=_num_layers(recipe), **_sizes()
-    ).to_diff_dict()
+    cut = cut_sizes(model_config(given), num_hidden_layers=_num_layers(recipe), **_SIZES)
+    config = cut.to_diff_dict()
     for key in router_loss_keys(config):  # defaults of transformers
         section, _, name = key.rpartition(".")
         del (_dotted(config, section) if section else config)[name]
@@ -229,48 +216,35 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
+    """Write the small model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
     checkpoints.
 
     In bfloat16, as checkpoints of this size are.
     """
-    import torch
-
-    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
-
-    sizes = _sizes() | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
+    sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
-        tiny_model(_model_type(recipe.model.path, recipe.model.revision), **sizes).save_pretrained(
-            place / "model"
-        )
+        small_model(_config(recipe.model), **sizes).save_pretrained(place / "model")
     tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
-    for one in _with_variants(recipe):
+    for one in recipe.with_variants:
         if one.teacher is not None and one.teacher.path is not None:
-            model_type = _model_type(one.teacher.path, one.teacher.revision)
-            tiny_model(model_type, seed=1, **sizes).save_pretrained(place / "teacher")
+            small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(place / "teacher")
 
 
-def _sizes() -> dict[str, Any]:
-    return {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS}
-
-
-def _model_type(path: str, revision: str | None) -> str:
-    from fcsd.model.families import base_model_type, family_of
-    from fcsd.model.inspect.checkpoint import find_source
-
-    if path in _MODEL_TYPES:
-        return _MODEL_TYPES[path]
+def _config(model: ModelConfig) -> PreTrainedConfig:
+    """Read the configuration of a checkpoint without its weights, as that of the regular model."""
+    assert model.path is not None
     try:
-        config = find_source(path, revision).config
+        source = find_source(model.path, model.revision)
     except UserError as error:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
-    family_of(config)
-    return base_model_type(config["model_type"])
+    family = family_of(source.config)
+    raw = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    return config_object(CONFIG_MAPPING[family.model_type], raw, family.model_type, source.where)
 
 
 def _num_layers(recipe: Recipe) -> int:
     """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
-    sections = [one.connectivity for one in _with_variants(recipe)]
+    sections = [one.connectivity for one in recipe.with_variants]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.connectivity)
     needed = [_LAYERS]
@@ -285,15 +259,9 @@ def _num_layers(recipe: Recipe) -> int:
 
 def _place(path: str, folder: Path, name: str) -> Path:
     """Choose where the rows lie that stand for the data at `path`."""
-    if _is_hub_id(path):
+    if hub_id(path) is not None:
         return folder / "hub" / path
     return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
-
-
-def _is_hub_id(path: str) -> bool:
-    return (
-        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None and not Path(path).exists()
-    )
 
 
 def _is_file(path: str) -> bool:
@@ -308,7 +276,7 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
         rows = [training_row(source.path, columns, index) for index in range(number)]
         target = _place(source.path, place, name)
         if _is_file(source.path):
-            _write_rows(target, rows)
+            write_rows(target, rows)
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
@@ -332,12 +300,12 @@ def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchm
         }
         files |= {each: rows for each in sorted(compared) if each not in files}
     for folder, files in repositories.items():
-        _write_repository(folder, files)
+        write_data_set(folder, files)
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
     """Name, source and number of examples, of all training sources and held-out texts."""
-    tokens = max(one.train.batch_size_tokens for one in _with_variants(recipe))
+    tokens = max(one.train.batch_size_tokens for one in recipe.with_variants)
     if recipe.sweep is not None:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
     sections = [("data", recipe.data, tokens)]
@@ -353,9 +321,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
 
 
 def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
-    sections = [one.data for one in _with_variants(recipe)]
-    if recipe.pretrain is not None:
-        sections.append(recipe.pretrain.data)
+    sections = recipe.data_sections.values()
     return [data.decontaminate for data in sections if data.decontaminate is not None]
 
 
@@ -372,15 +338,10 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
     """Collect the test sets whose rows can be invented, and where those lie that only the user has; tell of those that
     are in neither place, which a run refuses when it begins."""
-    stopping = recipe.early_stopping
-    found = {stopping.task.dataset: "early_stopping"} if isinstance(stopping, TaskStoppingConfig) else {}
-    suites = {recipe.evaluation.suite}
-    for section in _decontaminations(recipe):
-        found |= {test_set.path: "data.decontaminate.against" for test_set in section.against}
-        suites.add(section.suite or recipe.evaluation.suite)
-    for name in sorted(suites):
-        suite = load_suite(name)
-        found |= {row.dataset: f"task {row.task} of suite {suite.name}" for row in suite.tasks}
+    sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
+    found = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
+    suite = recipe.evaluation.suite
+    suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
     root, known, own = recipe.evaluation.data_root, _benchmarks(sorted(suites)), {}
     for path, by in found.items():
         if path in known or Path(path).is_absolute() or ".." in Path(path).parts:
@@ -397,29 +358,3 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
                 file=sys.stderr,
             )
     return {path: rows for path, rows in known.items() if path in found}, own
-
-
-def _with_variants(recipe: Recipe) -> list[Recipe]:
-    return [recipe, *map(recipe.variant, recipe.variants)]
-
-
-def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    """Write a data set in hub layout: one file a configuration and split, and the README that names them."""
-    configs: dict[str, list[dict[str, str]]] = {}
-    for (config, split), rows in files.items():
-        _write_rows(folder / config / f"{split}.jsonl", rows)
-        configs.setdefault(config, []).append({"split": split, "path": f"{config}/{split}.jsonl"})
-    listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n", encoding="utf-8")
-
-
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import datasets
-
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-    else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -19,6 +19,7 @@ from fcsd.report.publish.facts import CARD, Facts, hub_id
 from fcsd.report.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.verdict import quick_look, verdict
+from fcsd.training.losses.objectives import OBJECTIVES
 
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -120,7 +121,11 @@ def _untrained(facts: Facts) -> bool:
 
 
 def _distilled(training: Mapping[str, Any] | None) -> bool:
-    return training is not None and training["stage"] == "distill" and _objective(training) != "sft"
+    return (
+        training is not None
+        and training["stage"] == "distill"
+        and OBJECTIVES[_objective(training)].has_teacher
+    )
 
 
 def _objective(training: Mapping[str, Any]) -> str:
@@ -138,16 +143,13 @@ def _training(facts: Facts) -> str:
         return "How the weights were trained after the conversion, if they were, is not recorded."
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
-    how = {
-        "ce": "Trained from scratch with cross-entropy",
-        "sft": "Fine-tuned on the answers of the data (SFT)",
-    }
     inputs, lora = training.get("inputs", {}), settings.get("lora")
     own = inputs.get("teacher", inputs.get("original")) == inputs.get("original")
     teacher = "the original checkpoint" if own else "another checkpoint than the original"
-    fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{_objective(training)}`"
+    objective = _objective(training)
+    fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{objective}`"
     lines = [
-        f"{how.get(_objective(training), fcsd)}, {results.get('steps', 0)} steps of"
+        f"{OBJECTIVES[objective].trained.get(objective, fcsd)}, {results.get('steps', 0)} steps of"
         f" {train.get('batch_size_tokens')} tokens, learning rate {train.get('learning_rate', 0):g}"
         + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
     ]

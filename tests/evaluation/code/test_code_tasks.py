@@ -16,7 +16,8 @@ from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.parallel.ranks import ALONE
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 
 ROW: dict[str, Any] = {
     "task_id": 1,
