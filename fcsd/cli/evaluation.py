@@ -147,10 +147,11 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         metavar="A,B,…",
         help="only these: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
     )
-    parser.add_argument(
-        "--include-path",
+    field_options(
+        parser,
+        Scoring,
+        "include_path",
         type=Path,
-        metavar="DIR",
         help="with --tasks: your own task definitions (lm-eval YAML)",
     )
     parser.add_argument(
@@ -161,10 +162,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--system-prompt", metavar="TEXT", help="first turn of every task that has a chat template"
     )
-    parser.add_argument(
-        "--thinking",
-        action="store_true",
-        help="let a hybrid think before it writes an answer (needs room for it)",
+    field_options(
+        parser, Scoring, "thinking", help="let a hybrid think before it writes an answer (needs room for it)"
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
@@ -192,7 +191,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
 
 
 def _output_argument(parser: ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    field_options(parser, Scoring, "output", type=Path)
 
 
 def _server_arguments(parser: ArgumentParser) -> None:
@@ -212,7 +211,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
-    field_options(parser, Scoring, *(name for name in Scoring.model_fields if name != "samples"))
+    field_options(parser, Scoring)
     json_argument(parser)
 
 
@@ -221,8 +220,10 @@ def _compare_options(parser: ArgumentParser) -> None:
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
     parser.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
-    parser.add_argument(
-        "--output",
+    field_options(
+        parser,
+        Scoring,
+        "output",
         type=Path,
         help="new folder for table, figures, a page of all answers, and lm-eval's files",
     )

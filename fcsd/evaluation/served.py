@@ -55,7 +55,7 @@ class ServedBackend:
             UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
         """
         for row in evaluation.missing:
-            self._check(row, evaluation.prepared[row.task], evaluation.settings["limit"])
+            self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
