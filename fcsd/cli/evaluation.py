@@ -174,7 +174,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
         " that is all",
     )
-    _output_argument(parser)
+    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
@@ -189,10 +189,6 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     _server_arguments(parser)
     field_options(parser, EvaluationConfig, "allow_weak_sandbox")
     json_argument(parser)
-
-
-def _output_argument(parser: ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
 
 
 def _server_arguments(parser: ArgumentParser) -> None:
@@ -212,7 +208,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
-    field_options(parser, Scoring, *(name for name in Scoring.model_fields if name != "samples"))
+    field_options(parser, Scoring)
     json_argument(parser)
 
 
