@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.base.strict import Strict, flag_of
+from fcsd.base.strict import flag_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fcsd"
@@ -150,35 +150,42 @@ def test_no_function_is_longer_than_eighty_lines() -> None:
     assert [f"{file}: {node.name}" for file, node in functions() if length(node) > 80] == []
 
 
-def options_by_hand(path: Path) -> Iterator[tuple[str, str]]:
-    """The options that a module of the command line declares itself, with their help."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            flag = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-            if str(flag).startswith("--"):
-                yield (
-                    str(flag),
-                    "".join(ast.unparse(each.value) for each in node.keywords if each.arg == "help"),
-                )
-
-
 COMMAND_LINE = sorted((PACKAGE / "cli").glob("*.py"))
 
 
+def calls(node: ast.AST, name: str) -> Iterator[ast.Call]:
+    """The calls of a function or method of this name."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and name in (
+            getattr(each.func, "attr", ""),
+            getattr(each.func, "id", ""),
+        ):
+            yield each
+
+
+def options_by_hand(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The options that a part of the command line declares itself, with their help."""
+    for call in calls(node, "add_argument"):
+        if isinstance(call.args[0], ast.Constant) and str(call.args[0].value).startswith("--"):
+            help = "".join(ast.unparse(each.value) for each in call.keywords if each.arg == "help")
+            yield str(call.args[0].value), help
+
+
 def test_no_option_is_declared_twice() -> None:
-    declared = [option for path in COMMAND_LINE for option in options_by_hand(path)]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in COMMAND_LINE]
+    declared = [option for tree in trees for option in options_by_hand(tree)]
     assert [option for option in set(declared) if declared.count(option) > 1] == []
 
 
 @pytest.mark.parametrize("path", COMMAND_LINE, ids=lambda path: path.stem)
 def test_an_option_that_a_record_has_is_declared_in_the_record_alone(path: Path) -> None:
-    names = (name.rpartition(".") for name in imported_names(path) if name.startswith("fcsd."))
-    records = [getattr(importlib.import_module(module), name, None) for module, _, name in names]
-    fields = {
-        flag_of(record, name)
-        for record in records
-        if isinstance(record, type) and issubclass(record, Strict)
-        for name, field in record.model_fields.items()
-        if field.description is not None
-    }
-    assert {flag for flag, _ in options_by_hand(path)} & fields == set()
+    places = {name.rpartition(".")[2]: name.rpartition(".")[0] for name in imported_names(path)}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        by_hand = {flag for flag, _ in options_by_hand(node)}
+        for name in {
+            call.args[1].id for call in calls(node, "field_options") if isinstance(call.args[1], ast.Name)
+        }:
+            if by_hand and name in places:
+                record = getattr(importlib.import_module(places[name]), name)
+                fields = [key for key, field in record.model_fields.items() if field.description is not None]
+                assert by_hand.isdisjoint(flag_of(record, key) for key in fields), f"{ast.unparse(node)[:60]}"

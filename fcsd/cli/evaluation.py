@@ -173,7 +173,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
         " that is all",
     )
-    _output_argument(parser)
+    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
@@ -188,10 +188,6 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     _server_arguments(parser)
     field_options(parser, EvaluationConfig, "allow_weak_sandbox")
     json_argument(parser)
-
-
-def _output_argument(parser: ArgumentParser) -> None:
-    field_options(parser, Scoring, "output", type=Path)
 
 
 def _server_arguments(parser: ArgumentParser) -> None:

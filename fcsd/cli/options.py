@@ -85,7 +85,7 @@ def field_options(
             options["type"] = _number_or(words)
         elif get_origin(kinds[0]) is Literal:
             options["choices"] = list(get_args(kinds[0]))
-        elif kinds[0] in (int, float, str):  # anything else is text, which the record reads
+        elif isinstance(kinds[0], type):  # else it is text, which the record reads
             options["type"] = kinds[0]
         own = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         options |= {key: value for key, value in own.items() if key != "flag"}
