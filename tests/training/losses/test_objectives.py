@@ -1,0 +1,20 @@
+"""An objective is one place, from which everything that is asked of a loss follows."""
+
+import dataclasses
+
+import pytest
+
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.losses.objectives import MEASURES, OBJECTIVES
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_has_a_measure_and_keys_that_are_arguments_with_help(name: str) -> None:
+    kind = OBJECTIVES[name]
+    given = {key: 1.0 for key in kind.model_fields if kind.requires(key) and key != "name"}
+    assert kind(name=name, **given).logged in MEASURES
+    assert kind.has_teacher != (name in kind.trained)  # a model card knows how it was trained
+    arguments = {field.name: field.metadata for field in dataclasses.fields(FCSDConfig)}
+    keys = kind.model_fields.keys() - {"name"}
+    assert keys <= arguments.keys()
+    assert all(len(arguments[key]["help"]) > 10 for key in keys)
