@@ -173,7 +173,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
         " that is all",
     )
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    field_options(parser, Scoring, "output", type=Path, help="folder for results.json and samples_*.jsonl")
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
