@@ -74,7 +74,7 @@ def convert_checkpoint(
 
 def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
     """Write the base family's checkpoint with the weights of a FarSkip checkpoint: regular connectivity, no
-    own code.
+    own code but that of classes which transformers does not have (`Family.like`).
 
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
@@ -89,7 +89,11 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     config = checkpoint.config | {"model_type": family.model_type, "architectures": [family.causal_lm]}
     del config["farskip"]
     config.pop("auto_map", None)
+    if family.like:
+        config["auto_map"] = auto_map(family, farskip=False)
     with new_folder(Path(destination), replaces=False) as folder:
+        if family.like:
+            (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
         _write(source, checkpoint, folder, config)
 
 

@@ -8,6 +8,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
+from fcsd.model.connectivity.modeling import register
 from fcsd.model.families import FAMILIES
 from fcsd.pipeline.tiny.configs import TINY
 
@@ -36,6 +37,8 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
         raise UserError(
             f"no tiny model of type '{model_type}'; fcsd.pipeline.tiny.configs.TINY has those that there are"
         )
+    if FAMILIES[model_type].like:
+        register(model_type)
     fields = dict(TINY[model_type])
     if "text_config" not in fields:
         return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
