@@ -17,13 +17,20 @@ N is an RMS norm, F the full stream, P the stream without the routed output; F =
 `WRONG` are misreadings of these lines; each is one word of `wrong`.
 """
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import silu
+
+from tests.support import ROOT
+
+CONFIGS = ROOT / "tests" / "files" / "configs"
 
 WRONG = (
     "gate reads the full stream",
@@ -156,3 +163,89 @@ def instella_logits(
             full = partial + _routed(w, f"{at}.mlp", config, u)
     last = partial if wrong == "partial stream into the final norm" else full
     return _norm(last, w["model.norm.weight"], eps) @ w["lm_head.weight"].T
+
+
+def published_config(**keys: Any) -> dict[str, Any]:
+    """The values of a published `config.json` with sizes of a toy, and `keys` besides; None takes a key out."""
+    raw: dict[str, Any] = json.loads((CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text())
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 48, "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "kv_lora_rank": 16, "qk_head_dim": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "vocab_size": 99,
+    }  # fmt: skip
+    code: dict[str, Any] = {"AutoConfig": "configuration_instella_moe.InstellaMoEConfig"}
+    for key in [name for name, value in keys.items() if value is None]:
+        raw.pop(key, None)
+    given = {key: value for key, value in keys.items() if value is not None}
+    code = {} if "auto_map" in keys else {"auto_map": code}
+    return raw | sizes | code | given
+
+
+def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names of the published index with the shapes that the sizes of a config give them: 5,344 at the true ones."""
+    width, heads, rank = (config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
+    nope, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    experts, thin = config["n_routed_experts"], config["moe_intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        "lm_head.weight": (config["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
+
+    def mlp(at: str, inner: int) -> dict[str, tuple[int, ...]]:
+        shape = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+        return {f"{at}.{name}_proj.weight": shape[name] for name in shape}
+
+    for k in range(config["num_hidden_layers"]):
+        at = f"model.layers.{k}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (width,),
+            f"{at}.post_attention_layernorm.weight": (width,),
+            f"{at}.self_attn.q_proj.weight": (heads * (nope + rope), width),
+            f"{at}.self_attn.kv_a_proj_with_mqa.weight": (rank + rope, width),
+            f"{at}.self_attn.kv_a_layernorm.weight": (rank,),
+            f"{at}.self_attn.kv_b_proj.weight": (heads * (nope + value), rank),
+            f"{at}.self_attn.gate_proj.weight": (heads * value, width),
+            f"{at}.self_attn.o_proj.weight": (width, heads * value),
+        }
+        if k < config["first_k_dense_replace"]:
+            shapes |= mlp(f"{at}.mlp", config["intermediate_size"])
+            continue
+        shapes |= {
+            f"{at}.mlp.gate.weight": (experts, width),
+            f"{at}.mlp.gate.e_score_correction_bias": (experts,),
+        }
+        shapes |= mlp(f"{at}.mlp.shared_experts", thin * config["n_shared_experts"])
+        for e in range(experts):
+            shapes |= mlp(f"{at}.mlp.experts.{e}", thin)
+    return shapes
+
+
+def published_tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Invented weights under the published names, in the published dtypes: bfloat16, biases of routers float32."""
+    draw = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, shape in published_shapes(config).items():
+        x = torch.randn(shape, generator=draw, dtype=torch.float32)
+        if name.endswith("bias"):
+            tensors[name] = 0.3 * x
+        else:
+            tensors[name] = (1 + 0.2 * x if "norm" in name else 1.5 * x / shape[-1] ** 0.5).bfloat16()
+    return tensors
+
+
+def write_published(folder: Path, tensors: Mapping[str, Tensor] | None = None, **keys: Any) -> Path:
+    """A checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = published_config(**keys)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(tensors or published_tensors(config)), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def logits_of(folder: Path, input_ids: Tensor, farskip: bool | range = True, wrong: str = "") -> Tensor:
+    """`instella_logits` of a checkpoint as AMD publishes it."""
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
+    return instella_logits(load_file(folder / "model.safetensors"), config, input_ids, farskip, wrong)

@@ -97,15 +97,3 @@ def count_parameters(
             if total[part]
         },
     }
-
-
-def add_to(parameters: dict[str, Any], part: str, number: int) -> dict[str, Any]:
-    """Return the same numbers with `number` more parameters in `part`, which every token uses."""
-    old = parameters["parts"].get(part, {"total": 0, "active": 0})
-    more = {"total": old["total"] + number, "active": old["active"] + number}
-    active = parameters["active"]
-    return {
-        "total": parameters["total"] + number,
-        "active": None if active is None else active + number,
-        "parts": parameters["parts"] | {part: more},
-    }

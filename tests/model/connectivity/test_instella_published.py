@@ -1,0 +1,143 @@
+"""Checkpoints as AMD publishes Instella-MoE: their keys, their 5,344 names, invented weights of a toy's sizes."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity import (
+    Connectivity,
+    convert_checkpoint,
+    farskip_layers,
+    load_model,
+    unconvert_checkpoint,
+)
+from tests.float64 import BOUND, error
+from tests.reference.instella import (
+    CONFIGS,
+    WRONG,
+    logits_of,
+    published_config,
+    published_shapes,
+    published_tensors,
+    write_published,
+)
+
+X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
+LAYERS = 5
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@torch.no_grad()
+def logits(folder, **options):
+    return load_model(folder, dtype="float64", **options)(X, use_cache=False).logits
+
+
+def test_the_names_and_sizes_are_those_of_the_published_index():
+    shapes = published_shapes(json.loads((CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text()))
+    numbers = [torch.Size(shape).numel() for shape in shapes.values()]
+    biases = sum(count for name, count in zip(shapes, numbers, strict=True) if name.endswith("bias"))
+    assert len(shapes) == 5344
+    assert (
+        sum(numbers) * 2 + biases * 2 == 31_725_581_824
+    )  # bfloat16, biases float32: total_size of the index
+
+
+KEYS = {  # keys -> layers that are FarSkip
+    "as published": ({}, range(LAYERS)),
+    "an MTP layer that the files do not hold": ({"num_nextn_predict_layers": 1}, range(LAYERS)),
+    "the range written out": ({"farskip_start_idx": 0, "farskip_end_idx": 1e4}, range(LAYERS)),
+    "an end": ({"farskip_end_idx": 2}, range(3)),
+    "a regular model": ({"farskip": False}, range(0)),
+    "none of the keys": ({"farskip": None, "auto_map": None}, range(0)),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(case, tmp_path):
+    keys, layers = KEYS[case]
+    folder = write_published(tmp_path, **keys)
+    expected = logits_of(folder, X, layers)
+    model = load_model(folder, dtype="float64")
+    assert farskip_layers(model) == list(layers)
+    assert type(model).__name__ == ("FarSkip" if layers else "") + "InstellaMoEForCausalLM"
+    with torch.no_grad():
+        found = model(X, use_cache=False).logits
+    assert error(found, expected) < BOUND
+    if layers:
+        assert error(logits(folder, original=True), logits_of(folder, X, False)) < BOUND
+    model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name].double(), tensors[name].double()) for name in tensors)
+    assert error(logits(tmp_path / "again"), expected) < BOUND
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_misreading_of_a_published_checkpoint_differs(wrong, tmp_path):
+    folder = write_published(tmp_path)
+    assert error(logits_of(folder, X, wrong=wrong), logits_of(folder, X)) > 0.02
+
+
+GATE = "model.layers.3.self_attn.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(GATE), f"1 tensors are missing, the first is '{GATE}'"),
+        (lambda tensors: tensors.update({GATE: tensors[GATE][:4].clone()}), f"tensor '{GATE}' has shape [4, 32], but"),
+        (
+            lambda tensors: tensors.update({GATE.replace("3", "5"): tensors[GATE].clone()}),
+            "1 tensors belong to no parameter, the first is 'model.layers.5.self_attn.gate_proj.weight'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_missing_a_misshapen_and_an_extra_gate_are_refused_before_weights_are_read(
+    change, message, tmp_path
+):
+    tensors = published_tensors(published_config())
+    change(tensors)
+    with pytest.raises(UserError) as caught:
+        load_model(write_published(tmp_path, tensors))
+    assert message in str(caught.value)
+
+
+def test_gates_in_the_files_of_a_config_without_the_key_are_refused(tmp_path):
+    tensors = published_tensors(published_config())
+    for keys in (
+        {"gated_attention": False},
+        {"gated_attention": None},
+        {"gated_attention": None, "farskip": None},
+    ):
+        with pytest.raises(
+            UserError, match=r"5 tensors belong to no parameter, the first is 'model\.layers\.0\.self_attn"
+        ):
+            load_model(write_published(tmp_path, tensors, **keys))
+
+
+def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_gate(tmp_path):
+    folder = write_published(tmp_path / "amd", num_nextn_predict_layers=1)
+    regular = logits_of(folder, X, False)
+    assert convert_checkpoint(folder, tmp_path / "ours") == list(range(LAYERS))
+    ours = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (ours["model_type"], ours["num_nextn_predict_layers"]) == ("farskip_instella_moe", 0)
+    assert error(logits(tmp_path / "ours"), logits_of(folder, X)) < BOUND
+    convert_checkpoint(folder, tmp_path / "two", Connectivity([1, 2]))
+    assert farskip_layers(load_model(tmp_path / "two")) == [1, 2]
+
+    for source in ("amd", "ours"):
+        unconvert_checkpoint(tmp_path / source, tmp_path / f"{source}-regular")
+        config = json.loads((tmp_path / f"{source}-regular" / "config.json").read_text())
+        assert (config["model_type"], config["gated_attention"]) == ("instella_moe", True)
+        assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_farskip.InstellaMoEForCausalLM"
+        assert error(logits(tmp_path / f"{source}-regular"), regular) < BOUND
+        with safe_open(tmp_path / f"{source}-regular" / "model.safetensors", "pt") as tensors:
+            assert sum("self_attn.gate_proj" in name for name in tensors.keys()) == LAYERS  # noqa: SIM118
+    assert convert_checkpoint(tmp_path / "ours-regular", tmp_path / "back") == list(range(LAYERS))
+    assert error(logits(tmp_path / "back"), logits_of(folder, X)) < BOUND
