@@ -34,7 +34,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
 from fcsd.model.connectivity.spec import CALIBRATED, TRAINED, Connectivity
-from fcsd.model.families import FAMILIES, PREFIX, moe_mask
+from fcsd.model.families import FAMILIES, PREFIX, base_model_type, moe_mask
 from fcsd.model.families.family import MOE_LAYERS
 
 INSTELLA_KEYS = (
@@ -167,6 +167,95 @@ def translate_instella(config: Mapping[str, Any], where: str = "config.json") ->
         return left | {"model_type": model_type, "architectures": [family.causal_lm]}
     names = {"model_type": PREFIX + model_type, "architectures": [f"FarSkip{family.causal_lm}"]}
     return left | names | {"farskip": field}
+
+
+AMDS_CODE = "amd/Instella-MoE-16B-A3B-Think"
+"""Repository whose code an exported config names: it is not copied."""
+_AUTO = {
+    "AutoConfig": "configuration_instella_moe.InstellaMoEConfig",
+    "AutoModel": "modeling_instella_moe.InstellaMoEModel",
+    "AutoModelForCausalLM": "modeling_instella_moe.InstellaMoEForCausalLM",
+}
+_REWRITTEN = ("farskip", "auto_map", "dtype", "rope_parameters")
+
+
+def to_instella(
+    config: Mapping[str, Any], field: Mapping[str, Any], mask: Sequence[bool], where: str
+) -> dict[str, Any]:
+    """Return a `config.json` in Instella's keys, which `translate_instella` reads as the same model.
+
+    AMD's code for transformers 4.57 has DeepSeek-V3's router and reads the keys. AMD's SGLang knows all layers with
+    both sides or none, by variables of its environment, and has DeepSeek-V2's router, too.
+
+    Args:
+        config: the `config.json` of a checkpoint of fcsd, or in Instella's keys but translated.
+        field: its `farskip` field; `layers: []` for a regular model.
+        mask: one entry a decoder layer, True for an MoE layer.
+        where: what an error names.
+
+    Raises:
+        UserError: the family or the connectivity cannot be said in these keys; a key is none that is described.
+    """
+    family = base_model_type(str(config["model_type"]))
+    written = {own: theirs for theirs, own in GATED.items()}
+    if family not in (*written, "deepseek_v2", "deepseek_v3"):
+        raise UserError(
+            f"{where}: AMD's keys are read by AMD's code for DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for"
+            f" '{family}'"
+        )
+    keys = _keys_of(field, mask, where)
+    if family == "deepseek_v2" and field["layers"] != [] and set(keys) != {"farskip"}:
+        raise UserError(
+            f"{where}: AMD's code for transformers has DeepSeek-V3's router, and AMD's SGLang, which has DeepSeek-V2's,"
+            " wires all layers with both sides; convert the original with `--layers all`"
+        )
+    left = {key: value for key, value in config.items() if key not in _REWRITTEN}
+    left |= _rope_before_5(config) | {
+        "torch_dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    }
+    names: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"]}
+    if family != "deepseek_v2":
+        names = {
+            "architectures": ["InstellaMoEForCausalLM"],
+            "auto_map": {auto: f"{AMDS_CODE}--{place}" for auto, place in _AUTO.items()},
+            GATE: family in GATED.values(),
+            "num_nextn_predict_layers": 0,
+        }
+    result = left | names | {"model_type": written.get(family, family)} | keys
+    check_described(result, where)
+    return result
+
+
+def _keys_of(field: Mapping[str, Any], mask: Sequence[bool], where: str) -> dict[str, Any]:
+    """Return the keys that `from_instella` reads as this field."""
+    layers = field["layers"]
+    if not layers:
+        return {"farskip": False}
+    sides = {"attn_only_farskip": field["mlp"] == "full", "mlp_only_farskip": field["attention"] == "full"}
+    last = {"farskip_end_idx": layers[-1]} if layers[-1] < len(mask) - 1 else {}
+    # With attention alone AMD's range begins one layer later; the first one computes what a regular layer does.
+    for first in (layers[0], layers[0] + 1):
+        keys = {"farskip": True, **({"farskip_start_idx": first} if first else {}), **last}
+        keys |= {name: True for name, value in sides.items() if value}
+        try:
+            if from_instella(keys, mask).field(mask) == dict(field):
+                return keys
+        except UserError:
+            continue
+    raise UserError(
+        f"{where}: farskip: AMD's keys have one range of layers, which begins at a dense layer or the first MoE layer"
+        f" where both sides are rewired; they cannot say layers {layers}, attention {field['attention']},"
+        f" mlp {field['mlp']}"
+    )
+
+
+def _rope_before_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` of transformers 5 as the two fields that 4.57 and 5 read."""
+    rope = dict(config.get("rope_parameters") or {})
+    if not rope:
+        return {}
+    theta, kind = rope.pop("rope_theta", 10_000.0), rope.pop("rope_type", "default")
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
 
 
 def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:

@@ -17,7 +17,8 @@ from fcsd.model.connectivity import (
     load_model,
     unconvert_checkpoint,
 )
-from fcsd.model.connectivity.aliases import from_instella
+from fcsd.model.connectivity.aliases import INSTELLA_KEYS, from_instella
+from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, in_float64
 from tests.reference.parts import layer_arguments
@@ -128,6 +129,63 @@ def test_a_checkpoint_with_instellas_keys_computes_amds_equations(base, checkpoi
     assert (actual - regular).abs().max() > 0.05
     one_less = keys | {"farskip_end_idx": min(keys.get("farskip_end_idx", 4), 4) - 1}
     assert (actual - amd_forward(base, one_less)).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("case", [*CASES, "nothing"])
+def test_an_export_has_amds_keys_for_what_the_model_computes(base, tmp_path, case, capsys):
+    """Read back by AMD's equations, and by fcsd."""
+    _, layers, attention, mlp = CASES.get(case, ({}, [], "partial", "outdated"))
+    base.save_pretrained(tmp_path / "base")
+    source = tmp_path / "base"
+    if layers:
+        convert_checkpoint(source, tmp_path / "ours", Connectivity(layers, attention, mlp))
+        source = tmp_path / "ours"
+    assert main(["export", str(source), str(tmp_path / "amd"), "--format", "amd"]) == 0
+    capsys.readouterr()
+    config = json.loads((tmp_path / "amd" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("deepseek_v3", ["InstellaMoEForCausalLM"])
+    assert config["farskip"] is bool(layers) and config["gated_attention"] is False
+    assert (
+        config["torch_dtype"] == "float64" and config["rope_theta"] == 10000.0 and not config["rope_scaling"]
+    )
+    assert "rope_parameters" not in config and not (tmp_path / "amd" / "modeling_farskip.py").exists()
+    keys = {name: config[name] for name in INSTELLA_KEYS if name in config}
+    model, source_model = load_model(tmp_path / "amd"), load_model(source)
+    with torch.no_grad():
+        assert (source_model(X).logits - amd_forward(base, keys)).abs().max() < BOUND
+        assert (model(X).logits - amd_forward(base, keys)).abs().max() < BOUND
+    assert farskip_layers(model) == layers
+
+
+@pytest.mark.parametrize(
+    ("family", "connectivity", "message"),
+    [
+        ("deepseek_v3", Connectivity([1, 3]), "they cannot say layers [1, 3], attention partial, mlp outdated"),
+        ("deepseek_v3", Connectivity([3, 4]), "they cannot say layers [3, 4]"),
+        ("deepseek_v2", Connectivity([1, 2]), "AMD's SGLang, which has DeepSeek-V2's, wires all layers"),
+        ("qwen3_moe", Connectivity("all"), "DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for 'qwen3_moe'"),
+    ],
+)  # fmt: skip
+def test_what_amds_keys_cannot_say_is_refused_with_the_reason(family, connectivity, message, tmp_path):
+    tiny_model(family, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "ours", connectivity)
+    with pytest.raises(UserError) as caught:
+        export_checkpoint(tmp_path / "ours", tmp_path / "amd")
+    assert message in str(caught.value)
+    assert not (tmp_path / "amd").exists()
+
+
+def test_a_deepseek_v2_with_all_layers_is_exported_for_amds_sglang(tmp_path):
+    model = tiny_model("deepseek_v2")
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "ours", Connectivity("all"))
+    export_checkpoint(tmp_path / "ours", tmp_path / "amd")
+    config = json.loads((tmp_path / "amd" / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"] and "auto_map" not in config
+    assert (config["model_type"], config["farskip"]) == ("deepseek_v2", True)
+    with torch.no_grad():
+        expected = reference_forward(model, X, [0, 1, 2, 3])[0]
+        assert (load_model(tmp_path / "amd")(X).logits - expected).abs().max() < BOUND
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fcsd.model.connectivity import (
     load_model,
     unconvert_checkpoint,
 )
+from fcsd.model.connectivity.export import export_checkpoint
 from tests.float64 import BOUND, error
 from tests.reference.instella import (
     CONFIGS,
@@ -141,3 +142,21 @@ def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_g
             assert sum("self_attn.gate_proj" in name for name in tensors.keys()) == LAYERS  # noqa: SIM118
     assert convert_checkpoint(tmp_path / "ours-regular", tmp_path / "back") == list(range(LAYERS))
     assert error(logits(tmp_path / "back"), logits_of(folder, X)) < BOUND
+
+
+def test_an_export_is_what_amd_publishes(tmp_path):
+    """Back from fcsd's format to the values, names and bytes of the checkpoint that it came from."""
+    folder = write_published(tmp_path / "amd", farskip_end_idx=2)
+    convert_checkpoint(folder, tmp_path / "ours")
+    model = load_model(tmp_path / "ours")
+    model.save_pretrained(tmp_path / "saved")  # its config in the fields of transformers 5
+    before = json.loads((folder / "config.json").read_text())
+    for source in ("amd", "ours", "saved"):
+        export_checkpoint(tmp_path / source, tmp_path / f"{source}-amd")
+        after = json.loads((tmp_path / f"{source}-amd" / "config.json").read_text())
+        assert after["auto_map"]["AutoConfig"].endswith("--configuration_instella_moe.InstellaMoEConfig")
+        for key in before.keys() - {"auto_map"}:
+            assert after[key] == before[key], (source, key)
+        assert error(logits(tmp_path / f"{source}-amd"), logits_of(folder, X, range(3))) < BOUND
+        with safe_open(tmp_path / f"{source}-amd" / "model.safetensors", "pt") as tensors:
+            assert published_shapes(after).keys() == set(tensors.keys())
