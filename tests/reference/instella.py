@@ -222,9 +222,9 @@ def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def published_tensors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Tensor]:
     """Invented weights under the published names, in the published dtypes: bfloat16, biases of routers float32."""
-    draw = torch.Generator().manual_seed(7)
+    draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in published_shapes(config).items():
         x = torch.randn(shape, generator=draw, dtype=torch.float32)

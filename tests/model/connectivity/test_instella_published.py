@@ -1,5 +1,6 @@
 """Checkpoints as AMD publishes Instella-MoE: their keys, their 5,344 names, invented weights of a toy's sizes."""
 
+import io
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
+from fcsd.cli.main import main
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -16,7 +18,9 @@ from fcsd.model.connectivity import (
     unconvert_checkpoint,
 )
 from fcsd.model.connectivity.export import export_checkpoint
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.float64 import BOUND, error
+from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.instella import (
     CONFIGS,
     WRONG,
@@ -26,11 +30,12 @@ from tests.reference.instella import (
     published_tensors,
     write_published,
 )
+from tests.support import make_bench
 
 X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
 LAYERS = 5
 
-pytestmark = pytest.mark.usefixtures("float64")
+float64 = pytest.mark.usefixtures("float64")
 
 
 @torch.no_grad()
@@ -58,6 +63,7 @@ KEYS = {  # keys -> layers that are FarSkip
 }
 
 
+@float64
 @pytest.mark.parametrize("case", KEYS)
 def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(case, tmp_path):
     keys, layers = KEYS[case]
@@ -79,6 +85,7 @@ def test_a_published_checkpoint_computes_amds_equations_and_uses_every_tensor(ca
     assert error(logits(tmp_path / "again"), expected) < BOUND
 
 
+@float64
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_misreading_of_a_published_checkpoint_differs(wrong, tmp_path):
     folder = write_published(tmp_path)
@@ -122,6 +129,7 @@ def test_gates_in_the_files_of_a_config_without_the_key_are_refused(tmp_path):
             load_model(write_published(tmp_path, tensors, **keys))
 
 
+@float64
 def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_gate(tmp_path):
     folder = write_published(tmp_path / "amd", num_nextn_predict_layers=1)
     regular = logits_of(folder, X, False)
@@ -144,6 +152,7 @@ def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_g
     assert error(logits(tmp_path / "back"), logits_of(folder, X)) < BOUND
 
 
+@float64
 def test_an_export_is_what_amd_publishes(tmp_path):
     """Back from fcsd's format to the values, names and bytes of the checkpoint that it came from."""
     folder = write_published(tmp_path / "amd", farskip_end_idx=2)
@@ -160,3 +169,88 @@ def test_an_export_is_what_amd_publishes(tmp_path):
         assert error(logits(tmp_path / f"{source}-amd"), logits_of(folder, X, range(3))) < BOUND
         with safe_open(tmp_path / f"{source}-amd" / "model.safetensors", "pt") as tensors:
             assert published_shapes(after).keys() == set(tensors.keys())
+
+
+WITHOUT = """
+x, expected = torch.load(sys.argv[2])
+for name, logits in expected.items():
+    folder = sys.argv[3] + "/" + name
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as refusal:
+        assert "trust_remote_code" in str(refusal), refusal
+    else:
+        raise SystemExit(f"{name}: loaded as another model")
+    with in_float64(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float64)
+        found = error(model.eval()(x, use_cache=False).logits, logits)
+    assert found < BOUND, (name, found)
+assert "fcsd" not in sys.modules
+print("DONE")
+"""
+
+
+def test_both_wirings_load_without_fcsd_and_stock_transformers_refuses_both(tmp_path):
+    folder = write_published(tmp_path / "amd")
+    convert_checkpoint(folder, tmp_path / "ours")
+    unconvert_checkpoint(folder, tmp_path / "regular")
+    expected = {"ours": logits_of(folder, X), "regular": logits_of(folder, X, False)}
+    torch.save((X, expected), tmp_path / "expected.pt")
+    done = run_without_fcsd(WITHOUT, tmp_path, tmp_path / "expected.pt", tmp_path)
+    assert done.returncode == 0 and "DONE" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.fixture
+def published_bench(tmp_path):
+    """A bench whose base is a checkpoint as AMD publishes it, and beside it another of other weights."""
+    ids = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "vocab_size": 300,
+        "moe_intermediate_size": 16,
+    }
+    for name, seed in (("amd", 7), ("teacher", 8)):
+        config = published_config(**ids)
+        write_published(tmp_path / name, published_tensors(config, seed), **ids)
+        tiny_tokenizer(300).save_pretrained(tmp_path / name)
+    return make_bench(tmp_path / "amd", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_published_checkpoint_is_tuned_and_routed_and_talked_to(
+    published_bench, tmp_path, capsys, monkeypatch
+):
+    bench = published_bench
+    sft = bench.recipe("sft", objective={"name": "sft"})
+    kl = bench.recipe("kl", teacher={"path": str(tmp_path / "teacher")})
+    alone = bench.recipe("alone")
+    for recipe in (sft, kl):
+        assert main(["estimate", str(recipe)]) == 0
+        assert main(["distill", str(recipe)]) == 0
+        model = bench.folder / recipe.stem / "distill" / "model"
+        config = json.loads((model / "config.json").read_text())
+        assert (config["model_type"], config["farskip"]["layers"]) == (
+            "farskip_instella_moe",
+            list(range(LAYERS)),
+        )
+        before, after = load_model(bench.base, dtype="float32"), load_model(model, dtype="float32")
+        for one, other in zip(before.model.layers, after.model.layers, strict=True):
+            assert not torch.equal(one.self_attn.gate_proj.weight, other.self_attn.gate_proj.weight)
+    assert main(["distill", str(alone)]) == 2
+    assert "as its own teacher it would teach nothing; set teacher.path" in capsys.readouterr().err
+    words = ["--text", str(bench.rows), "--max-length", "64"]
+    assert main(["routing", str(bench.base), "--output", str(tmp_path / "routing"), *words]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
+    assert main(["chat", str(bench.base), "--max-new-tokens", "2", "--greedy"]) == 0
+    # What needs an original with regular connectivity takes the regular one of the same weights.
+    for command in (
+        ["layers", str(bench.base), "--output", str(tmp_path / "layers")],
+        ["calibrate", str(bench.base), "x"],
+    ):
+        assert main([*command, *words]) == 2
+    assert capsys.readouterr().err.count("is already converted; the study needs") == 1
+    assert main(["unconvert", str(bench.base), str(tmp_path / "regular")]) == 0
+    command = ["calibrate", str(tmp_path / "regular"), str(tmp_path / "calibrated"), "--tokens", "2000"]
+    assert main([*command, *words]) == 0
+    assert type(load_model(tmp_path / "calibrated")).__name__ == "FarSkipInstellaMoEForCausalLM"
