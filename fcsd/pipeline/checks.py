@@ -18,6 +18,7 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import read_field, text_config
@@ -174,7 +175,8 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     model_type = config["model_type"]
     try:
         # transformers would answer with a list of hundreds of model types
-        family_of({"model_type": model_type})
+        if family_of({"model_type": model_type}).like:
+            register(model_type)
         built = AutoConfig.for_model(model_type, **values)
         family_of(built)
     except UserError as error:

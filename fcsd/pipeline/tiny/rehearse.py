@@ -250,6 +250,7 @@ def _sizes() -> dict[str, Any]:
 
 
 def _model_type(path: str, revision: str | None) -> str:
+    from fcsd.model.connectivity.aliases import instella_type
     from fcsd.model.families import base_model_type, family_of
     from fcsd.model.inspect.checkpoint import find_source
 
@@ -260,7 +261,7 @@ def _model_type(path: str, revision: str | None) -> str:
     except UserError as error:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
     family_of(config)
-    return base_model_type(config["model_type"])
+    return base_model_type(instella_type(config))
 
 
 def _num_layers(recipe: Recipe) -> int:

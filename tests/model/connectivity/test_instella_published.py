@@ -18,7 +18,9 @@ from fcsd.model.connectivity import (
     unconvert_checkpoint,
 )
 from fcsd.model.connectivity.export import export_checkpoint
-from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.pipeline.pretrain import new_model
+from fcsd.pipeline.tiny import rehearse
+from fcsd.pipeline.tiny.models import tiny_config, tiny_tokenizer
 from tests.float64 import BOUND, error
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.instella import (
@@ -198,6 +200,14 @@ def test_both_wirings_load_without_fcsd_and_stock_transformers_refuses_both(tmp_
     torch.save((X, expected), tmp_path / "expected.pt")
     done = run_without_fcsd(WITHOUT, tmp_path, tmp_path / "expected.pt", tmp_path)
     assert done.returncode == 0 and "DONE" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_recipe_can_train_the_family_from_scratch_and_rehearses_it_for_a_published_model(tmp_path):
+    fields = tiny_config("instella_moe").to_diff_dict()
+    model = new_model({name: value for name, value in fields.items() if name != "dtype"}, Connectivity("all"))
+    assert type(model).__name__ == "FarSkipInstellaMoEForCausalLM" and model.config.gated_attention
+    for keys in ({}, {"farskip": None}):
+        assert rehearse._model_type(str(write_published(tmp_path / "amd", **keys)), None) == "instella_moe"
 
 
 @pytest.fixture
