@@ -27,10 +27,11 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.planning.cost.calibration import calibration_flops
 from fcsd.training.calibration.checkpoint import calibrate_checkpoint
 from fcsd.training.calibration.model import calibrate_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 LENGTH = 512
 
@@ -111,6 +112,8 @@ def kl(teacher: torch.nn.Module, student: torch.nn.Module, ids: torch.Tensor) ->
 
 def families() -> None:
     """Print a line a family, worst first in the end."""
+    from tests.reference.tiny import tiny_model
+
     ids = torch.randint(3, 90, (160, 32), generator=torch.Generator().manual_seed(0))
     worse = []
     for model_type in FAMILIES:

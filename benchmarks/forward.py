@@ -43,8 +43,7 @@ VOCABULARY = 1024
 
 def tiny(family: str, layers: int, dim: int) -> Any:
     """A model of the family's tiny shape, widened to `dim`, with `layers` layers."""
-    from fcsd.pipeline.tiny.configs import TINY
-    from fcsd.pipeline.tiny.models import tiny_model
+    from tests.reference.tiny import TINY, tiny_model
 
     overrides = {
         name: value * dim // 32

@@ -10,7 +10,7 @@ and backward, with gradients for the student's hidden states and head.
                and more (see the errors), so this is what an exact loss is to be compared with
     trl        TRL's chunked divergence with its own tile sizes, and with tiles of 256 tokens x 8192 entries
     liger      Liger's fused linear JSD loss at beta = 0, not compiled, with its own chunk, and with 256 tokens
-    fcsd       `fused_linear_divergence` with its own chunk, and with 256 tokens; `stats`: with the tokens'
+    fcsd       `fused_linear_loss` with its own chunk, and with 256 tokens; `stats`: with the tokens'
                statistics, as in training
 
 Each runs in a process of its own; all of them stay alive and take turns, so that a busy machine is busy for
@@ -81,11 +81,13 @@ def liger(h: Any, w: Any, th: Any, tw: Any, *, tokens: int = 1024) -> Any:
 
 
 def fcsd(h: Any, w: Any, th: Any, tw: Any, *, tokens: int | None = None, statistics: int = 0) -> Any:
-    from fcsd.training.losses.fused import Divergence, fused_linear_divergence
+    from fcsd.training.losses.fused import Head, fused_linear_loss
+    from fcsd.training.losses.objectives import KLObjectiveConfig
 
     chunk_bytes = None if tokens is None else tokens * len(w) * 3 * 4  # three float32 tiles
-    options = {"divergence": Divergence("kl"), "statistics": bool(statistics), "chunk_bytes": chunk_bytes}
-    return fused_linear_divergence(h, w, th, tw, **options)[0]
+    student, teacher = Head(h, w), Head(th, tw)
+    options: dict[str, Any] = {"statistics": bool(statistics), "chunk_bytes": chunk_bytes}
+    return fused_linear_loss(student, teacher, KLObjectiveConfig(), **options)[0]
 
 
 VARIANTS: dict[str, tuple[str, Callable[..., Any], dict[str, int]]] = {

@@ -25,7 +25,7 @@ _SHARES = ("gemm", "grouped", "core", "fused_core", "hbm", "link", "nic")
 PEAKS = dict.fromkeys(_SHARES, 1.0) | {"slowdown": 0.0}
 FITTED = {"gemm": 0.3, "grouped": 0.3, "core": 0.25, "score_passes": 8.0, "slowdown": 0.0}
 V3 = {"num_hidden_layers": 6, "first_k_dense_replace": 0}
-ON_8: dict[str, Any] = {"gpu": "mi325x", "fused_attention": False, "sharding": "optimizer"}  # Megatron's
+ON_8: dict[str, Any] = {"gpu": "mi325x", "unfused_attention": True, "sharding": "optimizer"}  # Megatron's
 ON_32: dict[str, Any] = ON_8 | {"nodes": 4, "global_batch": 64}
 
 TRAINING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], float, tuple[float, float] | None], ...] = (
@@ -55,7 +55,7 @@ def planned(name: str, changes: dict[str, Any], settings: dict[str, Any]) -> Pla
     with tempfile.TemporaryDirectory() as folder:
         config = read_json(CONFIGS / f"{name}.json") | changes
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        return prepare(PlanSettings(folder, **settings))
+        return prepare(PlanSettings(model=folder, **settings))
 
 
 def at(one: Planned, column: str) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from fcsd.model.load import load_checkpoint
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.context import Run
 from fcsd.recipe.load_recipe import load_recipe
-from fcsd.steering.network.compare import exchange_counts
 from fcsd.steering.network.exchange import GroupExchange
 from fcsd.steering.network.profile import profile
 from fcsd.steering.network.simulate import Payload, endpoint_counts, simulate
 from fcsd.steering.routing.bias import read_tables
 from fcsd.steering.routing.tables import Calibration
 from tests.steering.network.namespaces import appendix_a3, in_namespaces
+from tests.steering.network.testbed import exchange_counts
 
 EXCHANGES = 4
 """Of the text's, one for each endpoint's batch; the first ones."""

@@ -78,7 +78,7 @@ def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]
 
 
 def packed_rows(options: argparse.Namespace, batch: list[dict[str, list]]) -> list[dict[str, Any]]:
-    from fcsd.data.packing import pack
+    from tests.examples import pack
 
     return list(pack(batch, options.length, pad_token_id=0))
 
@@ -150,7 +150,8 @@ def train_with_fcsd(
 
     from fcsd.pipeline.tiny.models import tiny_tokenizer
     from fcsd.training import run as product
-    from fcsd.training.config import CrossEntropyObjectiveConfig, KLObjectiveConfig, TrainConfig
+    from fcsd.training.config import TrainConfig
+    from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, KLObjectiveConfig
     from fcsd.training.teachers.base import ModelTeacher
 
     rows = packed_rows(options, batch)

@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,18 @@ import pytest
 import tests.environment  # noqa: F401  before torch
 from tests.float64 import in_float64
 from tests.support import SHARED_DATA, Bench, make_bench
+
+
+def own_lock_of_bars() -> None:
+    """Progress bars share a lock with forks, and one that is killed may hold it for ever."""
+    if (bars := sys.modules.get("tqdm.std")) is not None:
+        lock, kinds = threading.RLock(), [bars.tqdm]
+        for kind in kinds:
+            kind.set_lock(lock)
+            kinds += kind.__subclasses__()
+
+
+os.register_at_fork(after_in_child=own_lock_of_bars)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,7 +113,8 @@ def has_module_fixture(file: Path) -> bool:
 @pytest.fixture(scope="session")
 def base_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random qwen2_moe of two layers with a tokenizer of 300 tokens."""
-    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
+    from tests.reference.tiny import tiny_model
 
     folder = tmp_path_factory.mktemp("base") / "model"
     tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4).save_pretrained(folder)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fcsd.base.strict import validate
 from fcsd.data.batches import next_token_targets
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -24,12 +23,13 @@ from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.trace import Setting
 from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.objectives import KLObjectiveConfig
 from fcsd.training.run import train
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
 from tests.reference.ranks import run_ranks
-from tests.support import ROOT
+from tests.support import ROOT, end_if_it_hangs
 
 SMALL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
@@ -37,7 +37,7 @@ SMALL = {
     "num_experts_per_tok": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 PLAIN = Setting(
-    objective="kl",
+    objective=KLObjectiveConfig(),
     num_rows=4,
     num_tokens=128,
     student_dtype=torch.float32,
@@ -108,11 +108,8 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
             tokenizer=tiny_tokenizer(512),
             rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
             max_length=setting.num_tokens,
-            objective=validate(
-                ObjectiveConfig,
-                {"name": setting.objective, "freeze_embeddings_and_head": setting.freeze_embeddings_and_head}
-                | ({"l2_coefficient": 1.0} if setting.objective == "kl+l2" else {}),
-                "objective",
+            objective=setting.objective.model_copy(
+                update={"freeze_embeddings_and_head": setting.freeze_embeddings_and_head}
             ),
             train=TrainConfig(
                 max_steps=2,
@@ -173,6 +170,7 @@ def forked(fn: Callable[[], Any]) -> Any:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        end_if_it_hangs()
         with contextlib.suppress(BaseException):
             os.write(writer, json.dumps(fn()).encode())
         os._exit(0)

@@ -1,5 +1,8 @@
 """What several test files share: recipes on a small base checkpoint, processes, forks."""
 
+import contextlib
+import ctypes
+import faulthandler
 import json
 import os
 import re
@@ -26,6 +29,8 @@ from tests.float64 import BOUND, error, logits_in_float64
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("FCSD_SHARED_DATA") or ROOT.parent / "shared" / "data")
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,17 @@ def in_a_fork(call: Callable[[], int], output: Path) -> int:
     return status_of(_fork(call, output))
 
 
+def end_if_it_hangs() -> None:
+    """Let a forked process that hangs end, and say where; also when pytest's own process ends.
+
+    The watch of pytest's configuration ends at a fork, and waits for ever for its thread when it is set again there.
+    """
+    faulthandler.register(signal.SIGALRM, file=2, chain=True)
+    signal.alarm(600)
+    with contextlib.suppress(AttributeError):  # no prctl but on Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _fork(call: Callable[[], int], output: Path) -> int:
     child = os.fork()
     if child == 0:
@@ -188,6 +204,7 @@ def _fork(call: Callable[[], int], output: Path) -> int:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
                 sys.stdout = sys.stderr = file
+                end_if_it_hangs()
                 try:
                     status = call()
                 except BaseException:

@@ -1,11 +1,14 @@
 """What may import what: the folders of the package, and the one direction in which they know of each other."""
 
 import ast
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from fcsd.base.strict import Strict, flag_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fcsd"
@@ -43,15 +46,19 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> Iterator[str]:
+def imported_names(path: Path) -> Iterator[str]:
     """The full names of what a file imports, inside functions and for type checking too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, those of others by the names that are taken from them."""
+    for name in imported_names(path):
+        yield name if name in MODULES or not name.startswith("fcsd.") else name.rpartition(".")[0]
 
 
 def folder(module: str) -> str:
@@ -141,3 +148,37 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
 
 def test_no_function_is_longer_than_eighty_lines() -> None:
     assert [f"{file}: {node.name}" for file, node in functions() if length(node) > 80] == []
+
+
+def options_by_hand(path: Path) -> Iterator[tuple[str, str]]:
+    """The options that a module of the command line declares itself, with their help."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            flag = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            if str(flag).startswith("--"):
+                yield (
+                    str(flag),
+                    "".join(ast.unparse(each.value) for each in node.keywords if each.arg == "help"),
+                )
+
+
+COMMAND_LINE = sorted((PACKAGE / "cli").glob("*.py"))
+
+
+def test_no_option_is_declared_twice() -> None:
+    declared = [option for path in COMMAND_LINE for option in options_by_hand(path)]
+    assert [option for option in set(declared) if declared.count(option) > 1] == []
+
+
+@pytest.mark.parametrize("path", COMMAND_LINE, ids=lambda path: path.stem)
+def test_an_option_that_a_record_has_is_declared_in_the_record_alone(path: Path) -> None:
+    names = (name.rpartition(".") for name in imported_names(path) if name.startswith("fcsd."))
+    records = [getattr(importlib.import_module(module), name, None) for module, _, name in names]
+    fields = {
+        flag_of(record, name)
+        for record in records
+        if isinstance(record, type) and issubclass(record, Strict)
+        for name, field in record.model_fields.items()
+        if field.description is not None
+    }
+    assert {flag for flag, _ in options_by_hand(path)} & fields == set()

@@ -51,7 +51,8 @@ def test_every_code_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_lines_of_the_readme_run_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+    from fcsd.pipeline.tiny.models import tiny_tokenizer
+    from tests.reference.tiny import tiny_model
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.findall(r"^```python\n(.*?)^```", readme, flags=re.M | re.S)

@@ -130,6 +130,12 @@ class Stage:
             )
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what the finished stage in a folder says of itself; {} where none has finished."""
+    path = folder / "manifest.json"
+    return dict(read_json(path)) if path.is_file() else {}
+
+
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     """List dotted keys that differ between two values, absent or null alike: `train.learning_rate: 2e-05 -> 4e-05`."""
     both = [*old, *new] if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) else []

@@ -83,18 +83,27 @@ class Strict(BaseModel):
         Raises:
             UserError: one line that names the option: `--text-examples: …`.
         """
-        given = {name: options[name] for name in cls.model_fields if options.get(name) is not None}
+        names = {name: flag_of(cls, name).lstrip("-").replace("-", "_") for name in cls.model_fields}
+        given = {name: options[key] for name, key in names.items() if options.get(key) is not None}
         return _build(cls, given | own, "", options=True)
 
 
-def option(default: Any, help: str, *, metavar: str | None = None, **bounds: Any) -> Any:
+def option(
+    default: Any, help: str, *, metavar: str | None = None, flag: str | None = None, **bounds: Any
+) -> Any:
     """Declare a field that is an option of a command, too; metavar: what its value is called in the help.
 
-    default: `...` where it must be given.
+    default: `...` where it must be given. flag: `--tp`, where it is not called like the field.
     """
-    return Field(
-        default, description=help, json_schema_extra={"metavar": metavar} if metavar else None, **bounds
-    )
+    own: dict[str, Any] = {name: text for name, text in (("metavar", metavar), ("flag", flag)) if text}
+    return Field(default, description=help, json_schema_extra=own or None, **bounds)
+
+
+def flag_of(record: Any, name: str) -> str:
+    """Return what an option that mirrors a field is called: `--tp`, or `--tensor-parallel`."""
+    field = getattr(record, "model_fields", {}).get(name)
+    own = field.json_schema_extra if field is not None else None
+    return str((own or {}).get("flag", f"--{name.replace('_', '-')}"))
 
 
 def like(record: type[BaseModel], name: str) -> Any:
@@ -192,17 +201,17 @@ def _build(kind: type[Document], value: dict[str, Any], before: str, *, options:
     except ValidationError as error:
         # What is missing comes last: often it is there under a wrong name.
         problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
-        lines = [_line(problem, options) for problem in problems]
+        lines = [_line(problem, kind if options else None) for problem in problems]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})" if len(lines) > 1 else ""
         raise UserError(f"{before}{lines[0]}{more}") from None
 
 
-def _line(problem: Any, options: bool) -> str:
+def _line(problem: Any, options_of: Any) -> str:
     # Of a union that is tried one after the other, pydantic adds the types that it tried.
     keys = [key for key in problem["loc"] if not (isinstance(key, str) and ("[" in key or key in _TYPES))]
     dotted = ".".join(map(str, keys))
-    if options and (names := [key for key in keys if isinstance(key, str)]):
-        dotted = f"--{names[-1].replace('_', '-')}"
+    if options_of and (names := [key for key in keys if isinstance(key, str)]):
+        dotted = flag_of(options_of, names[-1])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
         message = "a mapping of keys to values is needed"

@@ -34,12 +34,7 @@ def _bench_options(parser: ArgumentParser) -> None:
         metavar="PATH",
         help="the `vllm` program of an environment with vLLM and fcsd-serving; it is not fcsd's own environment",
     )
-    field_options(
-        parser, Benchmark, "tensor_parallel", "comm", "serve_args", "prompt_tokens", "requests",
-        "output_tokens", "rounds",
-    )  # fmt: skip
-    field_options(parser, Benchmark, "rows", default=None)
-    field_options(parser, Benchmark, "trace")
+    field_options(parser, Benchmark)
     json_argument(parser)
 
 

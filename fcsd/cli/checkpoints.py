@@ -27,7 +27,7 @@ with lazy_imports():
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder
     from fcsd.recipe.recipe import Recipe
-    from fcsd.training.config_calibration import CalibrationConfig
+    from fcsd.training.config import CalibrationConfig
 
 
 def _inspect(arguments: Namespace) -> None:

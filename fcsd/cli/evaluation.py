@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -22,10 +21,17 @@ from fcsd.cli.options import (
 )
 
 with lazy_imports():
-    from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig, changed_suite, load_suite
+    from fcsd.evaluation.config import (
+        EvaluationConfig,
+        Scoring,
+        ServerConfig,
+        SuiteConfig,
+        changed_suite,
+        load_suite,
+    )
     from fcsd.evaluation.fetch import fetch_suite
     from fcsd.evaluation.lm_eval.chosen import chosen_suite
-    from fcsd.evaluation.ready import Scoring, score_file
+    from fcsd.evaluation.ready import score_file
     from fcsd.evaluation.stage import Evaluation, run_evaluation
     from fcsd.model.config import ModelConfig
     from fcsd.report.comparison import compare_all, comparison_text, read_evaluated, write_comparison
@@ -114,9 +120,7 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 
 def _score(arguments: Namespace) -> None:
-    options = {each.name: getattr(arguments, each.name) for each in dataclasses.fields(Scoring)}
-    result = score_file(Scoring(**options | {"suite": load_suite(arguments.suite)}))
-    print_result(arguments, result, score_table)
+    print_result(arguments, score_file(Scoring.from_options(vars(arguments))), score_table)
 
 
 def _compare(arguments: Namespace) -> None:
@@ -143,10 +147,11 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         metavar="A,B,…",
         help="only these: rows of the suite, or any task or group of lm-eval, with its own shots and metric",
     )
-    parser.add_argument(
-        "--include-path",
+    field_options(
+        parser,
+        Scoring,
+        "include_path",
         type=Path,
-        metavar="DIR",
         help="with --tasks: your own task definitions (lm-eval YAML)",
     )
     parser.add_argument(
@@ -157,10 +162,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--system-prompt", metavar="TEXT", help="first turn of every task that has a chat template"
     )
-    parser.add_argument(
-        "--thinking",
-        action="store_true",
-        help="let a hybrid think before it writes an answer (needs room for it)",
+    field_options(
+        parser, Scoring, "thinking", help="let a hybrid think before it writes an answer (needs room for it)"
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
@@ -170,7 +173,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help="first fill this folder with the suite's data sets from the Hub, and use it as --data-root; without MODEL"
         " that is all",
     )
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
+    _output_argument(parser)
     field_options(parser, EvaluationConfig, "batch_size")
     field_options(parser, EvaluationConfig, "cache", type=Path)
     field_options(parser, EvaluationConfig, "limit")
@@ -187,6 +190,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     json_argument(parser)
 
 
+def _output_argument(parser: ArgumentParser) -> None:
+    field_options(parser, Scoring, "output", type=Path)
+
+
 def _server_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--server",
@@ -194,9 +201,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
         help="ask a server for all answers (`vllm serve MODEL`), after a check that it serves MODEL; its key, if it"
         " wants one, is in FCSD_SERVER_API_KEY",
     )
-    concurrency = ServerConfig.model_fields["concurrency"]
-    text = f"{concurrency.description} (default: {concurrency.default})"
-    field_options(parser, ServerConfig, "concurrency", default=None, help=text)
+    field_options(parser, ServerConfig, "concurrency", default=None)
     parser.add_argument(
         "--no-server-check",
         action="store_true",
@@ -206,32 +211,7 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file")
-    parser.add_argument(
-        "--dataset",
-        metavar="TASK",
-        help="a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
-    )
-    field_options(
-        parser, EvaluationConfig, "suite", help="whose rows say how a task is graded", default="paper11"
-    )
-    parser.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="your own task definitions (lm-eval YAML)"
-    )
-    parser.add_argument(
-        "--thinking", action="store_true", help="cut off the thoughts before an answer, which end at </think>"
-    )
-    field_options(parser, EvaluationConfig, "data_root", type=Path)
-    parser.add_argument("--output", type=Path, help="folder for results.json and samples_*.jsonl")
-    parser.add_argument("--partial", action="store_true", help="leave out problems that have no sample")
-    parser.add_argument("--timeout-s", type=float, help="processor time of one program (default: 10)")
-    parser.add_argument(
-        "--scorer",
-        choices=["fcsd", "evalplus"],
-        default="fcsd",
-        help="evalplus: the package of that name, in a process of its own, without our sandbox",
-    )
-    parser.add_argument("--evalplus-data", type=Path, help="with --scorer evalplus: its own .jsonl.gz file")
-    field_options(parser, EvaluationConfig, "allow_weak_sandbox")
+    field_options(parser, Scoring)
     json_argument(parser)
 
 
@@ -240,8 +220,10 @@ def _compare_options(parser: ArgumentParser) -> None:
         "original", metavar="A", type=Path, help="folder of `fcsd evaluate`, or of lm_eval --log_samples"
     )
     parser.add_argument("converted", metavar="B", type=Path, nargs="+", help="folders to set against it")
-    parser.add_argument(
-        "--output",
+    field_options(
+        parser,
+        Scoring,
+        "output",
         type=Path,
         help="new folder for table, figures, a page of all answers, and lm-eval's files",
     )

@@ -83,7 +83,7 @@ def _layers_options(parser: ArgumentParser) -> None:
     numbers.add_argument("--counts", help="first and last: these numbers of layers, for example 1,2,4,8")
     field_options(parser, Study, "attention", "mlp")
     field_options(parser, ModelConfig, "dtype")
-    field_options(parser, Study, "allow_weak_sandbox")
+    field_options(parser, Study)
     json_argument(parser)
 
 

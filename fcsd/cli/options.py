@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from fcsd.cli.lazy import lazy_imports
 
 with lazy_imports():
+    from fcsd.base.strict import flag_of
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.model.config import ConnectivityConfig, ModelConfig
     from fcsd.model.connectivity.spec import Connectivity
@@ -59,19 +60,24 @@ def field_options(
 ) -> None:
     """Add options that mirror fields of a record: type, choices, default and help are those of the field.
 
-    changes: what is different here, in the words of `add_argument`. Whether a value is in its range is for the record
-    to say.
+    names: of the fields; none: of all that are declared as options, but for those that are there already. changes: what
+    is different here, in the words of `add_argument`; with `default=None` what is not given can be told from the
+    default, which the help names. Whether a value is in its range is for the record to say.
     """
-    for name in names:
+    declared = [name for name, field in record.model_fields.items() if field.description is not None]
+    for name in names or [n for n in declared if flag_of(record, n) not in parser._option_string_actions]:
         field = record.model_fields[name]
         default = field.get_default(call_default_factory=True)
         options: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": default}
+        if "default" in changes and isinstance(default, int | float | str):
+            options["help"] += f" (default: {default})" if changes["default"] is None else ""
         members = get_args(field.annotation) if get_origin(field.annotation) is not Literal else ()
         kinds = [kind for kind in members or (field.annotation,) if kind is not type(None)]
         if field.is_required():
             options |= {"required": True, "default": None}
         elif isinstance(default, list | dict):  # in words, which the record reads
-            options["default"] = ",".join(map(str, default)) or None
+            named = "(default: " in options["help"]
+            options["default"] = None if named else ",".join(map(str, default)) or None
         elif kinds == [bool]:
             options["action"] = "store_true"
         elif len(kinds) > 1:
@@ -79,10 +85,11 @@ def field_options(
             options["type"] = _number_or(words)
         elif get_origin(kinds[0]) is Literal:
             options["choices"] = list(get_args(kinds[0]))
-        else:
+        elif kinds[0] in (int, float, str):  # anything else is text, which the record reads
             options["type"] = kinds[0]
         own = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", **options | own | changes)
+        options |= {key: value for key, value in own.items() if key != "flag"}
+        parser.add_argument(flag_of(record, name), **options | changes)
 
 
 def _number_or(words: list[str]) -> Callable[[str], int | str]:

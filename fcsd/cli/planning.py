@@ -11,6 +11,7 @@ from fcsd.cli.options import (
     Command,
     connectivity_arguments,
     connectivity_of,
+    field_options,
     json_argument,
     model_argument,
     print_result,
@@ -26,21 +27,12 @@ with lazy_imports():
     from fcsd.steering.routing.tables import read_windows_file
 
 
+_MACHINE = ("gpu", "nodes", "gpus_per_node", "network_gb_s")
+
+
 def _plan(arguments: Namespace) -> None:
-    settings = PlanSettings(
-        arguments.model,
-        arguments.revision,
-        **_machine(arguments),
-        phase=arguments.phase,
-        expert_parallel=arguments.ep,
-        tensor_parallel=arguments.tp,
-        batch=arguments.batch,
-        global_batch=arguments.global_batch,
-        length=arguments.length,
-        fp8=arguments.fp8,
-        fused_attention=not arguments.unfused_attention,
-        connectivity=connectivity_of(arguments),
-    )
+    options = vars(arguments) | _cluster(arguments)
+    settings = PlanSettings.from_options(options, connectivity=connectivity_of(arguments))
     if arguments.windows is not None:
         if arguments.phase != "train":
             raise UserError(
@@ -56,37 +48,27 @@ def _plan(arguments: Namespace) -> None:
     print_result(arguments, facts, plan_table)
 
 
-def _machine(arguments: Namespace) -> dict[str, Any]:
-    """Return the machine's settings: from the cluster file, or from the options."""
-    given = {name: getattr(arguments, name) for name in ("gpu", "nodes", "gpus_per_node", "network_gb_s")}
-    chosen = {name: value for name, value in given.items() if value is not None}
+def _cluster(arguments: Namespace) -> dict[str, Any]:
+    """Return what a cluster file says of the machine; nothing without one."""
     if arguments.cluster is None:
-        return chosen
-    if chosen:
-        name = next(iter(chosen)).replace("_", "-")
+        return {}
+    if chosen := [name for name in _MACHINE if getattr(arguments, name) is not None]:
+        name = chosen[0].replace("_", "-")
         raise UserError(f"--cluster and --{name} are both given; the cluster file has both, leave one out")
     return read_cluster(arguments.cluster)
 
 
-def _machine_arguments(parser: ArgumentParser) -> None:
+def _plan_options(parser: ArgumentParser) -> None:
+    model_argument(parser, config_only=True)
     parser.add_argument(
         "--cluster",
         type=Path,
         metavar="FILE",
         help="YAML with gpu, nodes, gpus_per_node, network_gb_s and assumptions, instead of the next four options",
     )
-    parser.add_argument("--gpu", help="a100, h100, h200, mi325x, … (a wrong name lists all; default: h200)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="default: 1")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
-    parser.add_argument(
-        "--network-gb-s",
-        type=float,
-        metavar="X",
-        help="between nodes, GB/s for each GPU (default: the vendor's reference system, an interface for every GPU)",
-    )
-
-
-def _file_arguments(parser: ArgumentParser) -> None:
+    field_options(parser, PlanSettings, *_MACHINE, default=None)
+    field_options(parser, PlanSettings)
+    connectivity_arguments(parser)
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured links between the --ep ranks")
     parser.add_argument(
         "--measured",
@@ -116,51 +98,6 @@ def _file_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="write the windows of dispatch and combine, seconds by layer",
     )
-
-
-def _plan_options(parser: ArgumentParser) -> None:
-    model_argument(parser, config_only=True)
-    _machine_arguments(parser)
-    parser.add_argument(
-        "--phase", choices=["train", "prefill", "decode"], default="train", help="what is timed"
-    )
-    parser.add_argument(
-        "--ep",
-        type=int,
-        metavar="N",
-        help="ranks that share the experts (default: all GPUs; in serving --tp)",
-    )
-    parser.add_argument(
-        "--tp", type=int, metavar="N", help="tensor-parallel ranks of a server (default: all GPUs)"
-    )
-    parser.add_argument(
-        "--batch",
-        type=int,
-        default=1,
-        metavar="N",
-        help="rows of a rank's micro-batch; in serving requests at once",
-    )
-    parser.add_argument(
-        "--global-batch",
-        type=int,
-        metavar="N",
-        help="rows of an optimiser step (default: one micro-batch a rank)",
-    )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="tokens of a row, of a prompt, or of the text so far",
-    )
-    parser.add_argument("--fp8", action="store_true", help="projections and experts in FP8")
-    parser.add_argument(
-        "--unfused-attention",
-        action="store_true",
-        help="attention with its scores in memory, not in one kernel",
-    )
-    connectivity_arguments(parser)
-    _file_arguments(parser)
     json_argument(parser)
 
 

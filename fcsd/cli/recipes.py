@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fcsd.cli.options import (
     SEVERAL,
     Command,
     expert_parallel_argument,
+    field_options,
     json_argument,
     launch_of,
     print_result,
@@ -33,7 +35,7 @@ with lazy_imports():
     from fcsd.pipeline.tiny.tasks import write_tiny_data
     from fcsd.pipeline.trace import trace
     from fcsd.planning.cost.estimate import estimate
-    from fcsd.planning.cost.job import Hardware, parse_mfu
+    from fcsd.planning.cost.job import Hardware
     from fcsd.planning.cost.table import estimate_table
     from fcsd.recipe.load_recipe import load_recipe
     from fcsd.recipe.overrides import to_yaml
@@ -62,14 +64,7 @@ def _recipe(arguments: Namespace) -> None:
 def _estimate(arguments: Namespace) -> None:
     if arguments.pretrain and arguments.variant is not None:
         raise UserError("--variant and --pretrain are both given; leave one out")
-    hardware = Hardware(
-        arguments.gpu,
-        arguments.gpus,
-        arguments.sharding,
-        parse_mfu(arguments.mfu),
-        arguments.network_gb_s,
-        arguments.expert_parallel,
-    )
+    hardware = Hardware.from_options(vars(arguments))
     recipe = _load_recipe(arguments)
     facts = estimate(recipe, hardware, variant=arguments.variant, pretrain=arguments.pretrain)
     print_result(arguments, facts, estimate_table)
@@ -107,35 +102,7 @@ def _configs(arguments: Namespace) -> None:
 def _estimate_options(parser: ArgumentParser) -> None:
     recipe_arguments(parser, with_variant=True)
     parser.add_argument("--pretrain", action="store_true", help="the recipe's pre-training instead")
-    parser.add_argument(
-        "--gpu", default="h200", help="a100, h100, h200, b200, l40s, mi300x, … (a wrong name lists all)"
-    )
-    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, one rank each")
-    parser.add_argument(
-        "--sharding",
-        choices=["none", "fsdp2", "hsdp", "zero3"],
-        default="none",
-        help="none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the others as with"
-        " configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and zero3_8.yaml",
-    )
-    parser.add_argument(
-        "--expert-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that share the experts, with --sharding fsdp2; all other weights are sharded over all ranks",
-    )
-    parser.add_argument(
-        "--mfu",
-        help="share of the published peak that every matmul reaches, a range or a number (default: assumed for"
-        " each kind of matmul with its range; docs/estimate.md)",
-    )
-    parser.add_argument(
-        "--network-gb-s",
-        type=float,
-        metavar="X",
-        help="between nodes, GB/s for each GPU (default: the vendor's reference system, an interface for every GPU)",
-    )
+    field_options(parser, Hardware)
     json_argument(parser)
 
 
@@ -154,13 +121,8 @@ def _cache_teacher_options(parser: ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="then read all of it and check its checksums")
 
 
-def _report_options(parser: ArgumentParser) -> None:
-    recipe_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
-def _run_options(parser: ArgumentParser) -> None:
-    _sweep_options(parser)
+def _report_options(parser: ArgumentParser, recipe: Callable[..., None] = recipe_arguments) -> None:
+    recipe(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -243,7 +205,7 @@ COMMANDS = {
     ),
     "run": Command(
         "All stages of a recipe in a row.",
-        _run_options,
+        partial(_report_options, recipe=_sweep_options),
         lambda arguments: run_all(_run(arguments), as_json=arguments.json),
         "Pretrain, convert, sweep, distill, the variants, the evaluation of every model, the layer study, report"
         " and publish, as far as the recipe has them; each leaves a folder in the recipe's output_dir. Finished"

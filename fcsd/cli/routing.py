@@ -96,8 +96,7 @@ def _routing_options(parser: ArgumentParser) -> None:
         help="the model that MODEL is compared with on the same tokens: the original of a conversion",
     )
     _text_arguments(parser)
-    field_options(parser, RoutingStudy, "links", type=None)
-    field_options(parser, RoutingStudy, "endpoints")
+    field_options(parser, RoutingStudy)
     field_options(parser, ModelConfig, "dtype")
     expert_parallel_argument(parser)
     device_map_argument(parser)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,27 +37,57 @@ def tokenize_examples(
     tokenizer: Any,
     loss_on: str = "response",
 ) -> list[dict[str, Any] | BadExample]:
-    """Tokenize examples as `tokenize_example` does, in few calls of the tokenizer: each has its price."""
-    if "text" in columns and all(isinstance(example.get(columns["text"]), str) for example in examples):
-        texts = _tokenized_texts([example[columns["text"]] for example in examples], tokenizer)
-        return [{"input_ids": ids, "loss_mask": np.ones(len(ids), bool)} for ids in texts]
-    found: list[dict[str, Any] | BadExample] = []
-    chats: list[_Chat | BadExample | None] = []
-    for example in examples:
-        try:
-            chats.append(None if {"input_ids", "text"} & {*columns} else _chat(example, columns, tokenizer))
-        except BadExample as error:
-            chats.append(error)
-    _encode_ahead([chat for chat in chats if isinstance(chat, _Chat)], loss_on)
-    for example, chat in zip(examples, chats, strict=True):
-        try:
-            if isinstance(chat, BadExample):
-                raise chat
-            tokens = _masked(chat, loss_on) if chat else tokenize_example(example, columns, tokenizer)
-            found.append(tokens)
-        except BadExample as error:
-            found.append(error)
+    """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
+
+    columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
+    "labels": … (optional), "attention_mask": … (optional)}, names of columns; "tools": … may stand beside messages and
+    prompts. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat template,
+    which is given the tools (a list, or JSON text of one), and loss is on what the assistant says, its end of turn
+    included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
+    Prompt and response may be lists of messages; the response's alone carry loss. Text gets an end-of-sequence token,
+    and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
+    those whose label is not -100. The tokenizer is called as seldom as can be: each call has its price.
+
+    Returns: for an example that the template refuses, or whose columns do not hold what they should, a BadExample.
+
+    Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
+    there are some.
+    """
+    read = [_or_bad(partial(_read, example, columns, tokenizer)) for example in examples]
+    texts = iter(_tokenized_texts([one for one in read if isinstance(one, str)], tokenizer))
+    _encode_ahead([one for one in read if isinstance(one, _Chat)], loss_on)
+    found: list[Any] = []
+    for one in read:
+        if isinstance(one, str):
+            ids = next(texts)
+            found.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
+        else:
+            found.append(_or_bad(partial(_masked, one, loss_on)) if isinstance(one, _Chat) else one)
     return found
+
+
+def _or_bad(make: Callable[[], Any]) -> Any:
+    """Return what is made, or why the example is bad."""
+    try:
+        return make()
+    except BadExample as error:
+        return error
+
+
+def _read(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> dict | str | _Chat:
+    """Read an example: its tokens, its text, or its conversation."""
+    if "input_ids" in columns:
+        return _tokenized(example, columns)
+    if "text" in columns:
+        return _string(example, columns["text"])
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
+            "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
+            "`columns: {text: …}`"
+        )
+    messages, answered = _messages(example, columns)
+    return _Chat(tokenizer, _tools(example, columns), messages, answered)
 
 
 def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
@@ -77,48 +108,13 @@ def _encode_ahead(chats: Sequence[_Chat], loss_on: str) -> None:
 
 
 def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    if not texts:
+        return []
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each text")
     encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
     return [ids if ids and ids[-1] == end else [*ids, end] for ids in encoded]
-
-
-def tokenize_example(
-    example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str = "response"
-) -> dict[str, list]:
-    """Tokenize one example as {"input_ids": […], "loss_mask": […]}; the mask says which tokens are to be predicted.
-
-    columns: {"messages": …} | {"prompt": …, "response": …, "input": … (optional)} | {"text": …} | {"input_ids": …,
-    "labels": … (optional), "attention_mask": … (optional)}, names of columns; "tools": … may stand beside messages and
-    prompts. Messages, and prompt (with `input` in a paragraph of its own) and response, go through the chat template,
-    which is given the tools (a list, or JSON text of one), and loss is on what the assistant says, its end of turn
-    included, or on all tokens for loss_on="all". A message is {"role", "content"} or {"from", "value"} (ShareGPT).
-    Prompt and response may be lists of messages; the response's alone carry loss. Text gets an end-of-sequence token,
-    and loss is on all of it. Tokens are taken as they are, without those that the attention mask leaves out; loss is on
-    those whose label is not -100.
-
-    Raises: UserError when the tokenizer has no chat template where one is needed, or one that writes no tools where
-    there are some; BadExample when the template refuses the example, or a column does not hold what it should.
-    """
-    if "input_ids" in columns:
-        return _tokenized(example, columns)
-    if "text" in columns:
-        (ids,) = _tokenized_texts([_string(example, columns["text"])], tokenizer)
-        return {"input_ids": ids, "loss_mask": [True] * len(ids)}
-    return _masked(_chat(example, columns, tokenizer), loss_on)
-
-
-def _chat(example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any) -> _Chat:
-    """Read a conversation."""
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and messages; use the "
-            "tokenizer of an instruct model, add a chat_template.jinja, or give plain text under "
-            "`columns: {text: …}`"
-        )
-    messages, answered = _messages(example, columns)
-    return _Chat(tokenizer, _tools(example, columns), messages, answered)
 
 
 def _masked(chat: _Chat, loss_on: str) -> dict[str, list]:

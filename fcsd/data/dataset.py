@@ -34,16 +34,12 @@ def build_dataset(
     sources: Sequence[Source],
     tokenizer: Any,
     *,
-    max_length: int,
-    packing: bool = True,
     loss_on: str = "response",
-    seed: int = 0,
-    shuffle: bool = True,
-    num_rows: int | None = None,
     num_proc: int | None = None,
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None,
     bad_rows: BadRows | None = None,
     place: tuple[Path, Sequence[str]] | None = None,
+    **layout: Any,
 ) -> PackedRows:
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives the same rows in the same order.
 
@@ -58,8 +54,9 @@ def build_dataset(
         num_proc: processes that tokenize; None: one a core, eight at most.
         place: where the tokens are kept, and a folder's name for each source, which says all that they depend on; None:
             until this process ends.
+        layout: `max_length`, and what else a `Layout` has.
 
-    Raises: UserError as `load_source` and `tokenize_example`; also when no example has a token to predict.
+    Raises: UserError as `load_source` and `tokenize_examples`; also when no example has a token to predict.
     """
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad_token_id is None:
@@ -69,7 +66,7 @@ def build_dataset(
         [*zip(sources, names, strict=True)],
         folder,
         Tokenizing(tokenizer, loss_on, decontaminator),
-        Layout(max_length, pad_token_id, packing, seed, shuffle, num_rows),
+        Layout(pad_token_id=pad_token_id, **layout),
         bad_rows or BadRows(),
         num_proc,
     )

@@ -44,7 +44,7 @@ def given_rows(
         options: as `build_dataset`.
 
     Raises:
-        UserError: no such columns, no examples, what `tokenize_example` refuses, packed rows of another length.
+        UserError: no such columns, no examples, what `tokenize_examples` refuses, packed rows of another length.
     """
     if isinstance(data, Mapping):  # a DatasetDict, too
         splits = ", ".join(map(repr, data))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,29 +40,6 @@ def first_fit(
             room.pop(closed)
             yield open_rows.pop(closed)
     yield from open_rows
-
-
-def pack(
-    examples: Sequence[Mapping[str, Any]],
-    max_length: int,
-    *,
-    pad_token_id: int,
-    packing: bool = True,
-    num_open_rows: int = _OPEN_ROWS,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Pack whole examples {"input_ids", "loss_mask"} that are in memory into rows of exactly `max_length` tokens.
-
-    An example longer than a row is truncated; one of which no token would be predicted is left out.
-
-    Yields: as `row_of`, in the order of `first_fit`.
-    """
-    lengths = (
-        len(one["input_ids"][:max_length]) if np.any(one["loss_mask"][1:max_length]) else 0
-        for one in examples
-    )
-    for numbers in first_fit(lengths, max_length, packing=packing, num_open_rows=num_open_rows):
-        parts = [(examples[number]["input_ids"], examples[number]["loss_mask"]) for number in numbers]
-        yield row_of(parts, max_length, pad_token_id)
 
 
 def row_of(examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int) -> dict[str, np.ndarray]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,17 +36,6 @@ class Piece(NamedTuple):
     last: bool
 
 
-class Read(Protocol):
-    """What is known of a piece that was read before."""
-
-    @property
-    def file(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def last(self) -> bool: ...
-
-
 def place_of(path: str, file: str | None) -> str:
     """Say where examples are: the data set, and the file in it where it has several."""
     if file is None or Path(path).expanduser().is_file():
@@ -56,8 +45,10 @@ def place_of(path: str, file: str | None) -> str:
     return f"data set {path}, file {name}"
 
 
-def read_pieces(opened: Opened, done: Sequence[Read]) -> Iterator[Piece]:
+def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     """Yield the pieces behind those that were read before; the same pieces every time.
+
+    done: `file`, `num_rows` and `last` of each piece that was.
 
     A source that is taken whole is read in its own order. Of any other the files come in an order that is random and
     always the same: what is read first should be like the rest.
@@ -69,9 +60,9 @@ def read_pieces(opened: Opened, done: Sequence[Read]) -> Iterator[Piece]:
     files = range(number) if opened.whole else np.random.default_rng(0).permutation(number).tolist()
     left = opened.settings.max_examples
     for file in files:
-        earlier = [one for one in done if one.file == file]
-        rows = sum(one.num_rows for one in earlier)
-        if not (earlier and earlier[-1].last):
+        earlier = [one for one in done if one["file"] == file]
+        rows = sum(one["num_rows"] for one in earlier)
+        if not (earlier and earlier[-1]["last"]):
             for piece in _pieces_of_file(opened, file, rows, None if left is None else left - rows):
                 rows += piece.num_rows
                 yield piece

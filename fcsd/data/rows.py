@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,10 +82,10 @@ class _SourceTokens:
 
     def jobs(self) -> Iterator[_Job]:
         """Yield every shard in order, with the piece that it is made of where it is not there."""
-        there: list[Shard] = []
+        there: list[dict[str, Any]] = []
         while (path := self._path(len(there))).is_file():
-            there.append(Shard(path))
-            self.num_read += there[-1].num_rows
+            there.append(Shard(path).record)
+            self.num_read += there[-1]["num_rows"]
             yield self.index, path, None
         number = len(there)
         for piece in read_pieces(self.opened, there) if self.opened is not None else ():
@@ -182,10 +183,11 @@ def _complete(order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_work
             shard, one = Shard(path), order.tokens[index]
             one.add(shard, order.layout)
             overlaps = [Overlap(**each) for each in shard.record["overlaps"]]
-            bad_rows.add(shard.record["bad"], shard.num_rows - len(overlaps))
+            num_rows = shard.record["num_rows"]
+            bad_rows.add(shard.record["bad"], num_rows - len(overlaps))
             if isinstance(tokenizing.decontaminator, Decontaminator):
-                tokenizing.decontaminator.note(one.source, shard.num_rows, overlaps)
-            bar.update(shard.num_rows)
+                tokenizing.decontaminator.note(one.source, num_rows, overlaps)
+            bar.update(num_rows)
             if (rows := order.enough()) is not None:
                 return rows
     for one in order.tokens:

@@ -144,20 +144,3 @@ class Shard:
         """Read the token ids and the loss mask of one example."""
         begin, end = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
         return tuple(self._file.get_slice(name)[begin:end] for name in ("ids", "loss"))  # type: ignore[return-value]
-
-    # What `read_pieces` asks.
-
-    @property
-    def file(self) -> int:
-        """The number of the file that its examples come from."""
-        return int(self.record["file"])
-
-    @property
-    def num_rows(self) -> int:
-        """The number of examples that were read for it."""
-        return int(self.record["num_rows"])
-
-    @property
-    def last(self) -> bool:
-        """Whether the file ends with it."""
-        return bool(self.record["last"])

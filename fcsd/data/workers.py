@@ -9,9 +9,6 @@ import gc
 import itertools
 import multiprocessing
 import os
-import signal
-import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -20,9 +17,9 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from fcsd.base.errors import UserError
+from fcsd.base.helper import obey_only_parent
 
 MOST_WORKERS = 8
-_PARENT_CHECK_S = 1.0
 
 _work: Callable[[Any], Any]  # of a worker, which has one for its life
 
@@ -82,16 +79,8 @@ def _begin(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
     gc.freeze()  # what was there before the fork is not looked through again and again
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_S)
-    os._exit(1)
+    obey_only_parent(parent)
 
 
 def _do(piece: Any) -> Any:

@@ -7,18 +7,20 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from fcsd.base.text import progress_bar
 from fcsd.evaluation.batch import BatchSize, BatchSizer
-from fcsd.evaluation.code.generate import generate_completions
+from fcsd.evaluation.code.generate import SAMPLING_SEED, StopAtText, completion_of, end_tokens, prompt_tokens
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.ranks import Ranks, input_device
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Backend(Protocol):
@@ -54,8 +56,8 @@ class InMemoryBackend:
 
     def __init__(
         self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         batch: BatchSize,
         ranks: Ranks,
         batches: Batches | None = None,
@@ -84,17 +86,97 @@ class InMemoryBackend:
             return InMemory(self)
 
     def complete(self, problems: Sequence[Problem], row: CodeTaskConfig) -> dict[str, list[str]]:
-        """Generate on all ranks."""
-        return generate_completions(
-            self.model,
-            self.tokenizer,
-            problems,
-            task=row,
-            batch_size=self.batch,
-            progress=self.progress,
-            ranks=self.ranks,
-            begin_batch=self.batches.begin,
+        """Generate on all ranks, which call this together; the completions in the order of the problems.
+
+        Temperature 0 is greedy. Samples are drawn from a generator that is seeded for every batch, so the same problems
+        and batch size give the same samples, on any number of ranks. Batches are sorted by prompt length, longest
+        first, and padded on the left; a batch ends when all its sequences have. Mode and settings of the model and the
+        state of all random generators are as before.
+
+        Raises:
+            UserError: a prompt and its completion do not fit the model's positions; no chat template.
+        """
+        tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
+        order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
+        samples = [index for index in order for _ in range(row.num_samples)]
+        self.batch.begin(len(samples), self.ranks)
+        size = self.batch.size
+        batches = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+
+        def made(number: int, batch: range) -> list[str]:
+            if self.batches.begin is not None:
+                self.batches.begin(number)
+            sequences = {sample: tokens[samples[sample]] for sample in batch}
+            texts = self.batch.run(lambda size: self._generate_pieces(sequences, row, size))
+            bar.update(len(batch))
+            return texts
+
+        def idle() -> None:
+            self._generate([tokens[samples[-1]]], row.model_copy(update={"max_new_tokens": 1}))
+
+        ranks = self.ranks
+        bar = progress_bar(
+            total=sum(map(len, ranks.deal(batches))),
+            desc=f"generation{f' (the first of {ranks.size} ranks)' if ranks.size > 1 else ''}",
+            shown=self.progress and ranks.first,
         )
+        with preserved(self.model), torch.no_grad(), bar:
+            self.model.eval()
+            texts = [text for batch in ranks.each(batches, made, idle) for text in batch]
+        completions: dict[str, list[str]] = {problem.task_id: [] for problem in problems}
+        for index, text in zip(samples, texts, strict=True):
+            completions[problems[index].task_id].append(text)
+        return completions
+
+    def _generate_pieces(
+        self, sequences: Mapping[int, list[int]], row: CodeTaskConfig, size: int
+    ) -> list[str]:
+        """Generate from the prompts of a batch, by their number among all, `size` at a time, each time with a seed."""
+        numbers, texts = list(sequences), list[str]()
+        for start in range(0, len(numbers), size):
+            piece = numbers[start : start + size]
+            torch.manual_seed(SAMPLING_SEED + piece[0])
+            texts += self._generate([sequences[number] for number in piece], row)
+        return texts
+
+    def _generate(self, prompts: Sequence[list[int]], row: CodeTaskConfig) -> list[str]:
+        """Generate the completions of one batch of prompts, as tokens."""
+        model, tokenizer = self.model, self.tokenizer
+        stop = [] if row.thinking else row.stop  # thoughts hold anything
+        ends = end_tokens(model.generation_config, tokenizer)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends[0] if ends else 0)
+        ids = pad_sequence([torch.tensor(prompt, dtype=torch.long) for prompt in prompts], True, pad, "left")
+        mask = pad_sequence(
+            [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left"
+        )
+        width = ids.shape[1]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if row.temperature:
+            # top_k: transformers' own default would cut the distribution to 50 tokens.
+            sampling = {"do_sample": True, "temperature": row.temperature, "top_p": row.top_p, "top_k": 0}
+        # A fresh configuration: the model's own may sample, or penalise repetition.
+        config = GenerationConfig(
+            **sampling,
+            num_beams=1,
+            max_new_tokens=row.max_new_tokens,
+            eos_token_id=ends or None,
+            pad_token_id=pad,
+            bos_token_id=tokenizer.bos_token_id,
+            use_cache=True,
+        )
+        criteria = StoppingCriteriaList([StopAtText(tokenizer, stop, width)] if stop else [])
+        device = input_device(model)
+        made = model.generate(  # type: ignore[operator]
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=config,
+            stopping_criteria=criteria,
+            synced_gpus=True if self.ranks.lockstep else None,
+        )
+        texts = tokenizer.batch_decode(
+            made[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return [completion_of(text, row) for text in texts]
 
     def settings(self) -> dict[str, Any]:
         """Return precision and device."""

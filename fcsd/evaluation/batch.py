@@ -1,8 +1,8 @@
 """Choose how many sequences go into one forward pass: a number, or "auto".
 
 "auto" starts at 128 and halves when the accelerator is out of memory. lm-eval and
-`generate_completions` both begin a task with its longest sequences, so a failure comes early and costs little. Scores
-do not depend on the size beyond float noise.
+`InMemoryBackend.complete` both begin a task with its longest sequences, so a failure comes early and costs little.
+Scores do not depend on the size beyond float noise.
 
 Every task starts at 128 again. Of several ranks that hold whole copies each may halve its own.
 

@@ -10,6 +10,8 @@
         split: test
         lm_eval_include: tiny          # folder with the task's YAML, see `LMEvalTaskConfig.lm_eval_include`
         chat_template: true
+    columns:                           # of a task's data, see `fcsd.evaluation.lm_eval.columns`
+      tiny_choice: {question: text}
 
 Not covered: downloading the data sets (`fcsd.evaluation.fetch` fills a data root).
 """
@@ -146,13 +148,19 @@ def pass_k(row: CodeTaskConfig) -> int:
     return int(row.metric.removeprefix("pass@"))
 
 
+Column = Literal["text", "text with _", "4 texts", "labelled"] | list[int | str]
+"""What a column of a benchmark's rows holds: text, a list, {text: [texts], label: [texts]}, or one of these values."""
+
+
 class SuiteConfig(Strict, strict=True):
     """A named list of tasks with different names."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
     tasks: list[TaskConfig] = Field(min_length=1)
-    folder: str = ""  # where the suite file lies; set by `load_suite`
+    # Task -> column -> what it holds; a task that another suite of fcsd describes needs no entry here.
+    columns: dict[str, dict[str, Column]] = Field({}, exclude=True)
+    folder: str = Field("", exclude=True)  # where the suite file lies; set by `load_suite`
 
     @model_validator(mode="after")
     def _names_differ(self) -> "SuiteConfig":
@@ -162,6 +170,8 @@ class SuiteConfig(Strict, strict=True):
             raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
         if not any(row.headline for row in self.tasks):
             raise ValueError("tasks: at least one must have headline: true")
+        if others := sorted(self.columns.keys() - set(names)):
+            raise ValueError(f"columns: {', '.join(others)} is no task of this suite")
         return self
 
 
@@ -224,8 +234,8 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
     for row in suite.tasks:
         own = {key: value for key, value in given.items() if key != "thinking" or row.kind != "likelihood"}
         rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
-    changed = suite.model_dump(mode="json", exclude={"folder"}) | {"tasks": rows}
-    return validate(SuiteConfig, changed, f"suite {suite.name}").model_copy(update={"folder": suite.folder})
+    changed = validate(SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}")
+    return suite.model_copy(update={"tasks": changed.tasks})
 
 
 class ServerConfig(Strict):
@@ -285,3 +295,26 @@ class EvaluationConfig(Strict):
                 " batch size; give a number"
             )
         return self
+
+
+class Scoring(Strict):
+    """A file of ready samples, and how it is graded."""
+
+    samples: Path
+    dataset: str | None = option(
+        None,
+        "a task of the suite or of lm-eval, or the path of a code data set; without it, every line has its `task`",
+        metavar="TASK",
+    )
+    suite: str = option("paper11", "whose rows say how a task is graded")
+    include_path: Path | None = option(None, "your own task definitions (lm-eval YAML)", metavar="DIR")
+    thinking: bool = option(False, "cut off the thoughts before an answer, which end at </think>")
+    data_root: Path | None = like(EvaluationConfig, "data_root")
+    output: Path | None = option(None, "folder for results.json and samples_*.jsonl")
+    partial: bool = option(False, "leave out problems that have no sample")
+    timeout_s: float | None = option(None, "processor time of one program (default: 10)")
+    scorer: Literal["fcsd", "evalplus"] = option(
+        "fcsd", "evalplus: the package of that name, in a process of its own, without our sandbox"
+    )
+    evalplus_data: Path | None = option(None, "with --scorer evalplus: its own .jsonl.gz file")
+    allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")

@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.backend import Batches
@@ -18,9 +20,6 @@ from fcsd.evaluation.batch import BatchSize
 from fcsd.evaluation.config import ServerConfig
 from fcsd.model.families import base_model_type
 from fcsd.steering.routing.bias import BiasTables, router_bias
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def check_bias(tables: BiasTables | None, batch_size: BatchSize, server: ServerConfig | None) -> None:
@@ -71,7 +70,7 @@ def tables_fingerprint(tables: BiasTables) -> str:
 
 @contextlib.contextmanager
 def biased_routers(
-    model: "PreTrainedModel", tables: BiasTables | None, batch_size: BatchSize
+    model: PreTrainedModel, tables: BiasTables | None, batch_size: BatchSize
 ) -> Iterator[Batches | None]:
     """Bias the routers inside, if there are tables; give what says to which endpoint a batch belongs.
 

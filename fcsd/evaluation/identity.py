@@ -8,18 +8,16 @@ machine, whose weights are compared then.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, weights_fingerprint
 from fcsd.evaluation.server import Server
 from fcsd.model.load import ModelFolder, free_memory
 from fcsd.parallel.ranks import input_device
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Two forwards of one model differ by float noise, stock connectivity by 0.5 nats and more.
 _ALLOWED = {"float32": 1e-4, "float64": 1e-4}
@@ -41,8 +39,8 @@ def check_identity(
     server: Server,
     ask: Callable[[Sequence[Sequence[int]]], list[list[float]]],
     model: ModelFolder,
-    tokenizer: "PreTrainedTokenizerBase",
-    load: Callable[[], "PreTrainedModel"],
+    tokenizer: PreTrainedTokenizerBase,
+    load: Callable[[], PreTrainedModel],
 ) -> dict[str, Any]:
     """Return how far the log-probabilities of 8 prompts differ, in nats a token, and how far they may.
 
@@ -98,7 +96,7 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
         )
 
 
-def _logprobs(model: "PreTrainedModel", rows: Sequence[Sequence[int]]) -> list[list[float]]:
+def _logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return the log-probability of each token but the first, from one forward of all rows."""
     device = input_device(model)
     width = max(map(len, rows))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.data.config import SourceConfig
+from fcsd.data.config import SourceConfig, TestSetConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.evaluation.code.generate import prompts
@@ -38,8 +38,7 @@ def suite_items(suite: SuiteConfig, data_root: Path | None, tokenizer: Any) -> I
 
 def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
-    revision = row.revision if location == row.dataset else None
-    for index, problem in enumerate(_load(location, row.dataset_name, row.split, revision)):
+    for index, problem in enumerate(_load(location, row, row.dataset_name)):
         # Generated inputs and outputs, megabytes of numbers; what a reader sees is in the other columns.
         shown = {name: value for name, value in problem.items() if name not in _GENERATED}
         item = problem.get("task_id", problem.get("question_id", index))
@@ -55,32 +54,27 @@ def _lm_eval_items(
             yield Item(row.task, item, tuple(all_texts(document)))
 
 
-def dataset_items(
-    path: str,
-    name: str | None,
-    split: str,
-    revision: str | None,
-    columns: Sequence[str],
-    data_root: Path | None,
-) -> Iterator[Item]:
-    """Read the rows of one split as items; `columns` are those whose text counts, all of them when there are none.
+def dataset_items(test_set: TestSetConfig, data_root: Path | None) -> Iterator[Item]:
+    """Read the rows of one split as items.
 
     Raises:
         UserError: no such data set, split or column.
     """
-    location = test_set_location(path, data_root)
-    revision = revision if location == path else None
-    for index, row in enumerate(_load(location, name, split, revision, columns)):
-        counted = {column: row[column] for column in columns} if columns else row
-        yield Item(path, str(index), tuple(all_texts(counted)))
+    location = test_set_location(test_set.path, data_root)
+    for index, row in enumerate(_load(location, test_set, test_set.name, test_set.columns)):
+        counted = {column: row[column] for column in test_set.columns} or row
+        yield Item(test_set.path, str(index), tuple(all_texts(counted)))
 
 
-def _load(path: str, name: str | None, split: str, revision: str | None, columns: Sequence[str] = ()) -> Any:
+def _load(
+    location: str, asked: TestSetConfig | CodeTaskConfig, name: str | None, columns: Sequence[str] = ()
+) -> Any:
+    """Read a split; the revision is one of the Hub, and holds for no folder."""
+    revision = None if Path(location).exists() else asked.revision
     # Not validated: the columns of a test set are any, those of a training source make an example.
     wanted: Any = {column: column for column in columns}
-    return load_source(
-        SourceConfig.model_construct(path=path, name=name, split=split, revision=revision, columns=wanted)
-    )
+    options = {"path": location, "name": name, "split": asked.split, "revision": revision, "columns": wanted}
+    return load_source(SourceConfig.model_construct(**options))
 
 
 def test_set_location(path: str, data_root: Path | None) -> str:

@@ -9,7 +9,6 @@ Not covered: tasks that are scored by likelihood.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,14 @@ from fcsd.base.files import check_folder_place, file_sha256
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.code.ready import evalplus_outcomes, programs_of
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig, TaskConfig, load_suite
+from fcsd.evaluation.config import (
+    CodeTaskConfig,
+    LMEvalTaskConfig,
+    Scoring,
+    SuiteConfig,
+    TaskConfig,
+    load_suite,
+)
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import code_sample, evaluation_versions, task_result, whole_result, write_result
@@ -27,35 +33,6 @@ _SUITE = "score "  # begins the name of the suite in a result
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
 Graded = tuple[list[dict[str, Any]], int, dict[str, Any] | None]
 """Samples, how many items their task has, and the layers of the sandbox."""
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """A file of ready samples, and how it is graded; the options of `fcsd score`.
-
-    Attributes:
-        dataset: a task of the suite or of lm-eval, or the path of a code data set; None: every line names its task.
-        output: where the result is written, too.
-        suite: whose rows say how a task is graded; None: paper11.
-        include_path: a folder of task definitions in lm-eval's format.
-        scorer: "fcsd", or "evalplus": the package, in a process of its own, without our sandbox.
-        evalplus_data: EvalPlus's own .jsonl or .jsonl.gz file; None: what the package finds or downloads.
-        partial: grade the problems that have samples, and leave the others out.
-        thinking: cut off what comes before `</think>`; as where the task's row says so.
-    """
-
-    samples: Path
-    dataset: str | None = None
-    data_root: Path | None = None
-    output: Path | None = None
-    suite: SuiteConfig | None = None
-    include_path: Path | None = None
-    scorer: str = "fcsd"
-    evalplus_data: Path | None = None
-    partial: bool = False
-    thinking: bool = False
-    timeout_s: float | None = None
-    allow_weak_sandbox: bool = False
 
 
 def score_file(scoring: Scoring) -> dict[str, Any]:
@@ -72,14 +49,16 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     if scoring.output is not None:
         _refuse_foreign(scoring.output)
     rows, suite = _rows(scoring)
-    scoring = replace(scoring, suite=suite)
     for row, _ in rows:
         if scoring.scorer == "evalplus" and row.kind != "code":
             raise UserError(f"--scorer evalplus: grades mbpp_plus and humaneval_plus, not {row.task}")
     graded: dict[str, Graded] = {}
     tasks: dict[str, dict[str, Any]] = {}
     for row, lines in rows:
-        graded[row.task] = _code(scoring, row, lines) if row.kind == "code" else _answers(scoring, row, lines)
+        if row.kind == "code":
+            graded[row.task] = _code(scoring, row, lines)
+        else:
+            graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
     kept = {task: found[0] for task, found in graded.items()}
     count, total = sum(map(len, kept.values())), sum(found[1] for found in graded.values())
@@ -99,7 +78,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
 
 def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
     """Return the rows to grade, each with its lines, and the suite of which they are."""
-    samples, dataset, suite = scoring.samples, scoring.dataset, scoring.suite or load_suite("paper11")
+    samples, dataset, suite = scoring.samples, scoring.dataset, load_suite(scoring.suite)
     limit = {} if scoring.timeout_s is None else {"timeout_s": scoring.timeout_s}
     if dataset is not None and dataset not in {row.task for row in suite.tasks} and Path(dataset).exists():
         dataset = str(Path(dataset).resolve())
@@ -184,15 +163,14 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
     return kept, len(problems), layers
 
 
-def _answers(scoring: Scoring, row: LMEvalTaskConfig, lines: Lines) -> Graded:
+def _answers(scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines) -> Graded:
     """Grade answers by lm-eval."""
     from fcsd.evaluation.lm_eval.ready import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
 
-    assert scoring.suite is not None
     # How the model was asked is not known here, and no tokenizer is: prompts are hashed as plain text.
     plain = row.model_copy(update={"chat_template": False, "system_prompt": None, "thinking": None})
-    tasks = load_task(plain, scoring.suite, scoring.data_root, None)
+    tasks = load_task(plain, suite, scoring.data_root, None)
     thinking = scoring.thinking or bool(row.thinking)
     graded = grade_answers(scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking)
     return graded, num_items(tasks, None), None

@@ -13,20 +13,75 @@ from typing import Any
 
 import fcsd
 from fcsd.base.errors import UserError
-from fcsd.base.files import make_folder, write_text
+from fcsd.base.files import make_folder, read_json, write_text
 from fcsd.base.stats import plain_mean, standard_error
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
 from fcsd.evaluation.fetch import fetched_revision
 from fcsd.evaluation.lines import json_lines
-from fcsd.evaluation.question import end_of
 from fcsd.evaluation.suites import dataset_location
 
 SCHEMA_VERSION = 1
 Samples = dict[str, list[dict[str, Any]]]
 _SAMPLE_KEYS = ("doc_id", "doc_hash", "prompt_hash", "score")
+_LONGEST = 2000  # characters of a prompt; the whole prompt is identified by its hash
 _ROW_KEYS = ("metric", "value", "stderr", "num_items", "num_fewshot", "kind", "headline")
+
+
+def shown_question(asked: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the end of the prompt, and the choices: {"prompt": …, "choices": […]}.
+
+    Args:
+        asked: (context, continuation) of every request about one item; one request: no choices. Where contexts
+            differ (WinoGrande), the prompt is what they share, and a choice is the rest of its context too.
+
+    Returns:
+        {} for no request.
+    """
+    if not asked:
+        return {}
+    first, last = min(context for context, _ in asked), max(context for context, _ in asked)
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    if same < len(last):  # they differ, and may do so in the middle of a word
+        same = max(first.rfind(space, 0, same) for space in " \n") + 1
+    prompt = first[:same]  # what the first and the last in the order of text share, all share
+    shown: dict[str, Any] = {"prompt": end_of(prompt)}
+    if len(asked) > 1:
+        shown["choices"] = [context[len(prompt) :] + continuation for context, continuation in asked]
+    return shown
+
+
+def end_of(prompt: str) -> str:
+    """Return the last 2,000 characters, which have the question; examples stand before it."""
+    return prompt if len(prompt) <= _LONGEST else f"…{prompt[-_LONGEST:]}"
+
+
+def lm_eval_sample(
+    row: Mapping[str, Any], score: float, member: str | None, asked: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
+    """Build a sample of ours from one that lm-eval logs.
+
+    Args:
+        member: the task that the item is of, in a group.
+        asked: the arguments of every request about the item, which begin with context and continuation.
+    """
+    doc_id = int(row["doc_id"])
+    sample: dict[str, Any] = {
+        "doc_id": doc_id if member is None else f"{member}/{doc_id}",
+        "doc_hash": row["doc_hash"],
+        "prompt_hash": row["prompt_hash"],
+        "score": score,
+        "target": str(row.get("target", "")),
+    }
+    requests = [(str(context), str(more[0]) if more else "") for context, *more in asked]
+    response = (row.get("resps") or [[""]])[0][0]
+    if isinstance(response, list | tuple):  # log-likelihood, and whether it is the greedy answer
+        sample["loglikelihoods"] = [float(choice[0][0]) for choice in row["resps"]]
+    else:
+        sample["completion"] = str(response)
+        requests = [(context, "") for context, _ in requests[:1]]
+    return sample | shown_question(requests)
 
 
 def code_sample(
@@ -175,7 +230,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         if (folder / "stage.json").is_file():
             why = "the evaluation is not finished; run it again, and it continues"
         raise UserError(f"{folder}: no results.json; {why}")
-    result = read_whole(path)
+    result = read_json(path, "evaluate again")
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
         raise UserError(f"{path}: not a result of `fcsd evaluate`")
     if result.get("schema_version") != SCHEMA_VERSION:
@@ -215,11 +270,3 @@ def read_samples(folder: Path, task: str, row: Mapping[str, Any]) -> list[dict[s
             " evaluation; evaluate again"
         )
     return samples
-
-
-def read_whole(path: Path) -> Any:
-    """Read a result's file of one JSON value; a damaged one is a `UserError`."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); evaluate again") from None

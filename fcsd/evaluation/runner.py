@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
@@ -38,13 +40,10 @@ from fcsd.evaluation.results import (
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.parallel.ranks import ALONE, Ranks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 @contextlib.contextmanager
 def prepare_evaluation(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     suite: SuiteConfig,
     plan: EvaluationConfig,
     *,
@@ -71,22 +70,22 @@ def prepare_evaluation(
     if plan.limit is not None and plan.limit < 1:
         raise UserError(f"limit: must be at least 1, got {plan.limit}")
     data_root = Path(plan.data_root) if plan.data_root is not None else None
-    if data_root is not None and not data_root.is_dir():
-        raise UserError(f"{data_root}: no such folder (data root)")
     kept = ranks.from_first(
         lambda: {row.task: found for row in suite.tasks if store is not None and (found := store.get(row))}
     )
     missing = [row for row in suite.tasks if row.task not in kept]
     prepared: dict[str, Any] = {}
-    facts: dict[str, dict[str, Any]] = {task: found for task, (_, found) in kept.items()}
+    facts = {task: found for task, (_, found) in kept.items()}
     for row in missing:
-        items, found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
-        prepared[row.task], facts[row.task] = items, found
+        prepared[row.task], found = _prepare_task(row, suite, data_root, tokenizer, plan.limit)
+        facts[row.task] = found
         if not (found["higher_is_better"] or any_direction):
-            raise _lower_is_better(row)
+            raise UserError(
+                f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is"
+                " better, so choose one of those, or leave the task out"
+            )
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in kept.items()}
-    settings = {"limit": plan.limit, "batch_size": plan.batch_size, "data_root": data_root}
     scorer: CodeScorer | None = None
     with contextlib.ExitStack() as stack:
 
@@ -101,7 +100,7 @@ def prepare_evaluation(
             for row in code:
                 facts[row.task]["sandbox"] = layers
         yield PreparedEvaluation(
-            tokenizer, suite, settings, finished, missing, prepared, facts, scorer, store, ranks, progress
+            tokenizer, suite, plan, finished, missing, prepared, facts, scorer, store, ranks, progress
         )
 
 
@@ -119,18 +118,11 @@ def _checked_scorer(
         yield scorer
 
 
-def _lower_is_better(row: TaskConfig) -> UserError:
-    return UserError(
-        f"task {row.task}: lower is better in {row.metric}; models are compared by metrics of which more is better, so"
-        " choose one of those, or leave the task out"
-    )
-
-
 def _prepare_task(
     row: TaskConfig,
     suite: SuiteConfig,
     data_root: Path | None,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the items of a task, and the facts of its result that are known before a model is asked."""
@@ -153,13 +145,13 @@ def _prepare_task(
 class PreparedEvaluation:
     """A suite whose data and sandbox are ready: call it with a model and its name.
 
-    settings: limit, batch size, data root. finished: samples of tasks that were found. missing: the rows to run.
-    prepared: their items. facts: of each task, for its result.
+    finished: samples of tasks that were found. missing: the rows to run. prepared: their items. facts: of each task,
+    for its result.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     suite: SuiteConfig
-    settings: dict[str, Any]
+    plan: EvaluationConfig
     finished: Samples
     missing: Sequence[TaskConfig]
     prepared: Mapping[str, Any]
@@ -170,10 +162,10 @@ class PreparedEvaluation:
     progress: bool
 
     def __call__(
-        self, model: "PreTrainedModel", name: str, batches: Batches | None = None
+        self, model: PreTrainedModel, name: str, batches: Batches | None = None
     ) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model in memory, both JSON-able."""
-        size = self.settings["batch_size"]
+        size = self.plan.batch_size
         backend = InMemoryBackend(model, self.tokenizer, size, self.ranks, batches, progress=self.progress)
         return self.ask(backend, name)
 
@@ -192,7 +184,7 @@ class PreparedEvaluation:
                         samples[row.task] = self._run_code(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
-                            backend.language_model, row, self.prepared[row.task], self.settings["limit"]
+                            backend.language_model, row, self.prepared[row.task], self.plan.limit
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
@@ -211,7 +203,7 @@ class PreparedEvaluation:
         items = self.prepared[row.task]
         if row.kind == "code":
             return Work(len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens)
-        return likelihood.work(row, items, self.settings["limit"])
+        return likelihood.work(row, items, self.plan.limit)
 
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one sample a problem."""
@@ -234,7 +226,7 @@ class PreparedEvaluation:
         return self.ranks.from_first(scored)
 
     def _result(self, answered_by: dict[str, Any], samples: Samples, name: str) -> dict[str, Any]:
-        data_root, tasks = self.settings["data_root"], {}
+        data_root, tasks = Path(self.plan.data_root) if self.plan.data_root is not None else None, {}
         for row in self.suite.tasks:
             facts = self.facts[row.task]
             summed = task_result(row, samples[row.task], facts["num_items_total"], data_root)
@@ -245,13 +237,14 @@ class PreparedEvaluation:
         if any(row.chat_template for row in self.suite.tasks):
             chat_template = text_hash(json.dumps(self.tokenizer.chat_template, sort_keys=True))
         settings = {
-            **self.settings,
+            "limit": self.plan.limit,
+            "batch_size": self.plan.batch_size,
             "data_root": None if data_root is None else str(data_root),
             **answered_by,
             "chat_template_sha256": chat_template,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, but where a row has a temperature",
-            "suite": self.suite.model_dump(mode="json", exclude={"folder"}),
+            "suite": self.suite.model_dump(mode="json"),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }
         return whole_result(self.suite.name, name, tasks, settings, sandbox)

@@ -16,7 +16,9 @@ Not covered: KL, which needs all logits; several ranks.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
@@ -30,9 +32,6 @@ from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import quiet
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 class ServedBackend:
     """A checkpoint that a server answers for."""
@@ -41,7 +40,7 @@ class ServedBackend:
         self,
         server: Server,
         model: ModelFolder,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
     ):
         self.server, self.model, self.tokenizer = server, model, tokenizer
         self.config, self.generation = _configuration(model)
@@ -56,9 +55,9 @@ class ServedBackend:
             UserError: likelihoods without `prompt_logprobs`; a text that its context does not hold.
         """
         for row in evaluation.missing:
-            self._check(row, evaluation.prepared[row.task], evaluation.settings["limit"])
+            self._check(row, evaluation.prepared[row.task], evaluation.plan.limit)
 
-    def identify(self, load: Callable[[], "PreTrainedModel"]) -> None:
+    def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that it is the model that the server serves; `load` gives it in memory, to be let go again.
 
         Raises:
@@ -67,7 +66,7 @@ class ServedBackend:
 
         def ask(rows: Sequence[Sequence[int]]) -> list[list[float]]:
             bodies = [{"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows]
-            return [told for told, _ in self._send("likelihood", bodies, Journal(), quietly=True)]
+            return [told for told, _ in self.ask("likelihood", bodies, Journal(), quietly=True)]
 
         self.checked = check_identity(self.server, ask, self.model, self.tokenizer, load)
 
@@ -157,15 +156,15 @@ class ServedBackend:
             },
         }
 
-    def ask(self, what: str, bodies: Sequence[Body]) -> list[Any]:
-        """Return the answers of the current task to requests: of a "likelihood" [log-probabilities, ranks] of the last
-        `answer_tokens` of the prompt, of a "generation" token ids, or a text where the server gives no ids."""
-        return self._send(what, bodies, self._journal)
-
-    def _send(
-        self, what: str, bodies: Sequence[Body], journal: Journal, *, quietly: bool = False
+    def ask(
+        self, what: str, bodies: Sequence[Body], journal: Journal | None = None, *, quietly: bool = False
     ) -> list[Any]:
-        """Return the answers to all requests, of which those are asked that `journal` has no answer to."""
+        """Return the answers to requests, of which those are asked that the journal (the task's) has no answer to.
+
+        Of a "likelihood" [log-probabilities, ranks] of the last `answer_tokens` of the prompt, of a "generation" token
+        ids, or a text where the server gives no ids.
+        """
+        journal = self._journal if journal is None else journal
         found = [journal.get(body) for body in bodies]
         missing = [number for number, answer in enumerate(found) if answer is None]
         read = self._read_likelihood if what == "likelihood" else self._read_generation
@@ -222,14 +221,9 @@ class ServedBackend:
 
 def _configuration(model: ModelFolder) -> tuple[Any, Any]:
     """Return the checkpoint's configuration and its settings of generation, without its weights."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    from fcsd.model.connectivity.checkpoint import read_checkpoint
-
-    if read_checkpoint(model.folder, any_family=model.config.trust_remote_code).family is not None:
-        config = model.load_config()
-    else:
-        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True)
+    config = model.load_config(any_family=model.config.trust_remote_code)
     if (model.folder / "generation_config.json").is_file():
         return config, GenerationConfig.from_pretrained(model.folder)
     return config, GenerationConfig.from_model_config(config)

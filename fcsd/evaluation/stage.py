@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, versions
+from fcsd.base.artifact import Stage, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.data.config import DataConfig, SourceConfig
@@ -45,11 +46,8 @@ from fcsd.parallel.place import check_device_map, load_for_evaluation
 from fcsd.steering.routing.bias import BiasTables
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 FINISHED_TASKS = "finished-tasks"
-Measure = Callable[["PreTrainedModel", Batches | None], dict[str, Any]]
+Measure = Callable[[PreTrainedModel, Batches | None], dict[str, Any]]
 """What is measured of a model beside its scores, for its result, while its routers are still biased."""
 
 
@@ -84,7 +82,7 @@ class Reference:
             self._known[:] = [(rows, known)]
         known = self._known[0][1]
 
-        def kl(loaded: "PreTrainedModel", batches: Batches | None) -> dict[str, Any]:
+        def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
             found = mean_kl(known, loaded, rows, ranks=launch.ranks)
             known.head.cpu()  # off the device, where the next model needs the room
             return {"kl_to_original": found}
@@ -129,7 +127,7 @@ class Evaluation:
 
     def settings(self) -> dict[str, Any]:
         """Return what a result depends on, for the manifest."""
-        suite = {"suite": self.suite.model_dump(mode="json", exclude={"folder"})}
+        suite = {"suite": self.suite.model_dump(mode="json")}
         if self.reference is None:
             return {**suite, "limit": self.plan.limit, **self.answered_by}
         # No score depends on the batch size beyond float noise, so an evaluation may continue with another.
@@ -202,7 +200,7 @@ def _ask(
     """Return result and samples of a model; the result with what its reference measures."""
     reference = evaluation.reference
 
-    def load() -> "PreTrainedModel":
+    def load() -> PreTrainedModel:
         if reference is not None and reference.sweep is not None:
             return reference.sweep().loaded
         return load_for_evaluation(evaluation.checkpoint, launch, device_map=evaluation.device_map)
@@ -315,7 +313,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
-    made = read_json(stage.folder / "manifest.json").get("versions", {})
+    made = read_manifest(stage.folder).get("versions")
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):  # results.json is the damaged one
         result = read_json(stage.folder / "results.json")
         for row in evaluation.suite.tasks if made == versions() else ():

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from fcsd.data.batches import Collator, real_tokens
 from fcsd.evaluation.backend import Batches
@@ -26,9 +27,6 @@ from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.exchanges import exchange_counts, exchange_times, time_summary
 from fcsd.steering.routing.metrics import avg_layer_cv, avg_layer_kl, cv, kl, routes_moved
 from fcsd.training.losses.kl import Original, mean_kl, read_original
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Routes = dict[int, NDArray[np.int16]]
 """The experts [L, T, K] that the tokens of this rank's rows chose, by the number of the row."""
@@ -42,7 +40,7 @@ class Sweep:
     in one exchange, and sequences in a batch of the suite.
     """
 
-    loaded: "PreTrainedModel"
+    loaded: PreTrainedModel
     rows: Sequence[Any]
     links: LinkModel
     placement: NDArray[np.integer]
@@ -56,7 +54,7 @@ class Sweep:
         with self._routes() as (routes, around):
             return read_original(self.loaded, self.rows, ranks=self.launch.ranks, around_row=around), routes
 
-    def measure(self, loaded: "PreTrainedModel", batches: Batches | None) -> dict[str, Any]:
+    def measure(self, loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
         """Return `kl_to_original`, `exchange` and `routing` of the original, whose routers are biased now."""
         assert batches is not None and batches.begin is not None
         known, _ = self._unbiased

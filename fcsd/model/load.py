@@ -62,9 +62,19 @@ class ModelFolder:
         """Its files, found complete, of a family that can be converted."""
         return read_checkpoint(self.folder)
 
-    def load_config(self) -> Any:
-        """Return its config object, with upstream's defaults filled in."""
-        return load_config(self.checkpoint)
+    def load_config(self, any_family: bool = False) -> Any:
+        """Return its config object, with upstream's defaults filled in; that of a family that is not known is
+        transformers' own.
+
+        Raises:
+            UserError: what `read_checkpoint` and `load_config` refuse.
+        """
+        checkpoint = read_checkpoint(self.folder, any_family=True) if any_family else self.checkpoint
+        if checkpoint.family is not None:
+            return load_config(checkpoint)
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.config.trust_remote_code)
 
 
 def find_model(config: "ModelConfig") -> ModelFolder:
@@ -82,41 +92,28 @@ def load_checkpoint(
     *,
     weights: bool = True,
     any_family: bool = False,
-    distributed_config: Any = None,
-    device_map: Any = None,
+    **options: Any,
 ) -> "PreTrainedModel":
     """Load a checkpoint as its `model` section says, as it is or with the connectivity given.
 
     weights: False gives the same model without storage, for a rank that will be sent its shard.
-    any_family: as `load_model`.
-    distributed_config: transformers' `DistributedConfig`, for weights sharded over ranks while they are loaded.
-    device_map: transformers' own, for a model that this process spreads over several devices.
+    any_family, options: as `load_model`.
 
     Raises:
-        UserError: what `load_model` refuses; a model that cannot be sharded as the configuration says.
+        UserError: what `load_model` refuses.
     """
     config = model.config
-    given = {"distributed_config": distributed_config, "device_map": device_map}
-    options = {name: value for name, value in given.items() if value is not None}
-    try:
-        loaded: PreTrainedModel = load_model(
-            model.folder,
-            connectivity=connectivity,
-            dtype=config.dtype,
-            attn_implementation=config.attn_implementation,
-            experts_implementation=config.experts_implementation,
-            trust_remote_code=config.trust_remote_code,
-            any_family=any_family,
-            weights=weights,
-            **options,
-        )
-    except ValueError as error:
-        if distributed_config is None:
-            raise
-        raise UserError(
-            f"{config.path}: cannot be sharded with --expert-parallel {distributed_config.ep_size}:"
-            f" {' '.join(str(error).split())} Launch FSDP2 instead (configs/fsdp2_8.yaml)"
-        ) from None
+    loaded: PreTrainedModel = load_model(
+        model.folder,
+        connectivity=connectivity,
+        dtype=config.dtype,
+        attn_implementation=config.attn_implementation,
+        experts_implementation=config.experts_implementation,
+        trust_remote_code=config.trust_remote_code,
+        any_family=any_family,
+        weights=weights,
+        **options,
+    )
     return loaded
 
 

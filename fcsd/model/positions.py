@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.checkpoint import read_checkpoint
-from fcsd.model.connectivity.load import load_config
 from fcsd.model.load import ModelFolder
 
 if TYPE_CHECKING:
@@ -68,16 +67,11 @@ def check_positions(
 
 def _of_folder(model: ModelFolder) -> tuple[Any, Iterable[tuple[str, tuple[int, ...]]]]:
     """Return the config, None where transformers cannot read it, and names and shapes of the tensors."""
-    from transformers import AutoConfig
-
     checkpoint = read_checkpoint(model.folder, any_family=True)
-    if checkpoint.family is not None:
-        return load_config(checkpoint), checkpoint.shapes.items()
     try:
-        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=model.config.trust_remote_code)
+        return model.load_config(any_family=True), checkpoint.shapes.items()
     except (OSError, ValueError):  # the loading says why
         return None, ()
-    return config, checkpoint.shapes.items()
 
 
 def _is_table(tensor: str, shape: tuple[int, ...], positions: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
@@ -81,13 +81,21 @@ def load_for_launch(
     spread = distributed_config(launch.engine, launch.ranks.size, bf16=bf16)
     if spread is not None:
         spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
-    loaded = load_checkpoint(
-        model,
-        connectivity,
-        weights=launch.loads_weights,
-        any_family=any_family,
-        distributed_config=spread,
-    )
+    try:
+        loaded = load_checkpoint(
+            model,
+            connectivity,
+            weights=launch.loads_weights,
+            any_family=any_family,
+            distributed_config=spread,
+        )
+    except ValueError as error:
+        if spread is None:
+            raise
+        raise UserError(
+            f"{model.config.path}: cannot be sharded with --expert-parallel {spread.ep_size}: {one_line(error)}"
+            " Launch FSDP2 instead (configs/fsdp2_8.yaml)"
+        ) from None
     if spread is not None:
         attach_loaded(loaded, spread)
     return loaded

@@ -3,7 +3,6 @@
     launch = join_launch()                               # all ranks of the launch; one process: that one
     with prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks) as evaluate:
         result, samples = evaluate(model, "model")
-    texts = generate_completions(model, tokenizer, problems, task=row, batch_size=16, ranks=launch.ranks)
 
 All ranks make these calls, with the same arguments, and all of them get the same back; the first one alone prints,
 writes and runs programs. It works on a model in training as well, under every engine (`fcsd.parallel.engine`):

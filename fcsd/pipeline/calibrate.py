@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, read_json, write_json
+from fcsd.base.files import check_folder_place, write_json
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
@@ -79,7 +79,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     stage = calibrate(run, on_bad_row=None)
 
     def leave() -> None:
-        record = read_json(stage.folder / "manifest.json")
+        record = read_manifest(stage.folder)
         for file in ("decontamination.json", "bad_rows.json"):
             if (stage.folder / file).is_file():
                 os.replace(stage.folder / file, stage.folder / "model" / file)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.data.config import DataConfig
@@ -18,10 +18,11 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
-from fcsd.model.connectivity.modeling import register
+from fcsd.model.connectivity.modeling import base_model_class, register
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
-from fcsd.model.families.family import read_field, text_config
+from fcsd.model.families.family import text_config
+from fcsd.model.inspect.checkpoint import config_object
 from fcsd.model.load import ModelFolder
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision
@@ -70,7 +71,7 @@ def check_run(run: Run) -> None:
                 raise UserError(f"{where}{error}") from None
     bias, evaluated = recipe.evaluation.router_bias, list(run.model_names)
     if bias is not None:
-        num_experts, _ = expert_counts(text_config(config, family), family)
+        num_experts, _ = expert_counts(text_config(config, family))
         links = links_of(bias)
         try:
             contiguous(num_experts or 0, len(links.endpoints))
@@ -127,7 +128,7 @@ def check_overlap(run: Run) -> None:
     if not engine.spreads_experts:
         return
     config, family = _config_and_family(run.original)
-    experts = read_field(text_config(config, family), family.num_experts)
+    experts, _ = expert_counts(text_config(config, family))
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
             f"--expert-parallel {engine.expert_parallel}: does not divide the {experts} experts of {folder}; change it"
@@ -169,20 +170,17 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         UserError: a model type that transformers or fcsd does not know, a dense model, a value that does not fit.
     """
-    values = {
-        key: value for key, value in config.items() if key not in ("model_type", "experts_implementation")
-    }
-    model_type = config["model_type"]
+    raw = {key: value for key, value in config.items() if key != "experts_implementation"}
     try:
         # transformers would answer with a list of hundreds of model types
-        if family_of({"model_type": model_type}).like:
-            register(model_type)
-        built = AutoConfig.for_model(model_type, **values)
+        family = family_of({"model_type": config["model_type"]})
+        cls, name = base_model_class(family).config_class, family.model_type
+        if family.like:
+            register(name)
+        built: PreTrainedConfig = config_object(cls, raw, name, name)
         family_of(built)
     except UserError as error:
         raise UserError(f"pretrain.config: {error}") from None
-    except Exception as error:  # transformers' strict configs raise many kinds for a wrong field
-        raise UserError(f"pretrain.config: {model_type}: {' '.join(str(error).split())}") from error
     return built
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_text
+from fcsd.base.files import write_text
 from fcsd.base.strict import validate
 from fcsd.model.load import ModelFolder, dtype_of
 from fcsd.parallel.launch import Launch
@@ -41,7 +41,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
     stage = Stage(folder, "sweep", settings, inputs, MAY_CHANGE)
     if launch.begin(stage) == "finished":
-        _tell_choice(read_json(folder / "manifest.json")["results"], launch)
+        _tell_choice(read_manifest(folder)["results"], launch)
         return stage
     check_training(run, recipe.sweep.batch_size_tokens)
     check_overlap(run)
@@ -94,7 +94,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     rows = training_rows(plan.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(run, folder, f"distil {variant or MAIN}", teacher, rows, start)
-    with early_stopping(run, run.tokenizer) as (stopper, score):
+    with early_stopping(run) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
     launch.finish(stage, results | left_out(rows, folder, launch), folder / "model")
     remove_checkpoints(folder, launch)
@@ -121,12 +121,11 @@ def cache_teacher(run: Run, variant: str | None, output: Path | None, *, verify:
 def _with_sweep(run: Run) -> Run:
     if run.recipe.sweep is None:
         return run
-    manifest = run.layout.sweep / "manifest.json"
-    if not manifest.is_file():
+    if not (manifest := read_manifest(run.layout.sweep)):
         raise UserError(
-            f"{manifest.parent}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
+            f"{run.layout.sweep}: the sweep is not finished; run `fcsd sweep` first, or set sweep to null"
         )
-    return replace(run, recipe=with_choice(run.recipe, read_json(manifest)["results"]), before=run.whole)
+    return replace(run, recipe=with_choice(run.recipe, manifest["results"]), before=run.whole)
 
 
 def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:

@@ -14,7 +14,8 @@ from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, left_out, pretraining_rows
 from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import MAY_CHANGE, CrossEntropyObjectiveConfig
+from fcsd.training.config import MAY_CHANGE
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 from fcsd.training.run import remove_checkpoints, train
 
 

@@ -34,53 +34,49 @@ def run_progress(run: Run, **where: Any) -> Progress:
     """
     recipe, layout, plan = run.recipe, run.layout, run.recipe.pretrain
     stages: list[tuple[str, Path, Work]] = []
+
+    def add(name: str, folder: Path, unit: str, cost: float) -> None:
+        stages.append((name, folder, Work(1, unit, cost)))
+
     if plan is not None:
-        folder = layout.pretrain
-        stages.append(
-            (
-                PRETRAINING,
-                folder,
-                _training(folder, plan.train.max_steps, plan.train.batch_size_tokens, teacher=False),
-            )
-        )
-    stages.append((CONVERSION, layout.convert, Work(1, "files", 0)))
+        cost = _training(layout.pretrain, plan.train.max_steps, plan.train.batch_size_tokens, False)
+        add(PRETRAINING, layout.pretrain, "tokens", cost)
+    add(CONVERSION, layout.convert, "files", 0)
     if recipe.calibration is not None:
-        stages.append((CALIBRATION, layout.stage("calibrated"), Work(1, "files", 0)))
+        add(CALIBRATION, layout.stage("calibrated"), "files", 0)
     batch = float(recipe.train.batch_size_tokens)
     if recipe.sweep is not None:
         sweep = recipe.sweep
         sizes = [*sweep.batch_size_tokens, *[fmean(sweep.batch_size_tokens)] * len(sweep.learning_rate)]
         done = len(list(layout.sweep.glob("*/result.json"))) / len(sizes)
         tokens = sum(size * sweep.steps_of(round(size), recipe.train) for size in sizes)
-        cost = tokens * (1 - done) * _passes(recipe.objective.has_teacher)
-        stages.append((SWEEP, layout.sweep, Work(1, "tokens", cost)))
+        add(SWEEP, layout.sweep, "tokens", tokens * (1 - done) * _passes(recipe.objective.has_teacher))
         batch = fmean(sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
         one, folder = run.variant(name).recipe, layout.stage(name or MAIN)
         changes = recipe.variants.get(name or "", {})
         tokens = one.train.batch_size_tokens if "train.batch_size_tokens" in changes else batch
         steps = one.train.max_steps if "train.max_steps" in changes else recipe.steps_with(round(tokens))
-        work = _training(folder, steps, tokens, teacher=one.objective.has_teacher)
-        stages.append((distillation(name), folder, work))
+        add(distillation(name), folder, "tokens", _training(folder, steps, tokens, one.objective.has_teacher))
     for name in run.model_names:
-        stages.append((evaluation(name), layout.evaluation(name), Work(1, "evaluations", 1)))
+        add(evaluation(name), layout.evaluation(name), "evaluations", 1)
     if (bias := recipe.evaluation.router_bias) is not None:
-        stages.append((STEERING, layout.router_bias, Work(1, "evaluations", 1)))
+        add(STEERING, layout.router_bias, "evaluations", 1)
         for name in bias.names:
-            stages.append((evaluation(name), layout.evaluation(name), Work(1, "evaluations", 1)))
+            add(evaluation(name), layout.evaluation(name), "evaluations", 1)
     if run.studies_layers:
-        stages.append((LAYERS, layout.layers, Work(1, "studies", 1)))
-    stages.append((PUBLICATION, layout.publish, Work(1, "files", 0)))
+        add(LAYERS, layout.layers, "studies", 1)
+    add(PUBLICATION, layout.publish, "files", 0)
     left = {name: work for name, folder, work in stages if not (folder / "manifest.json").is_file()}
     heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
     return Progress(left, len(stages) - len(left), label=heading, ended=ended, **where)
 
 
-def _training(folder: Path, max_steps: int, batch_size_tokens: float, *, teacher: bool) -> Work:
+def _training(folder: Path, max_steps: int, batch_size_tokens: float, teacher: bool) -> float:
     """Return the tokens of the steps after the newest checkpoint, times the passes that each takes."""
     kept = checkpoints(folder / "checkpoints")
     steps = max(0, max_steps - (step_of(kept[-1]) if kept else 0))
-    return Work(1, "tokens", steps * batch_size_tokens * _passes(teacher))
+    return steps * batch_size_tokens * _passes(teacher)
 
 
 def _passes(teacher: bool) -> int:

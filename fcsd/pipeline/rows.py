@@ -122,7 +122,7 @@ def _decontaminator(
 ) -> Decontaminator | None:
     if plan is None:
         return None
-    sets = [dataset_items(**test_set.model_dump(), data_root=data_root) for test_set in plan.against]
+    sets = [dataset_items(test_set, data_root) for test_set in plan.against]
     if plan.suite is not None:
         sets.append(suite_items(load_suite(plan.suite), data_root, tokenizer))
     return Decontaminator(ItemIndex(itertools.chain(*sets), plan.ngram))

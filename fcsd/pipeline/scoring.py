@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.runner import prepare_evaluation
@@ -25,9 +25,7 @@ from fcsd.training.heldout import HeldoutKL
 
 
 @contextlib.contextmanager
-def early_stopping(
-    run: Run, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
+def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
     """Give the stopper and the score function of a recipe; None, None where it has no such section.
 
     Data, templates and sandbox are checked on entering; of a code task the canonical solutions are run first, since a
@@ -45,7 +43,7 @@ def early_stopping(
     )
     if isinstance(plan, HeldoutKLStoppingConfig):
         with stopper.time.scoring():
-            rows = heldout_of(recipe.data, tokenizer)  # the recipe has checked that it has some
+            rows = heldout_of(recipe.data, run.tokenizer)  # the recipe has checked that it has some
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row = plan.task
@@ -53,7 +51,7 @@ def early_stopping(
         with stopper.time.scoring():
             evaluate = stack.enter_context(
                 prepare_evaluation(
-                    tokenizer,
+                    run.tokenizer,
                     # Paths of tasks' definitions are relative to where the command runs, as all in a recipe.
                     SuiteConfig(name="early_stopping", tasks=[row], folder="."),
                     recipe.evaluation.model_copy(update={"batch_size": plan.batch_size, "limit": plan.limit}),

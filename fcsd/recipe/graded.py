@@ -31,15 +31,9 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
         UserError: a source is a split that the recipe's suite, its early stopping, or its list of test items names; or
             there is no such suite.
     """
-    sections = {
-        "data": recipe.data,
-        **{f"variants.{name}: data": recipe.variant(name).data for name in recipe.variants},
-    }
-    if recipe.pretrain is not None:
-        sections["pretrain.data"] = recipe.pretrain.data
     root = Path(recipe.evaluation.data_root) if recipe.evaluation.data_root is not None else None
-    for section, data in sections.items():
-        for graded in _graded(recipe, data, where):
+    for section, data in recipe.data_sections.items():
+        for graded in graded_splits(recipe, data, where):
             for index, source in enumerate(data.train):
                 if _is_graded(source, graded, root):
                     raise UserError(
@@ -48,7 +42,8 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
                     )
 
 
-def _graded(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
+def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
+    """Yield what the models of a recipe are graded on, and what is kept out of one of its `data` sections."""
     stopping = recipe.early_stopping
     if isinstance(stopping, TaskStoppingConfig):
         yield Graded("early_stopping", stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)

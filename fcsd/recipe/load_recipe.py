@@ -12,6 +12,10 @@ from fcsd.recipe.graded import refuse_graded
 from fcsd.recipe.overrides import set_dotted
 from fcsd.recipe.recipe import Recipe
 
+_FILES_BESIDE = (
+    "evaluation.suite", "evaluation.router_bias.links", "data.decontaminate.suite", "pretrain.data.decontaminate.suite",
+)  # fmt: skip
+
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read and check a recipe: a file, or the name of a shipped one (`tiny/demo`).
@@ -41,22 +45,16 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Replace the paths of suites and links that are not below the working directory but beside the recipe."""
     raw = copy.deepcopy(raw)
-    pretrain = raw.get("pretrain")
-    data = [part.get("data") for part in (raw, pretrain) if isinstance(part, dict)]
-    sections = [
-        raw.get("evaluation"),
-        *(part.get("decontaminate") for part in data if isinstance(part, dict)),
-    ]
-    for section in sections:
-        if not isinstance(section, dict) or not isinstance(name := section.get("suite"), str):
+    for key in _FILES_BESIDE:
+        *sections, last = key.split(".")
+        place: Any = raw
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None
+        name = place.get(last) if isinstance(place, dict) else None
+        if not isinstance(name, str) or (last == "suite" and not is_suite_file(name)):
             continue
-        if is_suite_file(name) and not Path(name).exists() and (folder / name).is_file():
-            section["suite"] = str(folder / name)
-    evaluation = raw.get("evaluation")
-    bias = evaluation.get("router_bias") if isinstance(evaluation, dict) else None
-    if isinstance(bias, dict) and isinstance(links := bias.get("links"), str):
-        beside = folder / links
-        bias["links"] = str(beside) if beside.is_file() and not Path(links).exists() else links
+        if not Path(name).exists() and (folder / name).is_file():
+            place[last] = str(folder / name)
     return raw
 
 
@@ -67,9 +65,7 @@ def check_recipe(raw: Any, where: str) -> Recipe:
         UserError: as `load_recipe`.
     """
     recipe = validate(Recipe, raw, where)
-    for name in recipe.variants:
-        recipe.variant(name)  # a mistake inside a variant is found now, not hours later
-    refuse_graded(recipe, where)
+    refuse_graded(recipe, where)  # makes the variants: a mistake inside one is found now, not hours later
     return recipe
 
 

@@ -26,15 +26,8 @@ from fcsd.model.config import (
 )
 from fcsd.recipe.overrides import set_dotted
 from fcsd.recipe.stopping import EarlyStoppingConfig
-from fcsd.training.config import (
-    DivergenceObjectiveConfig,
-    KLObjectiveConfig,
-    ObjectiveConfig,
-    SafetyConfig,
-    SweepConfig,
-    TrainConfig,
-)
-from fcsd.training.config_calibration import CalibrationConfig
+from fcsd.training.config import CalibrationConfig, SafetyConfig, SweepConfig, TrainConfig
+from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
 
 _VARIANT_SECTIONS = (
     "connectivity",
@@ -96,8 +89,8 @@ def router_loss_keys(config: dict[str, Any]) -> list[str]:
 
 def _has_teacher(objective: Any) -> bool:
     choice = choice_of(ObjectiveConfig)
-    kind = choice.member(objective) if choice is not None else None
-    return kind is None or issubclass(kind, DivergenceObjectiveConfig)  # None: an error of its own
+    kind: Any = choice.member(objective) if choice is not None else None
+    return kind is None or kind.has_teacher  # None: an error of its own
 
 
 class PublicationConfig(Strict):
@@ -232,14 +225,23 @@ class Recipe(Strict):
     @property
     def training_tokens(self) -> int:
         """The tokens that the longest training reads, of the sweep, the distillation that it chooses, and variants."""
-        train = self.train
-        found = [train.max_steps * train.batch_size_tokens]
-        for one in (self.variant(name).train for name in self.variants):
-            found.append(one.max_steps * one.batch_size_tokens)
-        for size in self.sweep.batch_size_tokens if self.sweep is not None else ():
-            assert self.sweep is not None
-            found.append(size * max(self.steps_with(size), self.sweep.steps_of(size, train)))
+        found = [one.train.max_steps * one.train.batch_size_tokens for one in self.with_variants]
+        if (plan := self.sweep) is not None:
+            for size in plan.batch_size_tokens:
+                found.append(size * max(self.steps_with(size), plan.steps_of(size, self.train)))
         return max(found)
+
+    @property
+    def with_variants(self) -> list["Recipe"]:
+        """This recipe, and each of its variants."""
+        return [self, *map(self.variant, self.variants)]
+
+    @property
+    def data_sections(self) -> dict[str, DataConfig]:
+        """What all trainings read, by the keys of the sections."""
+        names = ["data", *(f"variants.{name}: data" for name in self.variants)]
+        found = dict(zip(names, (one.data for one in self.with_variants), strict=True))
+        return found if self.pretrain is None else found | {"pretrain.data": self.pretrain.data}
 
     @property
     def starts_calibrated(self) -> bool:

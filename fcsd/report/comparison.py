@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fcsd.base.artifact import versions
+from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, new_folder, read_json, write_json, write_text
+from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
 from fcsd.base.text import fold
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
@@ -100,18 +100,22 @@ def chance_levels(evaluated: Evaluated) -> dict[str, float]:
 
 
 def write_details(
-    evaluated: Evaluated, comparisons: Comparisons, folder: Path, colours: Mapping[str, str] | None = None
+    evaluated: Evaluated,
+    comparisons: Comparisons,
+    training: Mapping[str, Path],
+    folder: Path,
+    colours: Mapping[str, str],
 ) -> dict[str, str]:
-    """Write figures of the differences, `items.html` and `lm_eval/` into `folder`; returns figure -> caption.
+    """Write figures of differences and trainings, `items.html` and `lm_eval/` into `folder`; figure -> caption.
 
-    colours: model -> its colour in all figures.
+    training: model -> the folder of its training. colours: model -> its colour in all figures.
     """
     from fcsd.report.plots import plot_deltas, plot_members
 
     for name, each in evaluated.items():
         write_lm_eval(each["result"] | {"model": name}, each["samples"], folder / "lm_eval")
     if not comparisons:
-        return {}
+        return training_figures(training, folder, colours)
     write_items(evaluated, comparisons, folder / "items.html")
     look = quick_look(*(each["limit"] for each in comparisons.values()))
     chance = chance_levels(evaluated)
@@ -127,7 +131,7 @@ def write_details(
             figures[f"{task}_members.png"] = (
                 f"{task}: difference to the original by member (number of items). {' '.join(counts)}{mark}"
             )
-    return figures
+    return figures | training_figures(training, folder, colours)
 
 
 def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None) -> None:
@@ -142,9 +146,8 @@ def write_comparison(evaluated: Evaluated, folder: Path, only: Sequence[str] | N
     comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
-        figures = write_details(evaluated, comparisons, new, colours)
         training = {name: each["training"] for name, each in evaluated.items() if each["training"]}
-        figures |= training_figures(training, new, colours) if training else {}
+        figures = write_details(evaluated, comparisons, training, new, colours)
         whole = {
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
@@ -196,9 +199,7 @@ def figure_parts(figures: Mapping[str, str]) -> list[str]:
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
     """Find where the model was trained on which `folder` has a result, if that place is known and its weights are
     these."""
-    if not (folder / "manifest.json").is_file():
-        return None
-    weights = read_json(folder / "manifest.json").get("inputs", {}).get("model")
+    weights = read_manifest(folder).get("inputs", {}).get("model")
     run = folder.resolve().parent.parent  # of RUN/evaluate/NAME
     places = [
         Path(str(result["model"])).parent,
@@ -206,12 +207,12 @@ def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
         run / "pretrain",
         run / "variants" / folder.name,
     ]
-    for place in places:
-        if (place / "history.jsonl").is_file() and (place / "manifest.json").is_file():
-            left = read_json(place / "manifest.json").get("outputs", {}).get("model")
-            if left is not None and left == weights:
-                return place
-    return None
+    trained = (
+        (place for place in places if (place / "history.jsonl").is_file()) if weights is not None else ()
+    )
+    return next(
+        (each for each in trained if read_manifest(each).get("outputs", {}).get("model") == weights), None
+    )
 
 
 def settings_text(evaluated: Evaluated) -> str:

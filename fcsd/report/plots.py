@@ -10,28 +10,22 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, model_colours, save_figure, set_title
+from fcsd.report.figure import GREY, SIZE, Colours, legend_beside, save_figure, set_title
+from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.sweep import last_text
 
 
-def plot_losses(
-    histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours | None = None
-) -> None:
+def plot_losses(histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours) -> None:
     """Draw the training loss by tokens for every run; each divergence and cross-entropy in panels of their own.
 
     histories: name -> points with `tokens` beside what was logged.
     """
-    colours = colours or model_colours(list(histories))
-    titles = {
-        "kl": "KL to the teacher", "reverse_kl": "reverse KL to the teacher", "jsd": "JSD to the teacher",
-        "ce": "cross-entropy",
-    }  # fmt: skip
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for key, title in titles.items():
+    for key, measure in MEASURES.items():
         for name, points in histories.items():
             # On a logarithmic axis there is no place for 0.
             if series := [(point["tokens"], point[key]) for point in points if point.get(key, 0) > 0]:
-                panels.setdefault(title, {})[name] = series
+                panels.setdefault(measure.title, {})[name] = series
     count = max(1, len(panels))
     figure, axes = plt.subplots(1, count, figsize=(SIZE[0] * count, SIZE[1]), squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=False):
@@ -45,13 +39,12 @@ def plot_losses(
 
 
 def plot_scores(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path, colours: Colours | None = None
+    curves: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, path: Path, colours: Colours
 ) -> None:
     """Draw the early-stopping score by tokens, with a band of one standard error to each side; shares in per cent.
 
     curves: name -> points of `fcsd.training.early_stopping.EarlyStopper.record`, with `tokens`.
     """
-    colours = colours or model_colours(list(curves))
     figure, axis = plt.subplots(figsize=SIZE)
     by_kl = metric == "heldout_kl"
     shares = not by_kl and all(abs(point["score"]) <= 1 for points in curves.values() for point in points)
@@ -97,15 +90,14 @@ def plot_models(
     tasks: Sequence[str],
     models: Mapping[str, Mapping[str, tuple[float, float]]],
     path: Path,
+    colours: Colours,
     note: str = "",
-    colours: Colours | None = None,
     chance: Mapping[str, float] | None = None,
 ) -> None:
     """Draw scores in per cent, a row a task and a colour a model, with bars of one standard error.
 
     models: name -> task -> score and standard error, as shares. chance: task -> the score of guessing.
     """
-    colours = colours or model_colours(list(models))
     figure, axis = plt.subplots(figsize=(SIZE[0], _rows_height(len(tasks), len(models))))
     for index, (name, scores) in enumerate(models.items()):
         places = [tick + 0.7 * ((index + 0.5) / len(models) - 0.5) for tick in range(len(tasks))]
@@ -140,8 +132,8 @@ def _chance(axis: Any, tick: int, share: float | None) -> None:
 def plot_deltas(
     comparisons: Mapping[str, Mapping[str, Any]],
     path: Path,
+    colours: Colours,
     note: str = "",
-    colours: Colours | None = None,
     chance: Mapping[str, float] | None = None,
 ) -> None:
     """Draw the difference to the original in points with its 95 % interval, a row a task and the mean, a colour a
@@ -150,7 +142,6 @@ def plot_deltas(
 
     note: the mark of a quick look. chance: task -> the score of guessing, marked where it lies among the points.
     """
-    colours = colours or model_colours(list(comparisons))
     first = next(iter(comparisons.values()))
     has_mean = first["mean"] is not None and len(first["tasks"]) > 1
     tasks = [*first["tasks"], *(["mean"] if has_mean else [])]
@@ -196,8 +187,8 @@ def plot_members(
     name: str,
     comparisons: Mapping[str, Mapping[str, Any]],
     path: Path,
+    colours: Colours,
     note: str = "",
-    colours: Colours | None = None,
 ) -> None:
     """Draw the difference to the original of every member of a group (the subjects of MMLU), sorted by the first
     model's; filled where the interval does not hold 0.
@@ -209,7 +200,7 @@ def plot_members(
     step = 0.17 * max(1.0, 0.6 * len(comparisons))
     figure, axis = plt.subplots(figsize=(SIZE[0], step * len(members) + 1.2))
     rows = {model: [row["members"][member] for member in members] for model, row in comparisons.items()}
-    _intervals(axis, rows, 0.6, colours or model_colours(list(comparisons)), markersize=3, linewidth=0.7)
+    _intervals(axis, rows, 0.6, colours, markersize=3, linewidth=0.7)
     labels = [f"{member.removeprefix(f'{name}_')} ({first[member]['num_items']})" for member in members]
     axis.set_yticks(range(len(members)), labels, fontsize=6)
     _difference_axis(axis, "points, with the 95 % interval")

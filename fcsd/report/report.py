@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import versions
+from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json, write_json, write_text
 from fcsd.base.text import fold, stopping_text
@@ -33,7 +33,7 @@ from fcsd.report.plots import plot_models, plot_sweep
 from fcsd.report.steering import steering_figure, steering_parts, steering_points
 from fcsd.report.study_plots import plot_layers
 from fcsd.report.table import models_table
-from fcsd.report.training import stopping_table, training_figures
+from fcsd.report.training import stopping_table
 from fcsd.report.verdict import quick_look, verdict
 from fcsd.training.sweep import choice_text, edges
 
@@ -53,7 +53,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     evaluated = {
         name: _evaluated(layout, name, "original" if name in steered else name)
         for name in sorted(names, key=lambda name: name != "original")
-        if _manifest(layout.evaluation(name)) is not None
+        if read_manifest(layout.evaluation(name))
     }
     training = {name: layout.stage(name) for name in names}
     training = {name: path for name, path in training.items() if (path / "history.jsonl").is_file()}
@@ -79,16 +79,16 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "recipe": recipe.dump(),
         "models": models,
         "comparisons": comparisons,
-        "training": {name: read_json(path / "manifest.json") for name, path in training.items()},
-        "sweep": (_manifest(layout.sweep) or {}).get("results"),
+        "training": {name: read_manifest(path) for name, path in training.items()},
+        "sweep": read_manifest(layout.sweep).get("results"),
         "router_bias": steering_points(recipe, layout, models),
-        "layers": read_study(layout.layers) if _manifest(layout.layers) is not None else None,
+        "layers": read_study(layout.layers) if read_manifest(layout.layers) else None,
         "versions": versions(),
     }
     with new_folder(folder, "report.json", "report") as new:
         colours = model_colours(list(names))
-        figures = write_details(evaluated, comparisons, new, colours)
-        figures |= training_figures(training, new, colours) | _figures(report, evaluated, look, colours, new)
+        figures = write_details(evaluated, comparisons, training, new, colours)
+        figures |= _figures(report, evaluated, look, colours, new)
         figures |= steering_figure(report["router_bias"], new, look)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
@@ -102,8 +102,8 @@ def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
     weights: the model whose weights it has.
     """
     left, scores = layout.stage(weights), layout.evaluation(name)
-    now = (_manifest(left) or {}).get("outputs", {}).get("model")
-    measured = (_manifest(scores) or {}).get("inputs", {}).get("model")
+    now = read_manifest(left).get("outputs", {}).get("model")
+    measured = read_manifest(scores).get("inputs", {}).get("model")
     if now is not None and measured is not None and now != measured:
         raise UserError(
             f"{scores}: was measured on other weights than those in {left};"
@@ -111,11 +111,6 @@ def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
         )
     result, samples = read_result(scores)
     return {"result": result, "samples": samples}
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    return read_json(path) if path.is_file() else None
 
 
 def _layers(layout: RunLayout, name: str) -> str:
@@ -132,14 +127,14 @@ def _layers(layout: RunLayout, name: str) -> str:
 
 
 def _calibration(path: Path) -> str:
-    results = read_json(path / "manifest.json")["results"]
+    results = read_manifest(path)["results"]
     return f"none; calibrated on {results['tokens']:,} tokens"
 
 
 def _training(path: Path | None) -> str:
     if path is None:
         return "-"
-    manifest = read_json(path / "manifest.json")
+    manifest = read_manifest(path)
     objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
     results = manifest["results"]
     best = f", best at {results['best_step']}" if results.get("best_step") is not None else ""

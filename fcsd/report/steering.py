@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.base.files import read_json
+from fcsd.base.artifact import read_manifest
 from fcsd.base.text import markdown, nats
 from fcsd.recipe.layout import RunLayout
 from fcsd.recipe.recipe import Recipe
@@ -26,10 +26,10 @@ def steering_points(recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapp
     models: name -> {"result": …}, the original among them. A point has name, kind, strength, exchange, routing, kl (of
     the output to the original's, with stderr), mean and mean_stderr of the tasks.
     """
-    bias, manifest = recipe.evaluation.router_bias, layout.router_bias / "manifest.json"
-    if bias is None or not manifest.is_file() or "original" not in models:
+    bias, manifest = recipe.evaluation.router_bias, read_manifest(layout.router_bias)
+    if bias is None or not manifest or "original" not in models:
         return []
-    unbiased = read_json(manifest)["results"]["original"]
+    unbiased = manifest["results"]["original"]
     points: Points = []
     for name, (kind, strength) in {"original": (None, 0.0), **bias.names}.items():
         if name in models:

@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.files import read_json
-from fcsd.base.text import RELATIVE, duration, items_text, plus_minus, scored_row, stopping_text
+from fcsd.base.artifact import read_manifest
+from fcsd.base.text import RELATIVE, duration, items_text, markdown, plus_minus, scored_row, stopping_text
 from fcsd.report.table import percent, with_error
 from fcsd.training.history import read_history, read_scores
 
 
 def training_figures(
-    training: Mapping[str, Path], folder: Path, colours: Mapping[str, str] | None = None
+    training: Mapping[str, Path], folder: Path, colours: Mapping[str, str]
 ) -> dict[str, str]:
     """Draw the losses, and the scores of early stopping, of finished trainings (name -> their folder); figure ->
     caption.
@@ -37,7 +37,7 @@ def training_figures(
 
 def _by_tokens(points: Sequence[Mapping[str, Any]], training: Path) -> list[dict[str, Any]]:
     """Return points with the tokens of all batches up to their step, so that runs of different batches compare."""
-    batch = read_json(training / "manifest.json")["settings"]["train"]["batch_size_tokens"]
+    batch = read_manifest(training)["settings"]["train"]["batch_size_tokens"]
     return [{**point, "tokens": point["step"] * batch} for point in points]
 
 
@@ -54,15 +54,11 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
             score = "-" if best is None else plus_minus(best, found["best_stderr"])
             if best is not None and metric not in RELATIVE and abs(best) <= 1:
                 score = f"{with_error(percent(best), found['best_stderr'])} %"
-            rows.append(
-                f"| {name} | {score} | {results['best_step']} |"
-                f" {items_text(metric, found['num_items'], found['num_items_total'])} | {found['num_scores']} |"
-                f" {duration(found['scoring_s'])}, {100 * found['share_of_time']:.1f} % |"
-            )
-    if not rows:
-        return ""
-    head = "| training | best score | at step | measured on | scores | of the run's time |\n|---|---|---|---|---|---|\n"
-    return head + "\n".join(rows)
+            items = items_text(metric, found["num_items"], found["num_items_total"])
+            time = f"{duration(found['scoring_s'])}, {100 * found['share_of_time']:.1f} %"
+            rows.append([name, score, str(results["best_step"]), items, str(found["num_scores"]), time])
+    header = ["training", "best score", "at step", "measured on", "scores", "of the run's time"]
+    return markdown(header, rows) if rows else ""
 
 
 def _stopping_curves(
@@ -72,7 +68,7 @@ def _stopping_curves(
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():
         found = read_scores(path)
-        plan = read_json(path / "manifest.json")["settings"].get("early_stopping")
+        plan = read_manifest(path)["settings"].get("early_stopping")
         if found is not None and plan is not None:
             curves.setdefault((scored_row(plan)["metric"], stopping_text(plan)), {})[name] = _by_tokens(
                 found["points"], path

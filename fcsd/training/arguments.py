@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.errors import UserError
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.training.config import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.training.config import SafetyConfig, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import Teacher
 
 Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score

@@ -8,8 +8,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.base.text import nats, progress_bar
 from fcsd.parallel.failure import in_step
+from fcsd.training.losses.objectives import MEASURES
 
-_SHOWN = ("kl", "reverse_kl", "jsd", "ce", "l2", "router_kl", "top1_agreement")
+_SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):

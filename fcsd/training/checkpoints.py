@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerState
+
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, write_json, writing
 from fcsd.base.temporary import replace_folder
@@ -80,13 +82,11 @@ def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
         return f"{_FILES} is missing or damaged"
     for name in ranks.deal(sorted(noted)):
         path, facts = checkpoint / name, noted[name]
-        if not isinstance(facts, dict):  # before hashes were noted
-            facts = {"bytes": facts}
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != facts["bytes"]:
             return f"{name} has {path.stat().st_size} of {facts['bytes']} bytes"
-        if "sha256" in facts and file_sha256(path) != facts["sha256"]:
+        if file_sha256(path) != facts["sha256"]:
             return f"{name} has other bytes than were written"
     return None
 
@@ -222,3 +222,24 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(checkpoint, gone)
     shutil.rmtree(gone)
+
+
+def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
+    """Load a checkpoint after which there is nothing left to train; of any other only stopper and guard, and false.
+
+    A run that was killed between its last step and writing its model ends here: `train` would do one step more.
+    """
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    trainer.restore_progress(checkpoint)
+    trainer.guard.load(guard_state(checkpoint))
+    done = state.global_step >= (trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps)
+    if trainer.stopper is not None:
+        trainer.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
+        is_due = trainer.stopper.is_due(state.global_step, trainer.args.max_steps)
+        done = (done or trainer.stopper.should_stop) and not is_due
+    if not done:
+        return False
+    trainer.note_training()
+    trainer.restore_weights(checkpoint, None)
+    trainer.state = state
+    return True

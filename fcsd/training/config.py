@@ -1,121 +1,11 @@
-"""Schema of the objective, the optimiser, the safety net and the sweep."""
+"""Schema of the optimiser, the safety net, the calibration and the sweep."""
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from fcsd.base.strict import Strict
-from fcsd.base.unions import one_of
-
-
-class ObjectiveBase(Strict):
-    """What is minimised, in nats per kept token; `fcsd.training.losses.fused` has the exact definitions.
-
-    A class has the keys that its objective understands; of those of the others it has the value that means "without".
-    """
-
-    name: str
-    vocab_size: int | None = Field(None, gt=0)  # of heads with padding: rows from here on are no tokens
-    freeze_embeddings_and_head: bool = False
-    freeze_routers: bool = False
-
-    has_teacher: ClassVar[bool]  # the student is compared with a teacher, and not with the data alone
-
-    @property
-    def has_hidden_terms(self) -> bool:
-        """Whether something inside the models is compared, and not only what they give."""
-        return False
-
-
-class _WithoutJSD:
-    jsd_beta: ClassVar[None] = None
-
-
-class _WithoutL2:
-    l2_coefficient: ClassVar[None] = None
-    l2_relative: ClassVar[bool] = False
-    l2_points: ClassVar[None] = None
-    l2_until: ClassVar[None] = None
-
-
-class DivergenceObjectiveConfig(ObjectiveBase):
-    """A divergence between the distributions of teacher and student."""
-
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)  # of both softmaxes
-    clip: float | None = Field(None, gt=0)  # nats; a token above it counts as this much, without gradient
-    # Of the routers' KL to the teacher's, mean of MoE layers.
-    router_kl_coefficient: float | None = Field(None, gt=0)
-
-    has_teacher = True
-
-    @property
-    def has_hidden_terms(self) -> bool:
-        return self.router_kl_coefficient is not None
-
-
-class KLObjectiveConfig(_WithoutJSD, _WithoutL2, DivergenceObjectiveConfig):
-    """Compare with a KL divergence.
-
-    kl          forward KL(teacher || student), paper Eq. 4
-    reverse_kl  KL(student || teacher)
-    """
-
-    name: Literal["kl", "reverse_kl"] = "kl"
-
-
-class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
-    """Compare both with a mixture m, which has jsd_beta of the teacher:
-    jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m).
-    """
-
-    name: Literal["jsd"]
-    jsd_beta: float = Field(0.5, gt=0, lt=1)  # its limits are called kl (0) and reverse_kl (1)
-
-
-class KLWithL2ObjectiveConfig(_WithoutJSD, DivergenceObjectiveConfig):
-    """Add l2_coefficient times a distance inside the model to forward KL; as it stands paper Eq. 5, on the outputs of
-    all decoder layers (`fcsd.training.losses.hidden_terms`)."""
-
-    name: Literal["kl+l2"]
-    l2_coefficient: float = Field(gt=0)
-    l2_relative: bool = False  # each token's squared distance over the teacher's square, mean of points
-    l2_points: Literal["blocks", "merges", "sublayers"] = "blocks"
-    # The coefficient falls to 0 over this share of max_steps.
-    l2_until: float | None = Field(None, gt=0, le=1)
-
-    @property
-    def has_hidden_terms(self) -> bool:
-        return True
-
-
-class CrossEntropyObjectiveConfig(_WithoutJSD, _WithoutL2, ObjectiveBase):
-    """Learn the data, without a teacher.
-
-    sft  cross-entropy on the data, paper Eq. 3: the baseline
-    ce   the same loss under its pre-training name
-    """
-
-    name: Literal["sft", "ce"]
-
-    has_teacher = False
-    temperature: ClassVar[None] = None
-    clip: ClassVar[None] = None
-    router_kl_coefficient: ClassVar[None] = None
-
-
-ObjectiveConfig = Annotated[
-    KLObjectiveConfig | JSDObjectiveConfig | KLWithL2ObjectiveConfig | CrossEntropyObjectiveConfig,
-    one_of(
-        "name",
-        KLObjectiveConfig,
-        JSDObjectiveConfig,
-        KLWithL2ObjectiveConfig,
-        CrossEntropyObjectiveConfig,
-        default="kl",
-        name="objective",
-    ),
-]
+from fcsd.base.strict import Strict, option
 
 
 class CosineWithMinLrConfig(Strict):
@@ -231,6 +121,17 @@ class SafetyConfig(Strict):
     spike_threshold: float | None = Field(6.0, gt=0)  # robust standard deviations above it; null: not watched
     spike_steps: int = Field(5, gt=0)  # a spike that lasts this many steps is rewound
     max_rewinds: int = Field(0, ge=0)  # to a checkpoint from before the trouble; 0: none
+
+
+class CalibrationConfig(Strict):
+    """Fold closed-form maps into the converted weights, before any training (docs/calibration.md)."""
+
+    tokens: int = option(262_144, "tokens of the text to solve on", gt=0)  # of data.train
+    ridge: float = option(
+        1e-3, "pull of the maps towards the identity, relative to the mean diagonal", ge=0, lt=1
+    )
+    # Whether trainings start from the calibrated weights; false: it is one more model that is evaluated.
+    starts_training: bool = True
 
 
 class SweepConfig(Strict):

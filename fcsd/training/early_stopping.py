@@ -51,6 +51,10 @@ class Score:
         return found["kl"], found["stderr"]
 
 
+_CURVE = ("num_items", "num_items_total", "points", "best_step", "best_score", "best_stderr")
+_STATE = ("highest", "highest_step", "reference", "stalled", "figures", "warned")
+
+
 class EarlyStopper:
     """Follows a score, which should grow or, where lower is better, fall.
 
@@ -76,12 +80,12 @@ class EarlyStopper:
         self.best_step: int | None = None
         self.best_score: float | None = None
         self.best_stderr: float | None = None
-        self.highest = float("-inf")
+        self.highest: float | None = None
         self.highest_step: int | None = None
-        self.reference = float("-inf")
+        self.reference: float | None = None
         self.stalled = 0
-        self._figures: list[float] = []  # of the last evaluation
-        self._warned = False
+        self.figures: list[float] = []  # of the last evaluation
+        self.warned = False
 
     def update(self, step: int, score: Score) -> bool:
         """Note the score at `step` (0: before training); true when these weights are the best checkpoint so far."""
@@ -90,11 +94,11 @@ class EarlyStopper:
             gain = -math.log(max(score.value, 1e-30))  # rounding may leave a KL of 0, or a little below it
             margin = -math.log1p(-self.min_delta)
         self._note(step, score)
-        if gain > self.reference + margin:
+        if self.reference is None or gain > self.reference + margin:
             self.reference, self.stalled = gain, 0
         else:
             self.stalled += 1
-        if gain > self.highest:
+        if self.highest is None or gain > self.highest:
             self.highest, self.highest_step = gain, step
         if gain >= self.highest - margin:
             self.best_step, self.best_score, self.best_stderr = step, score.value, score.stderr
@@ -104,9 +108,9 @@ class EarlyStopper:
     def _note(self, step: int, score: Score) -> None:
         if not math.isfinite(score.value):
             raise ValueError(f"a score is a finite number, got {score.value}")
-        change, change_stderr = score.change(self._figures) if self.points else (None, None)
+        change, change_stderr = score.change(self.figures) if self.points else (None, None)
         self.num_items, self.num_items_total = len(score.figures), score.num_items_total
-        self._figures = list(score.figures)
+        self.figures = list(score.figures)
         self.points.append({
             "step": step, "score": score.value, "stderr": score.stderr,
             "change": change, "change_stderr": change_stderr,
@@ -165,13 +169,13 @@ class EarlyStopper:
         `min_delta`: then an evaluation of unchanged weights counted as an improvement, or not, by chance.
         """
         change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
-        if self._warned or error is None or abs(change) > 2 * error:
+        if self.warned or error is None or abs(change) > 2 * error:
             return None
         before, relative = self.points[-2], self.metric in RELATIVE
         scale = before["score"] if relative else 1.0
         if error <= self.min_delta * scale:
             return None
-        self._warned = True
+        self.warned = True
         share = f" ({error / scale:.3g} of the score)" if relative else ""
         text = (
             f"early stopping: {self.name} changed by {plus_minus(change, error, sign='+')}{share} from step"
@@ -228,40 +232,19 @@ class EarlyStopper:
 
     def record(self) -> dict[str, Any]:
         """Return the curve, as `scores.json` has it."""
-        return {
-            "schema_version": 1,
-            "metric": self.metric,
-            "num_items": self.num_items,
-            "num_items_total": self.num_items_total,
-            "points": [dict(point) for point in self.points],
-            "best_step": self.best_step,
-            "best_score": self.best_score,
-            "best_stderr": self.best_stderr,
-        }
+        curve = {name: getattr(self, name) for name in _CURVE}
+        return {"schema_version": 1, "metric": self.metric} | curve | {"points": list(map(dict, self.points))}
 
     def state(self) -> dict[str, Any]:
         """Return what an exact continuation needs, as plain data."""
-        return self.record() | {
-            "highest": self.highest if self.best_step is not None else None,
-            "highest_step": self.highest_step,
-            "reference": self.reference if self.best_step is not None else None,
-            "stalled": self.stalled,
-            "figures": self._figures,
-            "warned": self._warned,
-            "time": self.time.state(),
-        }
+        kept = {name: getattr(self, name) for name in _STATE}
+        return self.record() | kept | {"time": self.time.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state()`; but for the time spent, which `TimeSpent.resume` adds."""
-        self.points = [dict(point) for point in state["points"]]
-        self.num_items, self.num_items_total = state["num_items"], state["num_items_total"]
-        self.best_step, self.best_score = state["best_step"], state["best_score"]
-        self.best_stderr = state["best_stderr"]
-        self.highest = float("-inf") if state["highest"] is None else state["highest"]
-        self.highest_step = state["highest_step"]
-        self.reference = float("-inf") if state["reference"] is None else state["reference"]
-        self.stalled = state["stalled"]
-        self._figures, self._warned = state["figures"], state["warned"]
+        for name in (*_CURVE, *_STATE):
+            setattr(self, name, state[name])
+        self.points = [dict(point) for point in self.points]
 
 
 class TimeSpent:

@@ -6,12 +6,13 @@ Not covered: what a recipe says about a whole run (evaluation, sweep, variants);
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_args
 
 import torch
 from accelerate.utils import parse_flag_from_env
 from pydantic import create_model
+from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError
@@ -22,14 +23,9 @@ from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import connectivity_of
 from fcsd.parallel.launch import Launch
 from fcsd.training.arguments import accumulation_steps
-from fcsd.training.config import KLObjectiveConfig, ObjectiveConfig, SafetyConfig, TrainConfig
-from fcsd.training.python_words import OBJECTIVES, python_words, with_known_names
-from fcsd.training.schedule import ScheduledArguments
-
-# Keys of a recipe's `objective` section, which are arguments of their own here.
-_OBJECTIVE_KEYS = [
-    key for key in dict.fromkeys(key for kind in OBJECTIVES for key in kind.model_fields) if key != "name"
-]
+from fcsd.training.config import SafetyConfig, TrainConfig
+from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig, ObjectiveConfig
+from fcsd.training.python_words import python_words, with_known_names
 
 # Keys of a recipe's `train` section that are no arguments here, or of another meaning.
 _NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
@@ -100,9 +96,27 @@ class Sections(Strict):
     safety: SafetyConfig
 
 
+_OBJECTIVE_KEYS = {
+    key: info for kind in OBJECTIVES.values() for key, info in kind.model_fields.items() if key != "name"
+}
+
+
+def _objective_argument(key: str, info: FieldInfo) -> tuple[str, Any, Any]:
+    """Return an argument that is None, or False, where the objective's own default is meant."""
+    kind: Any = next((each for each in get_args(info.annotation) if isinstance(each, type)), info.annotation)
+    if kind is bool:
+        return key, bool, _argument(False, str(info.description))
+    return key, kind | None, _argument(None, str(info.description))
+
+
+_ObjectiveArguments: Any = make_dataclass(
+    "_ObjectiveArguments", [_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()]
+)
+
+
 @with_known_names
 @dataclass
-class FCSDConfig(ScheduledArguments):
+class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
     All of transformers' arguments are there. These are fcsd's own, named as in a recipe:
@@ -111,7 +125,7 @@ class FCSDConfig(ScheduledArguments):
         objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft" or "ce". Its settings are
             `temperature`, `jsd_beta`, `clip`, `l2_coefficient`, `l2_relative`, `l2_points`, `l2_until`,
             `router_kl_coefficient`, `vocab_size`, `freeze_embeddings_and_head` and `freeze_routers`
-            (`fcsd.training.config.ObjectiveConfig`).
+            (`fcsd.training.losses.objectives`).
         layers: selection of the layers to rewire in a model that is not converted yet, for example "last:90%";
             None: the model is converted already. `attention` and `mlp` are the sides (`fcsd.Connectivity`).
         max_length: tokens in a row.
@@ -156,18 +170,7 @@ class FCSDConfig(ScheduledArguments):
     remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 
-    objective: str = _key(KLObjectiveConfig, "name", "kl, reverse_kl, jsd, kl+l2, sft or ce.")
-    temperature: float | None = _argument(None, "Of both softmaxes.")
-    jsd_beta: float | None = _argument(None, "Share of the teacher in jsd's mixture.")
-    clip: float | None = _argument(None, "Nats above which a token has no gradient.")
-    l2_coefficient: float | None = _argument(None, "Of the hidden-state distance, for kl+l2.")
-    l2_relative: bool | None = _argument(None, "Distance over the teacher's square.")
-    l2_points: str | None = _argument(None, "blocks, merges or sublayers.")
-    l2_until: float | None = _argument(None, "Share of the steps after which l2 is 0.")
-    router_kl_coefficient: float | None = _argument(None, "Of the routers' KL.")
-    vocab_size: int | None = _argument(None, "Rows of the head that are tokens.")
-    freeze_embeddings_and_head: bool = _argument(False, "Keep them as they are.")
-    freeze_routers: bool = _argument(False, "Keep them as they are.")
+    objective: str = _argument(KLObjectiveConfig().name, f"One of {', '.join(OBJECTIVES)}.")
 
     layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
     attention: str = _key(ConnectivityConfig, "attention", "partial or full.")
@@ -194,6 +197,18 @@ class FCSDConfig(ScheduledArguments):
     teacher_model_init_kwargs: dict[str, Any] | str | None = _argument(None, "Of the teacher.")
 
     @classmethod
+    def of(cls, args: TrainingArguments | None) -> "FCSDConfig":
+        """Return arguments of transformers as these."""
+        if args is None:
+            return cls()
+        if isinstance(args, FCSDConfig):
+            return args
+        given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+        if is_loss(args.metric_for_best_model or ""):
+            given["greater_is_better"] = None  # what is there is transformers' guess
+        return cls(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
+
+    @classmethod
     def of_sections(
         cls, objective: ObjectiveConfig, train: TrainConfig, safety: SafetyConfig, **arguments: Any
     ) -> "FCSDConfig":
@@ -214,14 +229,19 @@ class FCSDConfig(ScheduledArguments):
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             # transformers would take all but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
+        schedule = self.lr_scheduler_type
+        if schedule == "step":
+            self.lr_scheduler_type = "constant_with_warmup"  # transformers refuses what is not its own
         super().__post_init__()
         self.bf16 = bf16
+        if schedule == "step":
+            self.lr_scheduler_type = schedule
         for name, (neutral, instead) in _REFUSED.items():
             if getattr(self, name) not in neutral:
                 raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")
         validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
-        if (schedule := self.sections().train.lr_scheduler_kwargs) is not None:
-            self.lr_scheduler_kwargs = schedule  # with its defaults
+        if (settings := self.sections().train.lr_scheduler_kwargs) is not None:
+            self.lr_scheduler_kwargs = settings  # with its defaults
         self.connectivity()
 
     def sections(self) -> Sections:
@@ -260,6 +280,10 @@ class FCSDConfig(ScheduledArguments):
         self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
         if self.activation_checkpointing and self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = {"use_reentrant": False}
+
+    def rows_of_a_step(self, launch: Launch) -> int:
+        """Count the rows of one optimiser step, over all ranks."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * launch.ranks.size
 
     def connectivity(self) -> Connectivity | None:
         """Return what is rewired in a model that is not converted yet; None: nothing is said."""

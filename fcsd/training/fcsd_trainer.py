@@ -8,34 +8,26 @@ the training (a recipe's `early_stopping` section).
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import writing
-from fcsd.data.bad_rows import BadRows
-from fcsd.data.given import given_rows
-from fcsd.data.workers import default_workers
-from fcsd.model.load import dtype_of, find_model, load_tokenizer, to_dtype
-from fcsd.parallel.engine import check_precision, engine_environment, finish_zero_settings
+from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
-from fcsd.parallel.state import read_state
-from fcsd.training.arguments import refuse_what_cannot_be_sharded
-from fcsd.training.checkpoints import chosen_checkpoint
+from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import write_model
-from fcsd.training.fcsd_config import FCSDConfig, is_loss
+from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.given import TAGS, Given
 from fcsd.training.heldout import HeldoutLosses
-from fcsd.training.losses.head import attach_loss_head, detach_loss_head, head_logits
-from fcsd.training.models import check_models, student_of, teacher_of
+from fcsd.training.losses.head import detach_loss_head, head_logits, loss_head
 from fcsd.training.optimizer import refuse_factored_states
 from fcsd.training.out_of_memory import explain_oom
 from fcsd.training.prepare import (
@@ -46,9 +38,8 @@ from fcsd.training.prepare import (
     prepare_student,
     whole_steps,
 )
-from fcsd.training.python_words import python_words, with_known_names
+from fcsd.training.python_words import with_known_names
 from fcsd.training.teachers.base import Teacher
-from fcsd.training.teachers.lora import has_adapters
 from fcsd.training.trainer import DistillTrainer
 
 
@@ -81,7 +72,7 @@ class FCSDTrainer(DistillTrainer):
         UserError: what a recipe would refuse, with the names that arguments have here.
     """
 
-    _tag_names = ("farskip", "fcsd")
+    _tag_names = TAGS
     args: FCSDConfig
 
     def __init__(
@@ -100,39 +91,27 @@ class FCSDTrainer(DistillTrainer):
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         launch: Launch | None = None,
     ):
-        self.args = args = _fcsd_config(args)
+        self.args = args = FCSDConfig.of(args)
         if launch is None:
             launch = join_launch()
             stop_watching()  # a launcher ends the others when one fails; a script may go on after the training
         self.launch = launch  # here already: rows are made before there is a Trainer
-        self.of_a_recipe = isinstance(model, Ready)
-        if not self.of_a_recipe:
-            _check_launch(args, launch)
+        self.given = None if isinstance(model, Ready) else Given(args, launch)
         with self._at_work():
             sections = args.sections()
-            train, objective = sections.train, sections.objective
+            objective, train = sections.objective, sections.train
             set_seed(args.seed)
             args.fit_to_engine(train, launch)
-            if isinstance(model, Ready):
-                ready = model
-            else:
-                ready = self._made_ready(
-                    model,
-                    teacher,
-                    train_dataset,
-                    eval_dataset,
-                    processing_class,
-                    knows_metrics=compute_metrics is not None,
-                )
-                processing_class = ready.tokenizer
-            student = ready.student
-            compared = place_teacher(ready.teacher, launch)
-            check_vocabularies(student, compared, ready.tokenizer, objective)
+            if self.given is not None:
+                data, measures = (train_dataset, eval_dataset), compute_metrics is not None
+                model = self.given.ready(model, teacher, data, processing_class, knows_metrics=measures)
+                self.bad_rows, processing_class = self.given.bad_rows, model.tokenizer
+            assert isinstance(model, Ready)
+            student, compared = model.student, place_teacher(model.teacher, launch)
+            check_vocabularies(student, compared, model.tokenizer, objective)
             self.save_dtype = student.dtype
-            if not launch.engine.shards_when_placed and not has_adapters(student):
-                to_dtype(student, dtype_of(args.dtype))
             prepare_student(student, objective, train, launch)
-            rows = self._whole_steps(ready.rows)
+            rows = whole_steps(model.rows, args.rows_of_a_step(launch), args.max_length)
             collate = collator(args, compared)
             if launch.engine.uses_deepspeed:
                 finish_zero_settings(args, train)
@@ -140,13 +119,11 @@ class FCSDTrainer(DistillTrainer):
             super().__init__(
                 student,
                 args,
-                objective=objective,
+                sections=sections,
                 teacher=compared if objective.has_teacher else None,
                 launch=launch,
-                settings=train,
-                safety=sections.safety,
                 train_dataset=rows,
-                eval_dataset=ready.heldout,
+                eval_dataset=model.heldout,
                 data_collator=collate,
                 processing_class=processing_class,
                 compute_metrics=compute_metrics,
@@ -158,111 +135,28 @@ class FCSDTrainer(DistillTrainer):
         if not launch.engine.shards:
             detach_loss_head(student)  # outside training and evaluation the model is the user's
 
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Keep accelerate from sharding, and name arguments in errors; a recipe's run does the one, and has keys."""
-        if self.of_a_recipe:
-            yield
-        else:
-            with python_words(), engine_environment(self.launch.engine, self.launch.device):
-                yield
-
-    def _made_ready(
-        self,
-        model: Any,
-        teacher: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        *,
-        knows_metrics: bool,
-    ) -> Ready:
-        """Load, convert and tokenize what the constructor was given; knows_metrics: more than losses are measured."""
-        args, launch = self.args, self.launch
-        has_teacher = args.sections().objective.has_teacher
-        check_models(model, teacher, args, launch)
-        # Of a path the data are checked before it is loaded.
-        student = None if isinstance(model, str | Path) else student_of(model, args, launch)
-        path: Any = model if student is None else student.config._name_or_path
-        self._tokenizer = processing_class or _tokenizer_beside(path, args)
-        self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
-        rows = self._rows(train_dataset, "train_dataset", self.bad_rows, shuffle=True)
-        heldout = self._heldout_rows(eval_dataset)
-        if not knows_metrics:
-            _check_metric(args, heldout, teacher)
-        student = student if student is not None else student_of(model, args, launch)
-        student.add_model_tags([*self._tag_names])
-        if has_teacher or teacher is not None:
-            teacher = teacher_of(teacher, student, args, launch)
-        return Ready(student, teacher, self._tokenizer, rows, heldout)
-
-    # ---- rows
-
-    def _rows(self, data: Any, name: str, bad_rows: BadRows | None = None, *, shuffle: bool) -> Any:
-        if data is None:
-            return None
-        args = self.args
-        num_rows = None
-        if name == "train_dataset" and isinstance(data, IterableDataset):
-            if args.max_steps <= 0:
-                raise UserError("train_dataset: a stream does not say where it ends; set max_steps")
-            num_rows = args.max_steps * self._rows_of_a_step
-        return given_rows(
-            data,
-            self._tokenizer,
-            name=name,
-            max_length=args.max_length,
-            packing=args.packing,
-            loss_on=args.loss_on,
-            columns=args.columns,  # type: ignore[arg-type]
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=shuffle,
-            num_rows=num_rows,
-            num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
-            bad_rows=bad_rows,
-        )
-
-    def _heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
-        """Return rows in order; of a dict of data sets a dict of them."""
-        if isinstance(data, Mapping):
-            return {key: self._heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
-        return self._rows(data, name, BadRows(setting=None), shuffle=False)
-
-    @property
-    def _rows_of_a_step(self) -> int:
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.launch.ranks.size
-
-    def _whole_steps(self, rows: Any) -> Any:
-        if rows is None:
-            return None
-        return whole_steps(rows, self._rows_of_a_step, self.args.max_length)
+    def _at_work(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.given is None else self.given.at_work()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Load rows of the data set given, packed first if need be, or of one of those of the constructor."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._heldout_rows(eval_dataset)
+        if self.given is not None and eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.given.heldout_rows(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Load rows of the data set given, packed first if need be."""
-        return super().get_test_dataloader(self._heldout_rows(test_dataset, "test_dataset"))
+        if self.given is not None:
+            test_dataset = self.given.heldout_rows(test_dataset, "test_dataset")
+        return super().get_test_dataloader(test_dataset)
 
     # ---- training
 
     @contextlib.contextmanager
     def _with_loss_head(self) -> Iterator[None]:
         """Put the loss head on the model while it is trained or evaluated."""
-        model: Any = self.model
-        attached = self.launch.engine.shards or "_forward_before_loss_head" in model.__dict__
-        with self._at_work():
-            if not attached:
-                attach_loss_head(model, self.step_loss.objective.vocab_size)
-            try:
-                yield
-            finally:
-                if not attached:
-                    detach_loss_head(model)
+        with self._at_work(), loss_head(self.plain_model, self.step_loss.objective.vocab_size):
+            yield
 
     def train(
         self,
@@ -288,11 +182,9 @@ class FCSDTrainer(DistillTrainer):
     def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
         """Train from a checkpoint that is known to be whole; None: from the beginning."""
         length, device = self.args.max_length, self.launch.device
-        with (
-            self._with_loss_head(),
-            explain_oom(self.plain_model, self.teacher, self.settings, length, device),
-        ):
-            if checkpoint is not None and self.restore_if_complete(checkpoint):
+        explained = explain_oom(self.plain_model, self.teacher, self.settings, length, device)
+        with self._with_loss_head(), explained:
+            if checkpoint is not None and restore_if_complete(self, checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
             else:
                 self._known_checkpoints.clear()
@@ -302,10 +194,7 @@ class FCSDTrainer(DistillTrainer):
         return output
 
     def _load_best_model(self) -> None:
-        best = Path(str(self.state.best_model_checkpoint))
-        read_state(best, self.plain_model, self.optimizer, self.launch.ranks, weights_only=True)
-        if self.average is not None:
-            self.average.load(best)
+        self.restore_weights(Path(str(self.state.best_model_checkpoint)), self.optimizer)
 
     # ---- evaluation
 
@@ -316,10 +205,7 @@ class FCSDTrainer(DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
-        with (
-            self.meters.paused(),
-            self._with_loss_head(),
-        ):  # of a dict of data sets called for each, inside itself
+        with self.meters.paused(), self._with_loss_head():  # of several data sets each once more, inside
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return found
 
@@ -338,9 +224,7 @@ class FCSDTrainer(DistillTrainer):
     ) -> EvalLoopOutput:
         """Run the Trainer's loop where logits are asked for; the loss is that of all ranks' rows, token by token."""
         rows, training = dataloader.dataset, self.plain_model.training
-        only_loss = (
-            prediction_loss_only if prediction_loss_only is not None else self.args.prediction_loss_only
-        )
+        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         with self.scored_weights(), self.accelerator.autocast():
             if only_loss:
                 nothing: Any = None
@@ -349,20 +233,13 @@ class FCSDTrainer(DistillTrainer):
                 output = super().evaluation_loop(
                     dataloader, description, False, ignore_keys, metric_key_prefix
                 )
-            held = self.eval_dataset
-            known = held.values() if isinstance(held, Mapping) else [held]
-            keep = any(rows is own for own in known)
-            losses = self._heldout(self.plain_model, rows, metric_key_prefix, keep=keep)
+            losses = self._heldout(self.plain_model, rows, metric_key_prefix, known=self.eval_dataset)
             output.metrics.update(losses)  # type: ignore[union-attr]
         self.plain_model.train(training)
         return output
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Tensor], *how: Any, **more: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return logits and labels of a batch of packed rows, whose examples do not see each other."""
         given = self._prepare_inputs(inputs)
@@ -414,10 +291,9 @@ class FCSDTrainer(DistillTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             card = Path(str(self.args.output_dir)) / "README.md"
-            loading = _LOADING.format(
-                name=self.hub_model_id or self.args.hub_model_id or self.args.output_dir
-            )
-            card.write_text(card.read_text(encoding="utf-8") + loading, encoding="utf-8")
+            name = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
+            text = card.read_text(encoding="utf-8") + _LOADING.format(name=name)
+            card.write_text(text, encoding="utf-8")
 
 
 _LOADING = """
@@ -432,50 +308,3 @@ model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 """
-
-
-@python_words()
-def _check_launch(args: FCSDConfig, launch: Launch) -> None:
-    sections = args.sections()
-    check_precision(sections.train, launch.engine)
-    if launch.engine.uses_deepspeed:
-        raise UserError(
-            "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
-        )
-    refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
-
-
-def _fcsd_config(args: TrainingArguments | None) -> FCSDConfig:
-    if args is None:
-        return FCSDConfig()
-    if isinstance(args, FCSDConfig):
-        return args
-    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
-    if is_loss(args.metric_for_best_model or ""):
-        given["greater_is_better"] = None  # what is there is transformers' guess
-    return FCSDConfig(**given | {"remove_unused_columns": False, "logging_nan_inf_filter": False})
-
-
-def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
-    """Raise UserError where the best model is to be chosen by a loss that the evaluation of `heldout` does not give."""
-    metric = args.metric_for_best_model
-    if metric is None or heldout is None or not is_loss(metric):
-        return
-    losses = ["loss", "kl" if args.sections().objective.has_teacher else "ce"]
-    losses += ["kl"] if teacher is not None else []
-    names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]
-    measured = [f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)]
-    if f"eval_{metric.removeprefix('eval_')}" not in measured:
-        raise UserError(
-            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this training;"
-            f" allowed: {', '.join(measured)}"
-        )
-
-
-def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
-    if not path:
-        raise UserError(
-            "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
-        )
-    found = find_model(args.model_config(str(path)))
-    return load_tokenizer(found.folder, trust_remote_code=args.trust_remote_code)

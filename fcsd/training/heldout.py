@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fcsd.model.preserve import preserved
 from fcsd.parallel.launch import Launch
 from fcsd.training.early_stopping import Score
 from fcsd.training.losses.kl import read_rows, sums_by_row
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, KLObjectiveConfig
 from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
 
@@ -75,7 +76,7 @@ class HeldoutCE:
         """Put what the student is compared with into a batch; of the data it is there."""
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
-        return {"objective": "ce", "labels": targets}
+        return {"objective": CrossEntropyObjectiveConfig(name="ce"), "labels": targets}
 
 
 class HeldoutKL(HeldoutCE):
@@ -121,7 +122,8 @@ class HeldoutKL(HeldoutCE):
         self.teacher.prepare([batch])
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
-        return {"objective": "kl", "teacher_hidden": batch["teacher_hidden"], "teacher_head": self.head}
+        hidden = batch["teacher_hidden"]
+        return {"objective": KLObjectiveConfig(), "teacher_hidden": hidden, "teacher_head": self.head}
 
 
 class HeldoutLosses:
@@ -135,14 +137,14 @@ class HeldoutLosses:
         self._kept: dict[int, list[HeldoutCE]] = {}
 
     def __call__(
-        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, keep: bool
+        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, known: Any
     ) -> dict[str, float]:
-        """Measure `rows`; keep: they come again, and the teacher is asked once.
+        """Measure `rows`; known: those that come again, or a dict of several, of which the teacher is asked once.
 
         Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one of the objective.
         """
         measures = self._kept.get(id(rows)) or self._measures(rows)
-        if keep:
+        if any(rows is own for own in (known.values() if isinstance(known, Mapping) else [known])):
             self._kept[id(rows)] = measures
         found: dict[str, float] = {}
         for measure in measures:

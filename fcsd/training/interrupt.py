@@ -19,14 +19,27 @@ import time
 from types import FrameType
 from typing import Any
 
+from fcsd.base.helper import obey_only_parent
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _ECHO_S = 3.0
 
 
-def ignore_signals() -> None:
-    """Ignore signals in a process that only helps: it is needed until the one that it helps has ended."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def shield_workers(loader: Any) -> Any:
+    """Let a data loader's processes ignore a signal that the scheduler or Ctrl-C has sent to all.
+
+    They are needed until the one that they help has ended.
+    """
+    begin, trainer = loader.worker_init_fn, os.getpid()
+
+    def begin_shielded(worker: int) -> None:
+        obey_only_parent(trainer)
+        if begin is not None:
+            begin(worker)
+
+    if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
+        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_shielded
+    return loader
 
 
 class Signals:

@@ -16,6 +16,17 @@ from fcsd.training.losses.quantiles import bin_counts, quantile
 class Meters:
     """Sums over the kept tokens of this rank since the last log; what is logged is over those of all ranks.
 
+    Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
+        ce                          cross-entropy, nats, of the objectives sft and ce
+        kl | reverse_kl | jsd       the divergence, nats, before clipping
+        kl_p50, kl_p90, kl_p99      its quantiles over all tokens of these steps, within 1 % (likewise for the others)
+        top1_agreement              share of tokens whose most probable continuation is the teacher's
+        teacher_entropy             nats
+        clipped_share               of tokens, with objective.clip
+        l2, router_kl               before their coefficients, see `fcsd.training.losses.hidden_terms`
+        tokens_per_second           all tokens, of all ranks
+    Divergence and entropy are taken at objective.temperature.
+
     divergence: the name that the divergence is logged under. clip: `objective.clip`.
     """
 

@@ -39,60 +39,38 @@ def learning_rate_scales(model: nn.Module, ratio: float) -> dict[str, float]:
     return scales
 
 
-def parameter_groups(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    decayed: Collection[str],
-    layer_lr_ratio: float,
-    with_muon: bool,
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, train: TrainConfig, decayed: Collection[str]) -> list[dict[str, Any]]:
     """Group the trained parameters that are treated alike.
 
     decayed: names of the parameters with weight decay. A group says `lr_scale` (see `learning_rate_scales`) and `muon`:
-    true for the matrices and the stacks of matrices (experts) of the decoder layers, with `with_muon`.
+    true for the matrices and the stacks of matrices (experts) of the decoder layers, where that is the optimiser.
     """
-    scales = learning_rate_scales(model, layer_lr_ratio)
+    scales = learning_rate_scales(model, train.layer_lr_ratio)
     layers = decoder_layers(model, family_of(getattr(model, "config", None)))
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     groups: dict[tuple[bool, float, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            by_muon = with_muon and id(parameter) in in_layers and parameter.ndim in (2, 3)
+            by_muon = train.optimizer == "muon" and id(parameter) in in_layers and parameter.ndim in (2, 3)
             groups.setdefault((by_muon, scales[name], name in decayed), []).append(parameter)
     return [
         {
             "params": parameters,
-            "lr": learning_rate * scale,
+            "lr": train.learning_rate * scale,
             "lr_scale": scale,
-            "weight_decay": weight_decay if decay else 0.0,
+            "weight_decay": train.weight_decay if decay else 0.0,
             "muon": by_muon,
         }
         for (by_muon, scale, decay), parameters in groups.items()
     ]
 
 
-def wants_own_optimizer(train: TrainConfig) -> bool:
-    """Tell whether the settings ask for something else than AdamW with one learning rate."""
-    return train.optimizer != "adamw" or train.layer_lr_ratio != 1
-
-
 def own_optimizer(
     model: nn.Module, train: TrainConfig, decayed: Collection[str], adamw: Any, options: dict[str, Any]
 ) -> torch.optim.Optimizer:
     """Make the optimiser that the settings ask for; adamw, options: the Trainer's class, and its arguments."""
-    groups = parameter_groups(
-        model,
-        learning_rate=train.learning_rate,
-        weight_decay=train.weight_decay,
-        decayed=decayed,
-        layer_lr_ratio=train.layer_lr_ratio,
-        with_muon=train.optimizer == "muon",
-    )
-    optimizer: torch.optim.Optimizer = (MuonWithAdamW if train.optimizer == "muon" else adamw)(
-        groups, **options
-    )
+    kind = MuonWithAdamW if train.optimizer == "muon" else adamw
+    optimizer: torch.optim.Optimizer = kind(parameter_groups(model, train, decayed), **options)
     return optimizer
 
 

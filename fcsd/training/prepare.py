@@ -13,12 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
+from fcsd.model.load import dtype_of, to_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
-from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import freeze_routers
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import ModelTeacher, Teacher
+from fcsd.training.teachers.lora import has_adapters
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,10 @@ def place_teacher(teacher: PreTrainedModel | Teacher | None, launch: Launch) -> 
 def prepare_student(
     student: PreTrainedModel, objective: ObjectiveConfig, train: TrainConfig, launch: Launch
 ) -> None:
-    """Freeze what the objective leaves as it is, attach the loss head, and shard the model where the engine shards."""
+    """Take it to the dtype of the training, freeze what the objective leaves as it is, attach the loss head, and shard
+    it where the engine shards."""
+    if not launch.engine.shards_when_placed and not has_adapters(student):
+        to_dtype(student, dtype_of(train.dtype))
     student.config.use_cache = False
     if objective.freeze_embeddings_and_head:
         freeze_embeddings_and_head(student)
@@ -108,18 +114,20 @@ def check_vocabularies(
         )
 
 
-def whole_steps(rows: Any, needed: int, max_length: int, name: str = "data.train") -> Any:
+def whole_steps(rows: Any, needed: int, max_length: int) -> Any:
     """Rows such that every optimiser step has the same batch: without those behind the last whole step of an epoch.
 
-    needed: rows of one batch, over all ranks and accumulation steps. name: what the error calls the rows.
+    needed: rows of one batch, over all ranks and accumulation steps.
 
     Raises:
         UserError: there are fewer rows than one batch needs.
     """
+    if rows is None:
+        return None
     if len(rows) < needed:
         raise UserError(
-            f"{name}: gives {len(rows)} rows of {max_length} tokens, one batch of"
-            f" {'train.' if name.startswith('data.') else ''}batch_size_tokens {needed * max_length} needs {needed};"
+            f"data.train: gives {len(rows)} rows of {max_length} tokens, one batch of"
+            f" train.batch_size_tokens {needed * max_length} needs {needed};"
             " use more data or a smaller batch"
         )
     return Subset(rows, range(len(rows) // needed * needed))

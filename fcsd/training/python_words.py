@@ -14,7 +14,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, did_you_mean
 from fcsd.data.config import DataConfig
 from fcsd.model.config import ConnectivityConfig
-from fcsd.training.config import JSDObjectiveConfig, KLObjectiveConfig, KLWithL2ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.objectives import OBJECTIVES
 
 _RESPONSE = "`FCSDConfig(loss_on='response')`, which is the default"
 _PACKING = "`FCSDConfig(packing=…)`, of all data sets"
@@ -63,14 +64,11 @@ OTHER_NAMES = {
 }
 """Arguments of TRL and axolotl that have another name here: name -> what it is here; docs/python.md shows it."""
 
-OBJECTIVES: list[type[Strict]] = [KLObjectiveConfig, JSDObjectiveConfig, KLWithL2ObjectiveConfig]
-"""The records that together have every key of a recipe's `objective` section."""
-
 _SECTIONS: dict[str, list[type[Strict]]] = {
     "train": [TrainConfig],
     "data": [DataConfig],
     "connectivity": [ConnectivityConfig],
-    "objective": OBJECTIVES,
+    "objective": list(OBJECTIVES.values()),
 }
 _KEYS = "|".join(
     rf"{name}\.(?:{'|'.join(dict.fromkeys(key for record in records for key in record.model_fields))})"

@@ -12,19 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments, get_scheduler
 
 
-class ScheduledArguments(TrainingArguments):
-    """`TrainingArguments` that take `lr_scheduler_type="step"`, too."""
-
-    def __post_init__(self) -> None:
-        """Check the arguments, as transformers does."""
-        name = self.lr_scheduler_type
-        if name == "step":
-            self.lr_scheduler_type = "constant_with_warmup"  # transformers refuses what is not its own
-        super().__post_init__()
-        if name == "step":
-            self.lr_scheduler_type = name
-
-
 def learning_rate_schedule(args: TrainingArguments, optimizer: Optimizer, num_training_steps: int) -> Any:
     """Return the schedule that the arguments name, as `fcsd.training.config` defines its settings."""
     settings: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fcsd.data.batches import Batch, next_token_targets, trim_padding
 from fcsd.parallel.failure import in_step
-from fcsd.training.config import ObjectiveConfig
 from fcsd.training.losses.head import refuse_packing
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.meters import Meters
 from fcsd.training.teachers.base import Teacher
 
@@ -32,8 +32,7 @@ class StepLoss:
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
         self.terms = AuxiliaryLosses(objective, student, 1) if objective.has_hidden_terms else None
-        self.divergence = objective.name.removesuffix("+l2")  # as it is logged: kl, reverse_kl or jsd
-        self.meters = Meters(accelerator, self.divergence, objective.clip)
+        self.meters = Meters(accelerator, objective.logged, objective.clip)
         self._prepared: list[Batch] = []  # the micro-batches of the step that is under way
         self._coefficients: dict[str, float] = {}  # of the terms beside the divergence, in that step
 
@@ -69,23 +68,24 @@ class StepLoss:
         inputs = trim_padding(inputs)
         keep, targets = next_token_targets(inputs["labels"], inputs["position_ids"])
         terms, of_teacher = self.terms if self._coefficients else None, Captured()
-        target: dict[str, Any] = {"labels": targets, "objective": "ce"}
+        target: dict[str, Any] = {"labels": targets}
         if self.teacher is not None:
             if terms is not None:
                 # One micro-batch at a time: the block outputs of a whole step would not fit.
                 hidden, of_teacher = self.teacher.hidden_and_captured(inputs, terms)
             else:
                 hidden = inputs["teacher_hidden"]
-            target = self._compared_with(hidden, self.teacher.head)
+            target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}
         with terms.captured(model) if terms is not None else nullcontext(Captured()) as captured:
+            ids, positions = inputs["input_ids"], inputs["position_ids"]
             outputs = model(
-                input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], keep=keep, **target
+                input_ids=ids, position_ids=positions, keep=keep, objective=self.objective, **target
             )
         # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
         scale = self.accelerator.num_processes / torch.clamp(torch.as_tensor(num_kept), min=1)
         loss = outputs["loss"] * scale
         if self.teacher is None:
-            self.meters.add("ce", loss)
+            self.meters.add(self.objective.logged, loss)
         else:
             self.meters.add_statistics(outputs, scale)
         if terms is not None:
@@ -93,11 +93,3 @@ class StepLoss:
                 self.meters.add(name, value * scale)
                 loss = loss + self._coefficients[name] * value * scale
         return loss, outputs
-
-    def _compared_with(self, hidden: Tensor, head: nn.Module) -> dict[str, Any]:
-        """Say to the student's loss head what it is compared with, and how."""
-        objective = self.objective
-        how = {"temperature": objective.temperature, "clip": objective.clip}
-        if objective.jsd_beta is not None:
-            how["jsd_beta"] = objective.jsd_beta
-        return {"objective": self.divergence, "teacher_hidden": hidden, "teacher_head": head, **how}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from fcsd.base.files import read_json
 from fcsd.model.autocast import autocast_experts
@@ -21,12 +21,12 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state, schedule_state, write_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.callbacks import InStep
-from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, guard_state, write_checkpoint
-from fcsd.training.config import ObjectiveConfig, SafetyConfig, TrainConfig
+from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, write_checkpoint
 from fcsd.training.early_stopping import EarlyStopper
+from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
-from fcsd.training.interrupt import ignore_signals
-from fcsd.training.optimizer import note_parts, own_optimizer, wants_own_optimizer
+from fcsd.training.interrupt import shield_workers
+from fcsd.training.optimizer import note_parts, own_optimizer
 from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
 from fcsd.training.step_loss import StepLoss
@@ -39,18 +39,8 @@ class DistillTrainer(Trainer):
     """Minimises an `Objective` over packed rows, while a `Guard` decides on every step: what `FCSDTrainer` stands on.
 
     The model must carry a loss head (`fcsd.training.losses.head.attach_loss_head`). `teacher` is needed for the
-    objectives that compare with one. `settings` say what moves the weights, beyond what `args` can say.
-
-    Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
-        ce                          cross-entropy, nats, of the objectives sft and ce
-        kl | reverse_kl | jsd       the divergence, nats, before clipping
-        kl_p50, kl_p90, kl_p99      its quantiles over all tokens of these steps, within 1 % (likewise for the others)
-        top1_agreement              share of tokens whose most probable continuation is the teacher's
-        teacher_entropy             nats
-        clipped_share               of tokens, with objective.clip
-        l2, router_kl               before their coefficients, see `fcsd.training.losses.hidden_terms`
-        tokens_per_second           all tokens, of all ranks
-    Divergence and entropy are taken at objective.temperature.
+    objectives that compare with one. `sections` say beyond what `args` can say what is minimised, what moves the
+    weights, and what becomes of a step that goes wrong. What is logged is in `fcsd.training.meters`.
     """
 
     # `compute_loss` divides by the number of kept tokens of the whole step, see the module's docstring.
@@ -61,11 +51,9 @@ class DistillTrainer(Trainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
-        objective: ObjectiveConfig,
+        sections: Sections,
         teacher: Teacher | None,
         launch: Launch,
-        settings: TrainConfig,
-        safety: SafetyConfig,
         **kwargs: Any,
     ):
         self.launch, self.engine = launch, launch.engine
@@ -80,17 +68,15 @@ class DistillTrainer(Trainer):
         args.save_only_model = False
         # The name is `Trainer`'s for a model that came sharded: accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
-        self.step_loss = StepLoss(objective, teacher, model, self.accelerator)
+        self.step_loss = StepLoss(sections.objective, teacher, model, self.accelerator)
         self.meters, self.teacher = self.step_loss.meters, teacher
-        self.guard = Guard(safety)
+        self.guard = Guard(sections.safety)
         self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
         self.stopper: EarlyStopper | None = None
-        self.settings = settings
+        self.settings = sections.train
         self.average: WeightAverage | None = None
-        if settings.ema_decay is not None:
-            self.average = WeightAverage(
-                model, settings.ema_decay, skipped=lambda: self.guarded.verdict != "go"
-            )
+        if (decay := self.settings.ema_decay) is not None:
+            self.average = WeightAverage(model, decay, skipped=lambda: self.guarded.verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which is added later
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
 
@@ -160,7 +146,7 @@ class DistillTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        self._note_training()
+        self.note_training()
         # What `Trainer` would load, and when, depends on the engine; `restore` is the same for all.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, train_dataloader, None)
         if not self.is_deepspeed_enabled:
@@ -173,7 +159,7 @@ class DistillTrainer(Trainer):
         self.guarded.reset_meters()
         return prepared
 
-    def _note_training(self) -> None:
+    def note_training(self) -> None:
         """Let the config say that these are no longer an original's weights; those of a regular model are one's."""
         config = self.plain_model.config
         if (getattr(config, "farskip", None) or {}).get("layers"):
@@ -190,17 +176,7 @@ class DistillTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
-        loader = super().get_train_dataloader()
-        begin = loader.worker_init_fn
-
-        def begin_quietly(worker: int) -> None:
-            ignore_signals()
-            if begin is not None:
-                begin(worker)
-
-        if loader.num_workers > 0:  # what accelerate puts around a loader begins no process itself
-            getattr(loader, "base_dataloader", loader).worker_init_fn = begin_quietly
-        return loader
+        return shield_workers(super().get_train_dataloader())
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
         """Plan as the Trainer does, with room for data that rewinds skip: `max_steps` ends the run, not an epoch."""
@@ -214,20 +190,11 @@ class DistillTrainer(Trainer):
         """The number of steps whose rows were read: those trained, and those that rewinds passed over."""
         return self.state.global_step + self.guard.passed_steps
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
-        super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *more: Any) -> tuple[int, int]:
+        super()._init_training_state(max_steps, steps_per_epoch, *more)
         if self.args.ignore_data_skip:
-            return self.state.global_step // num_update_steps_per_epoch, 0
-        epoch, steps = divmod(self.steps_of_data, num_update_steps_per_epoch)
+            return self.state.global_step // steps_per_epoch, 0
+        epoch, steps = divmod(self.steps_of_data, steps_per_epoch)
         return epoch, steps * self.args.gradient_accumulation_steps
 
     # ---- optimiser
@@ -236,7 +203,8 @@ class DistillTrainer(Trainer):
         """AdamW as the Trainer makes it, or what `settings` ask for."""
         trained: Any = self.model if model is None else model
         decayed = self.get_decay_parameter_names(trained)
-        if self.optimizer is None and wants_own_optimizer(self.settings):
+        plain = self.settings.optimizer == "adamw" and self.settings.layer_lr_ratio == 1
+        if self.optimizer is None and not plain:
             adamw = self.get_optimizer_cls_and_kwargs(self.args, trained)
             self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
         optimizer = super().create_optimizer(model)
@@ -278,6 +246,12 @@ class DistillTrainer(Trainer):
         if self.average is not None:
             self.average.load(checkpoint)
 
+    def restore_weights(self, checkpoint: Path, optimizer: Any) -> None:
+        """Weights as they were, and their average; optimizer: None where none is at work yet."""
+        read_state(checkpoint, self.plain_model, optimizer, self.launch.ranks, weights_only=True)
+        if self.average is not None:
+            self.average.load(checkpoint)
+
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return str(Path(folder) / PARTIAL) if self.is_writing_checkpoint else folder
@@ -308,28 +282,6 @@ class DistillTrainer(Trainer):
         """Load the stopper as it was; the time that was spent stays spent."""
         if self.stopper is not None:
             self.stopper.load(read_json(checkpoint / STOPPER_FILE))
-
-    def restore_if_complete(self, checkpoint: Path) -> bool:
-        """Load a checkpoint after which there is nothing left to train; of any other only stopper and guard, and false.
-
-        A run that was killed between its last step and writing its model ends here: `train` would do one step more.
-        """
-        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self.restore_progress(checkpoint)
-        self.guard.load(guard_state(checkpoint))
-        done = state.global_step >= (self.args.max_steps if self.args.max_steps > 0 else state.max_steps)
-        if self.stopper is not None:
-            self.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
-            is_due = self.stopper.is_due(state.global_step, self.args.max_steps)
-            done = (done or self.stopper.should_stop) and not is_due
-        if not done:
-            return False
-        self._note_training()
-        read_state(checkpoint, self.plain_model, None, self.launch.ranks)
-        if self.average is not None:
-            self.average.load(checkpoint)
-        self.state = state
-        return True
 
 
 def _use_one_device(args: TrainingArguments) -> None:

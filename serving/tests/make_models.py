@@ -19,7 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.reference.tiny import tiny_model
 
 VOCABULARY = 512
 PROMPT_TOKENS = (5, 17, 33, 64)

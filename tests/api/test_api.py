@@ -17,7 +17,8 @@ from fcsd.base.files import read_json
 from fcsd.cli.main import main
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.model.connectivity import farskip_layers
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 from tests.support import Bench, write_rows
 
 X = torch.arange(3, 19)[None]

@@ -18,7 +18,7 @@ from fcsd.base.temporary import beside, file_beside, scratch_folder
 from fcsd.cli.main import main
 from fcsd.evaluation.code import scorer
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT, in_a_fork
 
 

@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_padding
-from fcsd.data.chat import tokenize_example
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
-from fcsd.data.packing import pack
 from fcsd.data.rows import PackedRows
 from fcsd.data.sources import load_source
+from tests.examples import pack, tokenize_example
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
 PLAIN_TEMPLATE = (
@@ -242,7 +241,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
     for text in ("hello", "hello<|eos|>"):
         encoded = tokenize_example({"text": text}, {"text": "text"}, tokenizer)
         assert tokenizer.decode(encoded["input_ids"]) == "hello<|eos|>"
-        assert encoded["loss_mask"] == [True] * 6
+        assert list(encoded["loss_mask"]) == [True] * 6
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
+from fcsd.data import config as sections
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, words
@@ -136,7 +137,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Source
 
 def test_planted_items_are_left_out_and_on_the_record(places: Any) -> None:
     sources = places[0]
-    items = list(dataset_items("owner/bench", None, "test", None, ["question"], places[1]))
+    items = list(dataset_items(sections.TestSetConfig(path="owner/bench", columns=["question"]), places[1]))
     decontaminator = Decontaminator(ItemIndex(items))
     rows = build_dataset(
         sources, tiny_tokenizer(), max_length=256, packing=False, decontaminator=decontaminator
@@ -188,7 +189,7 @@ def test_what_the_items_are_is_checked(places: Any, bench: Bench, capsys: pytest
 
 def items_of(shared_data: Path, name: str) -> Iterator[Item]:
     config = {"openai/gsm8k": "main"}.get(name)
-    return dataset_items(name, config, "test", None, [], shared_data / "hub")
+    return dataset_items(sections.TestSetConfig(path=name, name=config), shared_data / "hub")
 
 
 def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tasks(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
@@ -34,7 +32,7 @@ from fcsd.pipeline.rows import training_rows
 from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
 from tests.reference.ranks import run_ranks
-from tests.support import Bench
+from tests.support import Bench, end_if_it_hangs
 
 TOKENIZER = make_tokenizer()
 
@@ -134,12 +132,11 @@ def test_kills_at_random_moments_leave_the_same_bytes(
         write(*arguments)
 
     monkeypatch.setattr(shards.Tokenizing, "write", slow)
-    # Forks share the lock of the bars, which one that is killed may hold for ever.
-    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)
     whole, record = mixed(tmp_path / "whole")
     chooser, kills, status = random.Random(0), 0, -1
     while status != 0:
         if (child := os.fork()) == 0:
+            end_if_it_hangs()
             try:
                 mixed(tmp_path / "killed", 2)
                 os._exit(0)
@@ -301,6 +298,7 @@ def _peak_mb(call: Callable[[], Any]) -> float:
     """The most main memory, MB, that a fork takes for a call, with its workers."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
+        end_if_it_hangs()
         try:
             call()
             most = [

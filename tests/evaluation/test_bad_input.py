@@ -16,8 +16,9 @@ import yaml
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
 from fcsd.evaluation.stage import FINISHED_TASKS
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
+from tests.reference.tiny import tiny_model
 from tests.support import start
 
 Files = dict[str, list[dict[str, Any]] | str | None]

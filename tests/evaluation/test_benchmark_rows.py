@@ -11,11 +11,12 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite
-from fcsd.evaluation.lm_eval.columns import COLUMNS, check_rows
+from fcsd.evaluation.lm_eval.columns import check_rows, columns_of
 from fcsd.evaluation.lm_eval.tasks import load_task, work
 from fcsd.evaluation.progress import Work
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate, start
 
 
@@ -247,29 +248,30 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(COLUMNS))
+@pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_column_that_is_missing_or_of_the_wrong_type_is_named(name: str) -> None:
-    rows = rows_of(NAMES[name], 4)
-    check_rows(name, rows, "x (test)")
-    for column in COLUMNS[name]:
+    rows, columns = rows_of(NAMES[name], 4), columns_of(name, load_suite("tiny"))
+    assert columns
+    check_rows(name, columns, rows, "x (test)")
+    for column in columns:
         lacking, wrong = copy.deepcopy(rows), copy.deepcopy(rows)
         for row in lacking:
             del row[column]
         with pytest.raises(
             UserError, match=f"task {name}: x .test.: no column '{column}'; it needs .*{column}"
         ):
-            check_rows(name, lacking, "x (test)")
+            check_rows(name, columns, lacking, "x (test)")
         for value in (None, 7.5, True):
             wrong[2][column] = value
             with pytest.raises(UserError, match=rf"x \(test\), row 2: {column} must be .*, got {value}"):
-                check_rows(name, wrong, "x (test)")
+                check_rows(name, columns, wrong, "x (test)")
 
 
 def test_an_answer_that_is_none_of_the_choices_is_named() -> None:
     rows = rows_of("allenai/ai2_arc", 2)
     rows[1]["answerKey"] = "E"
     with pytest.raises(UserError, match="row 1: answerKey 'E' is none of the labels 1, 2, 3, 4"):
-        check_rows("arc_easy", rows, "x")
+        check_rows("arc_easy", columns_of("arc_easy", load_suite("paper11")), rows, "x")
 
 
 def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from fcsd.parallel import place as placed
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.ranks import Ranks
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.recipe.load_recipe import load_recipe
 from tests.evaluation.test_kept_tasks import judge, place
+from tests.reference.tiny import tiny_model
 from tests.support import Bench
 
 __all__ = ["place"]  # a fixture

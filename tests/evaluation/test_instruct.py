@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from fcsd.evaluation.config import SuiteConfig, load_suite
-from fcsd.evaluation.ready import Scoring, score_file
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
+from fcsd.evaluation.ready import score_file
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_repository
 from tests.evaluation.test_ready import lines
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 SUBJECTS = (
@@ -86,7 +87,7 @@ def graded(root: Path, folder: Path, name: str, samples: list[dict[str, Any]], *
         for index, sample in enumerate(samples)
     ]
     file = lines(folder / "s.jsonl", *rows)
-    result = score_file(Scoring(file, name, data_root=root, suite=load_suite("instruct")))
+    result = score_file(Scoring(samples=file, dataset=name, data_root=root, suite="instruct"))
     return float(result["tasks"][name]["value"])
 
 

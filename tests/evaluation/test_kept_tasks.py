@@ -26,8 +26,9 @@ from fcsd.evaluation.store import TaskStore
 from fcsd.model.config import ModelConfig
 from fcsd.parallel.launch import join_launch
 from fcsd.parallel.ranks import ALONE, Ranks
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
+from tests.reference.tiny import tiny_model
 from tests.support import start
 
 ROWS: list[dict[str, Any]] = [

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from fcsd.base.errors import UserError
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import score_table
 from tests.evaluation.test_runner import CODE, GENERATION, judge, likelihood, place, plain_lm_eval
+from tests.reference.tiny import tiny_model
 
 __all__ = ["place"]  # a fixture
 POSITIONS = 40

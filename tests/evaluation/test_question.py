@@ -1,4 +1,4 @@
-from fcsd.evaluation.question import shown_question
+from fcsd.evaluation.results import shown_question
 
 
 def test_the_question_is_what_the_requests_share_in_whole_words() -> None:

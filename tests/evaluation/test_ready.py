@@ -14,13 +14,14 @@ from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.code.ready import programs_of
-from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
-from fcsd.evaluation.ready import Scoring, score_file
+from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_root
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]
@@ -45,7 +46,7 @@ def test_solutions_are_graded_and_the_result_can_be_compared(root: Path, tmp_pat
             tmp_path / f"{name}.jsonl",
             *({"task_id": i, "solution": p} for i, p in zip(ids, programs, strict=True)),
         )
-        score_file(Scoring(file, "mbpp_plus", data_root=root, output=tmp_path / name))
+        score_file(Scoring(samples=file, dataset="mbpp_plus", data_root=root, output=tmp_path / name))
         result, samples = read_result(tmp_path / name)
         both.append({"result": result, "samples": samples})
     task = both[1]["result"]["tasks"]["mbpp_plus"]
@@ -61,7 +62,9 @@ def test_several_samples_of_a_problem_give_pass_at_k(root: Path, tmp_path: Path)
         for i, goods in enumerate([(1, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)])
         for good in goods
     ]
-    result = score_file(Scoring(lines(tmp_path / "s.jsonl", *samples), "humaneval_plus", data_root=root))
+    result = score_file(
+        Scoring(samples=lines(tmp_path / "s.jsonl", *samples), dataset="humaneval_plus", data_root=root)
+    )
     task = result["tasks"]["humaneval_plus"]
     assert task["pass_at_k"] == {"1": pytest.approx(0.4), "5": pytest.approx(2 / 3)}
     assert task["value"] == pytest.approx(0.4) and task["outcomes"] == {"passed": 6, "wrong": 9}
@@ -102,15 +105,15 @@ def test_a_bad_file_of_samples_is_one_line(root: Path, tmp_path: Path, text: str
     path = tmp_path / "s.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        score_file(Scoring(path, "mbpp_plus", data_root=root))
+        score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=root))
 
 
 def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": "x"})
     with pytest.raises(UserError, match=r"nothing\.jsonl: no such file"):
-        score_file(Scoring(tmp_path / "nothing.jsonl", "mbpp_plus", data_root=root))
+        score_file(Scoring(samples=tmp_path / "nothing.jsonl", dataset="mbpp_plus", data_root=root))
     with pytest.raises(UserError, match=r"task mbpp_plus: .*no such folder; the data root must hold"):
-        score_file(Scoring(path, "mbpp_plus", data_root=tmp_path))
+        score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=tmp_path))
 
 
 def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
@@ -162,16 +165,16 @@ def test_evalplus_grades_in_a_process_of_its_own(root: Path, tmp_path: Path, eva
         "data_root": root, "scorer": "evalplus", "evalplus_data": tmp_path / "data.jsonl.gz",
     }  # fmt: skip
     with pytest.raises(UserError, match=r"EvalPlus runs programs without our sandbox.*--allow-weak-sandbox"):
-        score_file(Scoring(path, "mbpp_plus", **options))
+        score_file(Scoring(samples=path, dataset="mbpp_plus", **options))
     options["allow_weak_sandbox"] = True
-    task = score_file(Scoring(path, "mbpp_plus", **options))["tasks"]["mbpp_plus"]
+    task = score_file(Scoring(samples=path, dataset="mbpp_plus", **options))["tasks"]["mbpp_plus"]
     assert task["outcomes"] == {"passed": 1, "timeout": 1, "wrong": 1}
     assert (task["value"], task["base"]["value"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     with pytest.raises(UserError, match="grades mbpp_plus and humaneval_plus, not mbpp_plus_lmeval"):
-        score_file(Scoring(path, "mbpp_plus_lmeval", **options))
+        score_file(Scoring(samples=path, dataset="mbpp_plus_lmeval", **options))
     lines(path, *({"task_id": 1000 + i, "solution": "crash"} for i in range(3)))
     with pytest.raises(RuntimeError, match="EvalPlus failed with status 1: no such problem"):
-        score_file(Scoring(path, "mbpp_plus", **options))
+        score_file(Scoring(samples=path, dataset="mbpp_plus", **options))
 
 
 def test_without_the_package_the_error_says_what_to_install(
@@ -183,7 +186,7 @@ def test_without_the_package_the_error_says_what_to_install(
     )
     path = lines(tmp_path / "s.jsonl", *({"task_id": 1000 + i, "solution": "x"} for i in range(3)))
     with pytest.raises(UserError, match=r"not installed; pip install 'fcsd\[evalplus\]'"):
-        score_file(Scoring(path, "mbpp_plus", data_root=root, scorer="evalplus"))
+        score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=root, scorer="evalplus"))
 
 
 # ---------------------------------------------------------------------------------- answers that lm-eval grades
@@ -202,18 +205,18 @@ def test_answers_are_graded_by_lm_evals_filters_and_metric(root: Path, tmp_path:
     for suite, column in (("paper11", 1), ("camoe9", 2)):
         score_file(
             Scoring(
-                answers(tmp_path / "a.jsonl"),
-                "gsm8k",
+                samples=answers(tmp_path / "a.jsonl"),
+                dataset="gsm8k",
                 data_root=root,
                 output=tmp_path / suite,
-                suite=load_suite(suite),
+                suite=suite,
             )
         )
         result, kept = read_result(tmp_path / suite)
         assert [sample["score"] for sample in kept["gsm8k"]] == [answer[column] for answer in ANSWERS]
         assert result["tasks"]["gsm8k"]["num_fewshot"] == 5 and result["complete"]
     same = score_file(
-        Scoring(answers(tmp_path / "a.jsonl", task="gsm8k"), None, data_root=root)
+        Scoring(samples=answers(tmp_path / "a.jsonl", task="gsm8k"), dataset=None, data_root=root)
     )  # the lines say it
     assert same["tasks"]["gsm8k"]["value"] == 1
 
@@ -227,14 +230,14 @@ def test_what_a_model_said_is_graded_as_when_it_was_evaluated_and_compared_with_
     suite.tasks[0] = suite.tasks[0].model_copy(update={"max_new_tokens": 6})
     result, samples = evaluate(model, tiny_tokenizer(), suite, data_root=root, batch_size=4, progress=False)
     file = lines(tmp_path / "s.jsonl", *samples["gsm8k"])
-    score_file(Scoring(file, "gsm8k", data_root=root, output=tmp_path / "out"))
+    score_file(Scoring(samples=file, dataset="gsm8k", data_root=root, output=tmp_path / "out"))
     again, kept = read_result(tmp_path / "out")
     assert kept["gsm8k"] == samples["gsm8k"]
     found = compare({"result": result, "samples": samples}, {"result": again, "samples": kept})
     assert found["tasks"]["gsm8k"]["delta"] == 0
     # Without numbers, by the hashes that lm-eval writes, in any order.
     named = [{key: s[key] for key in ("prompt_hash", "completion")} for s in reversed(samples["gsm8k"])]
-    score_file(Scoring(lines(file, *named), "gsm8k", data_root=root, output=tmp_path / "out"))
+    score_file(Scoring(samples=lines(file, *named), dataset="gsm8k", data_root=root, output=tmp_path / "out"))
     assert read_result(tmp_path / "out")[1] == kept
 
 
@@ -244,19 +247,23 @@ def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(root: Path
         {"doc_id": i, "completions": [text, f"<think>It is {i + 3}.</think>I cannot say."]}
         for i, text in enumerate(texts)
     ]
-    options: dict[str, Any] = {"data_root": root, "suite": load_suite("camoe9")}
+    options: dict[str, Any] = {"data_root": root, "suite": "camoe9"}
     score_file(
         Scoring(
-            lines(tmp_path / "s.jsonl", *rows), "gsm8k", output=tmp_path / "out", thinking=True, **options
+            samples=lines(tmp_path / "s.jsonl", *rows),
+            dataset="gsm8k",
+            output=tmp_path / "out",
+            thinking=True,
+            **options,
         )
     )
     result, kept = read_result(tmp_path / "out")
     assert result["tasks"]["gsm8k"]["value"] == 0.5
     assert kept["gsm8k"][1]["scores"] == [1, 0] and kept["gsm8k"][1]["completions"][0] == "#### 4"
     assert (
-        score_file(Scoring(answers(tmp_path / "u.jsonl", texts), "gsm8k", **options))["tasks"]["gsm8k"][
-            "value"
-        ]
+        score_file(Scoring(samples=answers(tmp_path / "u.jsonl", texts), dataset="gsm8k", **options))[
+            "tasks"
+        ]["gsm8k"]["value"]
         == 0
     )
 
@@ -279,8 +286,8 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(root: Path, tmp_
     with pytest.raises(
         UserError, match=r"1 of 6 documents have no answer \(the first is high/1\); .*--partial"
     ):
-        score_file(Scoring(file, "both", **options))
-    task = score_file(Scoring(file, "both", partial=True, **options))["tasks"]["both"]
+        score_file(Scoring(samples=file, dataset="both", **options))
+    task = score_file(Scoring(samples=file, dataset="both", partial=True, **options))["tasks"]["both"]
     assert (task["value"], task["num_items"], task["num_items_total"]) == (1, 5, 6)
 
 
@@ -299,7 +306,7 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(root: Path, tmp_
 )  # fmt: skip
 def test_a_bad_file_of_answers_is_one_line(root: Path, tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        score_file(Scoring(lines(tmp_path / "s.jsonl", row), "gsm8k", data_root=root))
+        score_file(Scoring(samples=lines(tmp_path / "s.jsonl", row), dataset="gsm8k", data_root=root))
 
 
 def test_answers_to_other_data_or_to_tasks_without_text_are_refused(root: Path, tmp_path: Path) -> None:
@@ -307,14 +314,14 @@ def test_answers_to_other_data_or_to_tasks_without_text_are_refused(root: Path, 
     with pytest.raises(
         UserError, match=r"a\.jsonl, line 1: doc_hash is of another document than gsm8k's 0: the data set"
     ):
-        score_file(Scoring(other, "gsm8k", data_root=root))
+        score_file(Scoring(samples=other, dataset="gsm8k", data_root=root))
     uneven = lines(other, *({"doc_id": i, "completions": ["1"] * (1 + i % 2)} for i in range(3)))
     with pytest.raises(UserError, match=r"1 to 2 answers to a document; it needs the same number of every"):
-        score_file(Scoring(uneven, "gsm8k", data_root=root))
+        score_file(Scoring(samples=uneven, dataset="gsm8k", data_root=root))
     with pytest.raises(UserError, match="task piqa: is scored by likelihood, which a file of answers does"):
-        score_file(Scoring(answers(tmp_path / "p.jsonl"), "piqa", data_root=root))
+        score_file(Scoring(samples=answers(tmp_path / "p.jsonl"), dataset="piqa", data_root=root))
     with pytest.raises(UserError, match=r"line 1: names no task; add a key 'task', or give --dataset"):
-        score_file(Scoring(answers(tmp_path / "n.jsonl"), None, data_root=root))
+        score_file(Scoring(samples=answers(tmp_path / "n.jsonl"), dataset=None, data_root=root))
 
 
 def test_one_file_may_hold_programs_and_answers(

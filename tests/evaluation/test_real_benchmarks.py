@@ -8,7 +8,8 @@ import pytest
 from fcsd.evaluation.code.problems import Tests, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import load_suite
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 pytestmark = pytest.mark.real_data

@@ -15,7 +15,8 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import SuiteConfig, load_suite
 from fcsd.evaluation.results import read_result, write_result
 from fcsd.evaluation.scores import compare
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 CHOICE = {

@@ -22,11 +22,12 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.ranks import Ranks
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 from tests.evaluation.vllm_protocol import Engine, serving
+from tests.reference.tiny import tiny_model
 
 ITEMS = 4
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.calibration.model import calibrate_model
-from fcsd.training.losses.fused import fused_linear_cross_entropy, fused_linear_kl
 from tests.float64 import in_float64
+from tests.losses import fused_cross_entropy, fused_kl
 from tests.model.test_autocast import gradients
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT, Bench, free_port, start
 
 pytestmark = [
@@ -69,10 +69,10 @@ def test_the_loss_and_its_gradients_are_those_of_float64(loss, dtype, bound, chu
     wide = [x.detach().double().requires_grad_() for x in (h, w)]
     options = {"chunk_bytes": chunk_tokens * len(w) * 3 * 4}
     if loss == "kl":
-        actual = fused_linear_kl(h, w, th, tw, **options)
+        actual = fused_kl(h, w, th, tw, **options)
         expected = exact_kl(*wide, th.double(), tw.double())
     else:
-        actual = fused_linear_cross_entropy(h, w, labels, chunk_bytes=chunk_tokens * len(w) * 2 * 4)
+        actual = fused_cross_entropy(h, w, labels, chunk_bytes=chunk_tokens * len(w) * 2 * 4)
         expected = exact_cross_entropy(*wide, labels)
     assert actual.dtype == torch.float32
     assert relative(actual.detach(), expected.detach()) < 1e-4
@@ -92,7 +92,7 @@ def test_the_loss_keeps_one_chunk_of_logits_and_never_all():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fused_linear_kl(h, w, th, tw).backward()
+    fused_kl(h, w, th, tw).backward()
     peak = torch.cuda.max_memory_allocated() - before
     head, logits = vocab * dim * 4, n * vocab * 4
     assert (

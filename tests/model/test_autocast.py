@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcsd.model.autocast import autocast_experts
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import tiny_model
 
 
 class Kernels(TorchDispatchMode):

@@ -27,13 +27,14 @@ from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
 from fcsd.parallel.state import _first_row
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.prepare import freeze_embeddings_and_head
 from fcsd.training.teachers.base import ModelTeacher
 from tests.float64 import ROUNDINGS, in_float64
+from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
+from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import ROOT, Bench, start
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -439,7 +440,11 @@ def test_no_rank_holds_more_of_the_teacher_than_its_part_and_the_head(engine: st
 def step_of(model: Any, rows: torch.Tensor, keep: torch.Tensor, teacher: Any) -> torch.Tensor:
     hidden = final_hidden(teacher, rows, None, keep)
     outputs = model(
-        input_ids=rows, keep=keep, objective="kl", teacher_hidden=hidden, teacher_head=teacher.lm_head
+        input_ids=rows,
+        keep=keep,
+        objective=objective_of("kl"),
+        teacher_hidden=hidden,
+        teacher_head=teacher.lm_head,
     )
     return outputs["loss"]
 

@@ -9,7 +9,7 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.parallel.ranks import ALONE
 from fcsd.parallel.state import check_state, read_state, write_state
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import tiny_model
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -163,9 +163,9 @@ def test_where_lm_eval_says_so_lower_is_better(
     (tmp_path / "mine" / "mistakes.yaml").write_text(yaml.safe_dump(task))
     monkeypatch.chdir(tmp_path)  # where the command runs: paths of a recipe begin there
     stopping = of(metrics["likelihood"], task="mistakes", lm_eval_include="mine")
-    tokenizer, model = load_tokenizer(bench.base), load_model(bench.base)
+    model = load_model(bench.base)
     for section, higher in ((stopping, False), (metrics["likelihood"], True)):
-        with early_stopping(run_of(recipe(bench, "r", section)), tokenizer) as (_, score):
+        with early_stopping(run_of(recipe(bench, "r", section))) as (_, score):
             assert score is not None and score(model).higher_is_better is higher
 
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_scored_is_said_before_training(
     bench: Bench, metrics: dict[str, dict[str, Any]], kind: str, change: dict[str, Any], message: str
 ) -> None:
     plan = run_of(recipe(bench, "r", of(metrics[kind], **change)))
-    with pytest.raises(UserError, match=message), early_stopping(plan, load_tokenizer(bench.base)):
+    with pytest.raises(UserError, match=message), early_stopping(plan):
         pass
 
 

@@ -16,7 +16,8 @@ from fcsd.evaluation.config import TaskConfig, load_suite
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.overrides import to_yaml
 from fcsd.recipe.recipe import Recipe
-from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.objectives import ObjectiveConfig
 
 MINIMAL = {
     "name": "x",
@@ -160,7 +161,8 @@ def test_defaults_are_those_of_the_objective(
     name: str, temperature: float | None, jsd_beta: float | None
 ) -> None:
     objective = validate(ObjectiveConfig, {"name": name}, "alone")
-    assert (objective.temperature, objective.jsd_beta, objective.clip) == (temperature, jsd_beta, None)
+    values = objective.model_dump()
+    assert [values.get(key) for key in ("temperature", "jsd_beta", "clip")] == [temperature, jsd_beta, None]
     assert objective.has_teacher == (name not in ("sft", "ce"))
     assert validate(ObjectiveConfig, objective.model_dump(), "printed") == objective
 

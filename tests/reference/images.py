@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.configs.multimodal import IMAGE
+from tests.reference.tiny import TINY
+from tests.reference.tiny.multimodal import IMAGE
 
 _VIDEO_PATCH = 3 * 2 * 4 * 4
 

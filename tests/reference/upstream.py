@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from fcsd.base.text import markdown
 from fcsd.model.families import FAMILIES, Family
 from fcsd.model.families.table import families_facts, families_table
-from fcsd.parallel.overlap.support import support
+from fcsd.parallel.overlap.support import kept_inside, refusal
 
 SNAPSHOT = Path("tests/files/upstream.json")
 PAGE = Path("docs/families.md")
@@ -120,10 +120,17 @@ def with_families(page: str) -> str:
     return f"{before}{FAMILIES_BEGIN}\n{families_table(families_facts())}\n{FAMILIES_END}\n{after}"
 
 
+def _overlap(family: Family) -> str:
+    if (reason := refusal(family)) is not None:
+        return f"refused: {reason}"
+    inside = kept_inside(family)
+    return "between layers" if inside is None else f"inside the layer: {inside}"
+
+
 def overlap_table() -> str:
     """Format the table of docs/overlap.md: every family, and how far its layers overlap."""
     return markdown(
-        ["family", "overlap"], [[name, support(row)] for name, row in sorted(FAMILIES.items())], left=2
+        ["family", "overlap"], [[name, _overlap(row)] for name, row in sorted(FAMILIES.items())], left=2
     )
 
 

@@ -10,6 +10,8 @@ from matplotlib.colors import to_hex
 from fcsd.report import plots, study_plots
 from fcsd.report.figure import model_colours
 
+COLOURS = model_colours(["original", "converted", "fcsd", "one", "other"])
+
 
 def row(delta: float, low: float, high: float, verdict: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"delta": delta, "interval": [low, high], "num_items": 9}
@@ -48,7 +50,7 @@ def points(axis: Any) -> list[tuple[float, str, list[float]]]:
 
 
 def test_what_is_noise_is_hollow_and_the_bars_are_the_intervals(tmp_path: Path, drawn: list[Any]) -> None:
-    plots.plot_deltas({"fcsd": comparison(0.1)}, tmp_path / "x.png", note="a quick look")
+    plots.plot_deltas({"fcsd": comparison(0.1)}, tmp_path / "x.png", note="a quick look", colours=COLOURS)
     (axis,) = drawn[0].axes
     assert [t.get_text() for t in axis.get_yticklabels()] == ["a task with a rather long name", "b", "mean"]
     assert [(value, face != "#ffffff") for value, face, _ in points(axis)] == [
@@ -65,8 +67,12 @@ def test_what_is_noise_is_hollow_and_the_bars_are_the_intervals(tmp_path: Path, 
 
 
 def test_a_model_far_off_does_not_hide_how_the_others_differ(tmp_path: Path, drawn: list[Any]) -> None:
-    plots.plot_deltas({"converted": comparison(0.8), "fcsd": comparison(0.02)}, tmp_path / "x.png")
-    plots.plot_deltas({"one": comparison(0.04), "other": comparison(0.02)}, tmp_path / "y.png")
+    plots.plot_deltas(
+        {"converted": comparison(0.8), "fcsd": comparison(0.02)}, tmp_path / "x.png", colours=COLOURS
+    )
+    plots.plot_deltas(
+        {"one": comparison(0.04), "other": comparison(0.02)}, tmp_path / "y.png", colours=COLOURS
+    )
     whole, near = drawn[0].axes
     assert whole.get_xlim()[0] < -96 and -3 < near.get_xlim()[0] < -2.4 and near.get_xlim()[1] > 0
     assert len(drawn[1].axes) == 1
@@ -76,7 +82,7 @@ def test_the_members_of_a_group_are_sorted_and_carry_their_number_of_items(
     tmp_path: Path, drawn: list[Any]
 ) -> None:
     members = {f"mmlu_{i}": row(i / 100, (i - 2) / 100, (i + 2) / 100, None) for i in range(-28, 29)}
-    plots.plot_members("mmlu", {"fcsd": {"members": members}}, tmp_path / "x.png")
+    plots.plot_members("mmlu", {"fcsd": {"members": members}}, tmp_path / "x.png", colours=COLOURS)
     (axis,) = drawn[0].axes
     labels = [t.get_text() for t in axis.get_yticklabels()]
     assert len(labels) == 57 and labels[0] == "28 (9)" and labels[-1] == "-28 (9)"
@@ -108,11 +114,12 @@ def test_trainings_are_drawn_by_tokens_and_shares_in_per_cent(tmp_path: Path, dr
         {"tokens": 1000, "score": 0.25, "stderr": 0.05, "kl": 2.0},
         {"tokens": 1_500_000, "score": 0.5, "stderr": None},
     ]
-    plots.plot_scores({"fcsd": curve}, "pass@1", tmp_path / "a.png")
+    plots.plot_scores({"fcsd": curve}, "pass@1", tmp_path / "a.png", colours=COLOURS)
     plots.plot_scores(
         {"fcsd": [point | {"score": 100 * point["score"]} for point in curve]},
         "perplexity",
         tmp_path / "b.png",
+        colours=COLOURS,
     )
     axis, other = drawn[0].axes[0], drawn[1].axes[0]
     assert series(axis)["fcsd"][:2] == ([1000, 1_500_000], [25.0, 50.0])
@@ -140,13 +147,13 @@ def test_the_sweep_has_a_tick_for_every_value_that_was_tried(tmp_path: Path, dra
 
 def test_what_guessing_gives_is_marked_in_the_rows_of_its_tasks(tmp_path: Path, drawn: list[Any]) -> None:
     scores = {"original": {"a": (0.5, 0.01), "b": (0.9, 0.01)}}
-    plots.plot_models(["a", "b"], scores, tmp_path / "x.png", chance={"b": 0.25})
+    plots.plot_models(["a", "b"], scores, tmp_path / "x.png", chance={"b": 0.25}, colours=COLOURS)
     (axis,) = drawn[0].axes
     places, rows, _ = series(axis)["chance"]
     assert places == [25, 25] and rows == [0.6, 1.4] and axis.get_title() == "Scores of every model"
     whole = comparison(0.8)
     whole["tasks"]["b"]["original"] = 0.9
-    plots.plot_deltas({"fcsd": whole}, tmp_path / "y.png", chance={"b": 0.25})
+    plots.plot_deltas({"fcsd": whole}, tmp_path / "y.png", chance={"b": 0.25}, colours=COLOURS)
     assert series(drawn[1].axes[0])["chance"][0] == [pytest.approx(-65)] * 2
 
 

@@ -141,7 +141,7 @@ def test_the_report_states_every_model_and_the_paired_differences(recipe: Recipe
     assert "(items.html)" in text and (run / "report" / "items.html").is_file()
     assert len(list((run / "report" / "lm_eval").glob("*/results_*.json"))) == 3
     assert "choice of checkpoint: pass@1 on `evalplus/mbppplus`, split `test`, every 1000 steps" in text
-    assert "| fcsd | 50.0 ± 8.0 % | 10 | 40 of 378 items | 2 | 2 min, 2.5 % |" in text
+    assert "| fcsd     | 50.0 ± 8.0 % |      10 | 40 of 378 items |      2 |      2 min, 2.5 % |" in text
     assert (
         "pass@1 on `evalplus/mbppplus`, split `test` during training; the band is one standard error" in text
     )

@@ -22,10 +22,11 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import FCSDTrainer
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import TOKEN, Hub, running_hub
 from tests.support import ROOT, Bench
 
@@ -316,8 +317,6 @@ def test_of_every_loss_the_smallest_is_the_best_also_for_one_of_several_data_set
 def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
-    from fcsd.training.fcsd_trainer import _fcsd_config
-
     def arguments(metric: str, **more: Any) -> FCSDConfig:
         return FCSDConfig(output_dir=str(tmp_path), metric_for_best_model=metric, **more)
 
@@ -333,7 +332,7 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
         arguments("perplexity")
     # Plain TrainingArguments have guessed True already.
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl")
-    assert _fcsd_config(plain).greater_is_better is False
+    assert FCSDConfig.of(plain).greater_is_better is False
 
 
 def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(make: Callable[..., FCSDTrainer]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.losses import objective_of
 from tests.memory import PLAIN, measured_by, peak_of_two_steps
 
 TOKENS = {"few": 2, "many": 16}  # rows of 128
@@ -15,7 +16,7 @@ OBJECTIVES = ("kl", "sft")
 
 def measure(name: str) -> int:
     objective, tokens, vocabulary = name.split()
-    setting = replace(PLAIN, objective=objective, num_rows=TOKENS[tokens], accumulates=False)
+    setting = replace(PLAIN, objective=objective_of(objective), num_rows=TOKENS[tokens], accumulates=False)
     return peak_of_two_steps(setting, vocab_size=VOCABULARIES[vocabulary], **SHAPE)
 
 

@@ -6,22 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.training.config import TrainConfig
 from fcsd.training.optimizer import MuonWithAdamW, learning_rate_scales, parameter_groups
+from tests.reference.tiny import tiny_model
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def groups(model: Any, ratio: float = 1.0, with_muon: bool = True) -> list[dict[str, Any]]:
     decayed = {name for name, p in model.named_parameters() if p.ndim > 1}
-    return parameter_groups(
-        model,
-        learning_rate=0.01,
-        weight_decay=0.1,
-        decayed=decayed,
-        layer_lr_ratio=ratio,
-        with_muon=with_muon,
-    )
+    optimizer: Any = "muon" if with_muon else "adamw"
+    train = TrainConfig(learning_rate=0.01, weight_decay=0.1, layer_lr_ratio=ratio, optimizer=optimizer)
+    return parameter_groups(model, train, decayed)
 
 
 def test_rates_go_from_the_first_to_the_last_layer_around_the_one_that_is_set() -> None:

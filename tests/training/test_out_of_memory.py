@@ -12,12 +12,13 @@ import torch
 
 from fcsd.base.errors import UserError, is_out_of_memory
 from fcsd.cli.main import main
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training import out_of_memory
 from fcsd.training.config import TrainConfig
 from fcsd.training.out_of_memory import REST, advice, explain_oom, held
 from fcsd.training.teachers.base import ModelTeacher
 from tests.memory import PLAIN, memory_of_this_process, small_model, train_two_steps
+from tests.reference.tiny import tiny_model
+from tests.support import end_if_it_hangs
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
@@ -25,6 +26,7 @@ def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        end_if_it_hangs()
         answer = "no error"
         try:
             torch.set_num_threads(1)

@@ -87,7 +87,7 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
             raise UserError("the sandbox is gone")
 
-        fcsd.evaluation.backend.generate_completions = broken  # type: ignore[assignment]
+        fcsd.evaluation.backend.InMemoryBackend.complete = broken  # type: ignore[method-assign]
     if spoil == "nan":
 
         class Spoil(TrainerCallback):

@@ -20,15 +20,17 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.launch import join_launch
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training import run as run_module
 from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.history import read_history, read_scores
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.trainer import DistillTrainer
+from tests.reference.tiny import tiny_model
 
 LENGTH = 16
 VOCABULARY = 99
@@ -444,7 +446,7 @@ def token_figures(
             (model(ids, use_cache=False).logits[0, :-1][keep].detach() / t).softmax(-1)
             for model in (student, teacher)
         )
-        beta = objective.jsd_beta or 0.5
+        beta = getattr(objective, "jsd_beta", 0.5)
         m = (1 - beta) * s + beta * q
         per_token = {
             "kl": q * (q / s).log(),

@@ -7,8 +7,9 @@ import torch
 
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.launch import join_launch
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.export import write_model
+from tests.reference.tiny import tiny_model
 
 
 def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(tmp_path: Path) -> None:

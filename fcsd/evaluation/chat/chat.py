@@ -14,18 +14,17 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
-from fcsd.model.connectivity.checkpoint import find_folder
-from fcsd.model.connectivity.load import load_model
-from fcsd.model.load import load_tokenizer, to_device
+from fcsd.model.config import ModelConfig
+from fcsd.model.load import find_model, load_tokenizer
 from fcsd.model.positions import num_positions
 from fcsd.parallel.launch import join_launch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from fcsd.parallel.place import load_for_evaluation
 
 _HELP = """\
 /reset   forget the conversation
@@ -48,8 +47,8 @@ class Speaker:
     """
 
     name: str
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     messages: list[dict[str, str]] = field(default_factory=list)
     thinking: bool = True
 
@@ -105,24 +104,21 @@ def load_speaker(
     """Load a checkpoint to talk to, on the accelerator if there is one, or as transformers' `device_map` says.
 
     Raises:
-        UserError: as `load_model`; no tokenizer; a tokenizer without chat template.
+        UserError: as `load_for_evaluation`; no tokenizer; a tokenizer without chat template.
     """
-    folder = find_folder(path, revision)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    found = find_model(ModelConfig(path=path, revision=revision, trust_remote_code=trust_remote_code))
+    tokenizer = load_tokenizer(found.folder, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise UserError(
             f"{path}: its tokenizer has no chat template, so the model was not trained to converse; give a chat model,"
             " or put its chat_template.jinja beside the tokenizer"
         )
-    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
-        model: Any = load_model(folder, dtype="auto", trust_remote_code=trust_remote_code, **options)
+        model = load_for_evaluation(found, join_launch(), device_map=device_map)
     except ValueError as error:
         if device_map is None:
             raise
         raise UserError(f"--device-map {device_map}: {one_line(error)}") from None
-    if device_map is None:
-        model = to_device(model, path, join_launch().device)
     return Speaker(path, model, tokenizer, thinking=thinking)
 
 

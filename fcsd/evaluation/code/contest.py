@@ -12,7 +12,7 @@ Not covered: the compressed pickles in which LiveCodeBench ships private tests: 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,7 @@ def prompt_and_tests(row: Mapping[str, Any], where: str, *, private: bool) -> tu
     Raises:
         UserError: a column of the wrong type, tests that are no JSON, no tests, or no name of the function to call.
     """
-    for column in ("question_content", "starter_code"):
-        if not isinstance(row[column], str):
-            raise UserError(f"{where}: {column} must be text, got {type(row[column]).__name__}")
+    require_text(row, ("question_content", "starter_code"), where)
     columns = ("public_test_cases", "private_test_cases")[: 1 + private]
     cases = [case for column in columns for case in _cases(row[column], f"{where}: {column}")]
     if not cases:
@@ -63,6 +61,13 @@ def prompt_and_tests(row: Mapping[str, Any], where: str, *, private: bool) -> tu
     else:
         tests = [f"fcsd_printed(fcsd_run({case['input']!r}), {case['output']!r})" for case in cases]
     return f"{question}\n\n{ask}\n", (_ORACLE, *tests)
+
+
+def require_text(row: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
+    """Refuse a row whose `columns` are not all text."""
+    for column in columns:
+        if not isinstance(row[column], str):
+            raise UserError(f"{where}: {column} must be text, got {type(row[column]).__name__}")
 
 
 def _cases(value: Any, where: str) -> list[dict[str, str]]:

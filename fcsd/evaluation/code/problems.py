@@ -204,9 +204,7 @@ PROBE = Problem("probe", "", contest.PROBE_CODE, contest.PROBE_TESTS, names=cont
 
 
 def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> None:
-    for column in columns:
-        if not isinstance(row[column], str):
-            raise UserError(f"{where}: {column} must be text, got {type(row[column]).__name__}")
+    contest.require_text(row, columns, where)
     if not isinstance(row["task_id"], int | str):
         raise UserError(f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}")
     if not row["test"].strip():

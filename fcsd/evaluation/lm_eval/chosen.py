@@ -12,6 +12,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean, validate
 from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.lm_eval.tasks import tasks_folder
 from fcsd.model.preserve import quiet
 
 _FEW = 40  # tasks that an error still names
@@ -44,18 +45,12 @@ def chosen_suite(names: Sequence[str], suite: SuiteConfig, include_path: Path | 
         found = [row | {"headline": True} for row in found]
     where = f"--tasks {','.join(names)}"
     made = validate(SuiteConfig, {"name": f"{suite.name}-tasks", "tasks": found}, where)
-    return made.model_copy(update={"folder": suite.folder})
-
-
-def _tasks_folder() -> Path:
-    import lm_eval
-
-    return Path(str(lm_eval.__file__)).parent / "tasks"
+    return made.model_copy(update={"folder": suite.folder, "columns": suite.columns})
 
 
 def _lm_evals(name: str) -> dict[str, Any]:
     """Read the definitions of lm-eval's folder that the name begins with; all 14,000 take 10 s."""
-    folders = [path for path in _tasks_folder().iterdir() if path.is_dir() and name.startswith(path.name)]
+    folders = [path for path in tasks_folder().iterdir() if path.is_dir() and name.startswith(path.name)]
     for folder in sorted(folders, key=lambda path: -len(path.name)):
         if name in (found := _index([folder], defaults=False)):
             return found
@@ -127,4 +122,4 @@ def _include(folder: str, root: Path | None) -> str:
     """Name the folder within lm-eval's tasks, so that a result names no place of this machine; else as a path."""
     if root is not None:
         return str(Path(folder).resolve())
-    return os.path.relpath(folder, _tasks_folder())
+    return os.path.relpath(folder, tasks_folder())

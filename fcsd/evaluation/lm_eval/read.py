@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.lm_eval.write import lm_eval_key
-from fcsd.evaluation.question import lm_eval_sample
-from fcsd.evaluation.results import Samples, mean_of, read_result, read_whole, whole_result
+from fcsd.evaluation.results import Samples, lm_eval_sample, mean_of, read_result, whole_result
 
 Result = dict[str, Any]
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")  # not every one is there
@@ -47,7 +47,7 @@ def read_results(folder: Path, like: Mapping[str, Any] | None = None) -> tuple[R
     metrics = {task: row["metric"] for task, row in (like or {}).get("tasks", {}).items()}
     found: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
-        whole = read_whole(file)
+        whole = read_json(file, "evaluate again")
         if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
         whole |= {section: whole.get(section) or {} for section in _SECTIONS}

@@ -23,9 +23,9 @@ from fcsd.base.strict import did_you_mean
 from fcsd.base.temporary import scratch_folder
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
-from fcsd.evaluation.lm_eval.columns import COLUMNS, check_files, check_rows
+from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.progress import Work
-from fcsd.evaluation.question import lm_eval_sample
+from fcsd.evaluation.results import lm_eval_sample
 from fcsd.evaluation.suites import (
     damaged_file,
     dataset_location,
@@ -91,36 +91,53 @@ def load_task(
         except Exception as error:
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
-            _name_the_row(row, known, location)
+            _name_the_row(row, suite, known, location)
             reason = f"nothing there is named {error}" if isinstance(error, KeyError) else first_line(error)
             what = f"cannot be loaded with the data set {location}: {reason}"
-            raise UserError(f"task {row.task}: {what}{_advice(row, data_root)}") from error
+            raise UserError(f"task {row.task}: {what}{_advice(row, suite, data_root)}") from error
     for name, task in tasks.items():
         _apply(task, row)
-        _check_data(name, task, row, location)
+        _check_data(name, task, row, suite, location)
     return tasks
 
 
-def _name_the_row(row: LMEvalTaskConfig, known: Any, location: str) -> None:
+def _definitions(row: LMEvalTaskConfig, known: Any) -> list[Any]:
+    """Return what lm-eval's files say of a row's task, or of all members of its group."""
+    names = [row.task] if row.task in known.all_subtasks else known.all_subtasks
+    return [known.task_index[name].cfg for name in names]
+
+
+def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, str]]:
+    """Return the (configuration, split) of a row's data set that its task's definition names; "default" for none."""
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager(include_path=[str(_task_folder(row, suite))], include_defaults=False)
+    keys = ("training_split", "validation_split", "test_split", "fewshot_split")
+    return {
+        (row.dataset_name or settings.get("dataset_name") or "default", split)
+        for settings in _definitions(row, known)
+        for split in (row.split, *map(settings.get, keys))
+        if split
+    }
+
+
+def _name_the_row(row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, location: str) -> None:
     """Name the row and the column at fault, if there is one, where lm-eval could not read the data."""
-    if row.task not in COLUMNS:
-        return
-    entry = known.task_index[row.task].cfg
-    members = [known.task_index[name].cfg for name in known.all_subtasks]
-    for settings in [entry] if row.task in known.all_subtasks else members:
+    columns = columns_of(row.task, suite)
+    for settings in _definitions(row, known) if columns else ():
         graded = row.split or settings.get("test_split") or settings.get("validation_split")
         shots = settings.get("fewshot_split") or settings.get("training_split")
         for split in dict.fromkeys([graded, *([shots] if row.num_fewshot else [])]):
-            check_files(row.task, location, row.dataset_name or settings.get("dataset_name"), split)
+            check_files(row.task, columns, location, row.dataset_name or settings.get("dataset_name"), split)
 
 
-def _advice(row: LMEvalTaskConfig, data_root: Path | None) -> str:
+def _advice(row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None) -> str:
     """Say what to do when lm-eval cannot load a task."""
-    columns = ", ".join(COLUMNS.get(row.task, {}))
+    columns = ", ".join(columns_of(row.task, suite))
     return hub_advice(data_root) or (f"; the task needs the columns {columns}" if columns else "")
 
 
-def _check_data(name: str, task: Any, row: LMEvalTaskConfig, location: str) -> None:
+def _check_data(name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig, location: str) -> None:
     """Check the rows of the graded split and of the one that the shots come from, and whether those are enough."""
     graded = task.config.test_split or task.config.validation_split
     shots = task.config.fewshot_split or task.config.training_split
@@ -129,19 +146,24 @@ def _check_data(name: str, task: Any, row: LMEvalTaskConfig, location: str) -> N
         rows = task.dataset[split]
         if len(rows) == 0:
             raise UserError(f"task {name}: {location} ({split}): the data set is empty")
-        check_rows(row.task, rows, f"{location} ({split})")
+        check_rows(row.task, columns_of(row.task, suite), rows, f"{location} ({split})")
     if row.num_fewshot and shots and len(task.dataset[shots]) < row.num_fewshot + (shots == graded):
         raise UserError(
             f"task {name}: {row.num_fewshot} shots, but {location} ({shots}) has {len(task.dataset[shots])} rows"
         )
 
 
-def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
-    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
+def tasks_folder() -> Path:
+    """Find lm-eval's own definitions."""
     import lm_eval
 
+    return Path(str(lm_eval.__file__)).parent / "tasks"
+
+
+def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
+    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in lm-eval's own tasks."""
     name = row.lm_eval_include or row.task
-    places = [data_dir("eval") / "tasks", Path(str(lm_eval.__file__)).parent / "tasks"]
+    places = [data_dir("eval") / "tasks", tasks_folder()]
     if suite.folder:
         places.insert(0, Path(suite.folder))
     for place in places:

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from fcsd.base.errors import UserError, one_line
 from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint, Shapes, find_folder, read_checkpoint
 from fcsd.model.connectivity.modeling import (
@@ -21,6 +23,8 @@ from fcsd.model.connectivity.modeling import (
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.families import Family, family_of, moe_mask
 
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+
 
 def load_model(
     path: str | Path,
@@ -28,8 +32,6 @@ def load_model(
     connectivity: Connectivity | None = None,
     original: bool = False,
     dtype: Any = "auto",
-    attn_implementation: str | None = None,
-    experts_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     any_family: bool = False,
@@ -50,12 +52,11 @@ def load_model(
         dtype: a torch dtype or its name; "auto" takes the checkpoint's.
         revision: of a Hub repository.
         trust_remote_code: not needed for the supported families (transformers' own classes and fcsd's are
-            used); with connectivity None it allows a model type that fcsd does not know, loaded by
-            transformers with the code in its repository.
+            used); with connectivity None it allows one that fcsd does not know, with the code in its repository.
         any_family: with connectivity None, a dense model or another that fcsd cannot convert is loaded by transformers.
         weights: False gives the model on the meta device, without reading tensors (its dtypes may differ).
-        options: passed on to `from_pretrained` (`device_map`, `distributed_config`, `quantization_config`,
-            …).
+        options: passed on to `from_pretrained` (`attn_implementation`, `experts_implementation`, `device_map`,
+            `distributed_config`, `quantization_config`, …); None stands for transformers' own.
 
     Raises:
         UserError: folder, config or weights missing, damaged, truncated or of other shapes than the config
@@ -64,31 +65,17 @@ def load_model(
             missing or unexpected. Weights are never left at random values, pickles are never read.
     """
     folder = find_folder(path, revision)
-    any_family = (any_family or trust_remote_code) and connectivity is None
-    checkpoint = read_checkpoint(folder, any_family=any_family)
-    if checkpoint.family is not None:
-        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
-    chosen = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **chosen}
+    checkpoint = read_checkpoint(folder, (any_family or trust_remote_code) and connectivity is None)
+    options = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: options[name] for name in _IMPLEMENTATIONS if name in options}
+    options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     if checkpoint.family is None:
-        from transformers import AutoModelForCausalLM
-
-        if not weights:
-            raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
-        options["ignore_mismatched_sizes"] = True  # they are in the report, and refused below
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, **options
-            )
-        except ValueError as error:  # no such model type, or one whose code is in its repository
-            raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
+        loaded = _load_unknown(checkpoint, weights, options | {"trust_remote_code": trust_remote_code})
     else:
+        _check_sharded_loading(checkpoint.family, folder, options.get("distributed_config"))
         config, cls = config_and_class(checkpoint, connectivity, original)
         check_tensors(checkpoint, config, cls)
         if not weights:
-            import torch
-
             with torch.device("meta"):
                 return cls._from_config(config, **chosen).eval()
         try:
@@ -99,6 +86,20 @@ def load_model(
     if problem := _loading_problem(info):
         raise UserError(f"{folder}: {problem}")
     return model.eval()
+
+
+def _load_unknown(checkpoint: Checkpoint, weights: bool, options: dict[str, Any]) -> Any:
+    """Load a model that fcsd does not know, as transformers does: the model, and its report."""
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint.folder
+    if not weights:
+        raise UserError(f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be sharded")
+    try:
+        # Sizes that do not match are in the report, and refused.
+        return AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, **options)
+    except ValueError as error:  # no such model type, or one whose code is in its repository
+        raise UserError(f"{folder}: transformers cannot load it: {one_line(error)}") from None
 
 
 def _check_sharded_loading(family: Family, folder: Path, distributed_config: Any) -> None:
@@ -209,8 +210,6 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> None:
     Raises:
         UserError: a tensor has another shape than the config says, is missing, or is none of the model's.
     """
-    import torch
-
     if checkpoint.config.get("quantization_config"):
         return  # the quantisation method names and shapes tensors as it likes; transformers' own report follows
     try:

@@ -1,8 +1,8 @@
 """`FarSkip<Family>ForCausalLM`: the source that is shipped in checkpoints, and the same source as a module
 of fcsd. A multimodal wrapper's class is `FarSkip<Family>ForConditionalGeneration`.
 
-One text a family: `rewire.py`, the family's names as a literal, and static classes; before these the family's own
-(`fcsd.model.connectivity.classes`) where transformers has none. fcsd imports it as
+One text a family: `layer.py` and `rewire.py`, the family's names as a literal, and static classes; before these the
+family's own (`fcsd.model.connectivity.classes`) where transformers has none. fcsd imports it as
 `fcsd.model.connectivity.generated.<model_type>`; `save_pretrained` writes it as `modeling_farskip.py`.
 """
 
@@ -145,36 +145,23 @@ _MODEL = """class FarSkip{name}({name}):
     def _can_set_experts_implementation(cls):
         return {name}._can_set_experts_implementation()"""
 
-_NAMES = (
-    "upstream",
-    "decoder_layer",
-    "moe_block",
-    "layout",
-    "in_norm",
-    "mlp_norm",
-    "norms",
-    "attention",
-    "moe",
-    "moe_argument",
-    "block_shared",
-    "block_gate",
-    "shared_in_place",
-    "shared_average",
-    "additive",
-    "layer_shared",
-    "residual_multiplier",
-    "residual",
-    "residual_names",
-    "side_output",
-    "stream_edit",
-)
+
+def _embedded(file: str) -> str:
+    """Return the text of a file here without its imports from fcsd: what they name stands before it."""
+    text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+    return re.sub(r"^from fcsd\..*\n", "", text, flags=re.MULTILINE)
+
+
+def rewiring_source() -> str:
+    """Return the text of `layer.py` and `rewire.py` as one module, which imports torch only."""
+    return "\n\n".join(map(_embedded, ("layer.py", "rewire.py")))
 
 
 def modeling_source(family: Family) -> str:
     """Return the text of `modeling_farskip.py` for a family: self-contained, imports torch and transformers only."""
-    rewire = (Path(__file__).parent / "rewire.py").read_text(encoding="utf-8")
-    values = asdict(family)
-    names = "\n".join(f"    {name}={values[name]!r}," for name in _NAMES)
+    rewiring, values = rewiring_source(), asdict(family)
+    read = set(re.findall(r"\bfamily\.(\w+)", rewiring))
+    names = "\n".join(f"    {name}={value!r}," for name, value in values.items() if name in read)
     classes = list(dict.fromkeys((family.base_model, family.causal_lm)))  # Llama4: one class is both
     types = [(PREFIX + family.model_type, family.model_type)]
     if family.like:
@@ -192,7 +179,7 @@ def modeling_source(family: Family) -> str:
         conversions="\n".join(f"    {pair!r}," for pair in conversions),
         **values,
     )
-    return _HEADER.format(**values) + rewire + footer
+    return _HEADER.format(**values) + rewiring + footer
 
 
 def _imports(family: Family, classes: list[str]) -> str:

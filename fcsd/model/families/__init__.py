@@ -16,7 +16,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.model.families import adapted, multimodal, standard
-from fcsd.model.families.family import MOE_LAYERS, Family, moe_mask, read_field, text_config
+from fcsd.model.families.family import MOE_LAYERS, Family, moe_mask, text_config
 from fcsd.model.families.refused import REFUSED
 
 __all__ = [
@@ -48,11 +48,15 @@ SERVED = (
 )  # fmt: skip
 """Families whose converted checkpoints vLLM runs with the plugin in `serving/` (the distribution fcsd-serving)."""
 
-# In no row: fields of families that are refused or not known.
-_EXPERTS = tuple(dict.fromkeys((*(row.num_experts for row in _ROWS), "num_routed_experts", "n_experts")))
-_PER_TOKEN = tuple(
-    dict.fromkeys((*(row.experts_per_token for row in _ROWS), "moe_top_k", "experts_per_token"))
-)
+# Config fields that count experts, "section.field" where one is in a section: those of all families, and of others.
+EXPERTS = (
+    "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts",
+    "num_routed_experts", "n_experts",
+)  # fmt: skip
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "ffn_config.moe_top_k", "top_k_experts",
+    "moe_top_k", "experts_per_token",
+)  # fmt: skip
 _ROW_WIDTH = ("moe_hidden_size", "moe_latent_size", "hidden_size")
 _SECTIONS = ("ffn_config", "text_config")
 
@@ -68,20 +72,23 @@ def serve_command(model_type: str, where: str) -> str | None:
     return f"vllm serve {where}" if known else None
 
 
-def expert_counts(config: Any, family: Family | None) -> tuple[int | None, int | None]:
+def read_field(config: Any, name: str) -> Any:
+    """Read a config field, "section.field" of a section; None where the config has no such field."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def expert_counts(config: Any) -> tuple[int | None, int | None]:
     """Count the routed experts of a layer, and those that one token uses; None where the config does not tell.
 
-    Args:
-        config: the config object of the decoder layers.
-        family: its row; None for a family that is not on the list, which is asked for every name that a row has.
+    config: the config object of the decoder layers.
     """
-    experts = _EXPERTS if family is None else (family.num_experts,)
-    per_token = _PER_TOKEN if family is None else (family.experts_per_token,)
 
     def first(names: tuple[str, ...]) -> int | None:
         return next((value for name in names if isinstance(value := read_field(config, name), int)), None)
 
-    return first(experts), first(per_token)
+    return first(EXPERTS), first(EXPERTS_PER_TOKEN)
 
 
 def row_width(config: Any) -> int:
@@ -120,7 +127,7 @@ def family_of(config: Any) -> Family:
     family = FAMILIES.get(base_model_type(model_type))
     check_not_refused(model_type)
     if family is None:
-        if not any(get(name) for name in (*_EXPERTS, *_SECTIONS)):
+        if not any(get(name) for name in (*EXPERTS, *_SECTIONS)):
             raise UserError(
                 f"model type '{model_type}' is a dense model: it has no MoE layer, so FarSkip has no expert"
                 f" communication to overlap; choose an MoE model; {_SEE}"

@@ -35,8 +35,6 @@ _INKLING = Family(
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",
-    num_experts="n_routed_experts",
-    logit_scale=("logits_mup_width_multiplier", -1),
     packing="leaks",
 )
 
@@ -49,7 +47,6 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         side_output="prev_topk_indices",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="afmoe",
@@ -70,7 +67,6 @@ ROWS: tuple[Family, ...] = (
         moe_block="Kolibri1SparseMoeBlock",
         block_shared="shared_experts",
         additive=False,
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="axk1",
@@ -79,7 +75,6 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         additive=False,
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     _INKLING,
     Family(
@@ -102,7 +97,6 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         shared_average="shared_expert_combination_strategy",
         moe_layers="mlp_layer_types",
-        logit_scale=("logit_scale", 1),
     ),
     Family(
         model_type="beam",
@@ -126,8 +120,6 @@ ROWS: tuple[Family, ...] = (
         mlp_norm="norm_2",
         norms="norm_attn_norm",
         moe="ffn",
-        num_experts="ffn_config.moe_num_experts",
-        experts_per_token="ffn_config.moe_top_k",
     ),
     Family(
         model_type="jetmoe",
@@ -139,7 +131,6 @@ ROWS: tuple[Family, ...] = (
         since="5.5",
         config="JetMoeConfig",
         moe_block="JetMoeMoE",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="minimax",
@@ -152,7 +143,6 @@ ROWS: tuple[Family, ...] = (
         layout="post_norm",
         residual="factor",
         residual_names=("attn_alpha_factor", "mlp_alpha_factor"),
-        num_experts="num_local_experts",
         packing="leaks",
     ),
     Family(
@@ -177,7 +167,6 @@ ROWS: tuple[Family, ...] = (
             ),
             ("num_kv_shared_layers", 0, "layers that reuse keys and values cut the stream between layers"),
         ),
-        experts_per_token="top_k_experts",
     ),
     Family(
         model_type="mistral_large4",
@@ -193,7 +182,6 @@ ROWS: tuple[Family, ...] = (
         block_shared="shared_experts",
         side_output="prev_topk_indices",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="muse_spark",
@@ -207,8 +195,6 @@ ROWS: tuple[Family, ...] = (
         residual="gate",
         residual_names=("post_attention_residual_gate", "post_feedforward_residual_gate"),
         moe_layers="mlp_layer_types",
-        num_experts="num_local_experts",
-        logit_scale=("output_multiplier", 1),
     ),
     wrapper(_INKLING, "inkling_mm_model", "Inkling"),
 )

@@ -86,13 +86,6 @@ class Family:
     """(config field, the one value that is supported, why no other is)."""
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
-    num_experts: str = "num_experts"
-    """Config field: routed experts of a layer; "section.field" where it is in a section of the config."""
-    experts_per_token: str = "num_experts_per_tok"
-    """Config field: routed experts that one token uses."""
-    logit_scale: tuple[str, Literal[1, -1]] | None = None
-    """(config field, power): the head's output, or the hidden states before it, are multiplied (1) or divided
-    (-1) by the field."""
     packing: Literal["position_ids", "given_masks", "leaks"] = "position_ids"
     """What keeps the examples of a packed row apart: the masks that the family makes from the position ids; masks
     that it is given, because its own leave the position ids out; or nothing (leaks): a state or a convolution
@@ -155,13 +148,6 @@ def wrapper(text: Family, model_type: str, name: str, *, causal_lm: str = "", ba
         reference="written",
         since=Family.since,
     )
-
-
-def read_field(config: Any, name: str) -> Any:
-    """Read a config field by its name in a row; None where the config has no such field."""
-    for part in name.split("."):
-        config = getattr(config, part, None)
-    return config
 
 
 def _all(config: Any) -> list[bool]:

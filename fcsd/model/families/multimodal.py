@@ -16,8 +16,6 @@ TEXT_ROWS: tuple[Family, ...] = (
         config="AriaTextConfig",
         moe_block="AriaTextMoELayer",
         block_shared="shared_experts",
-        num_experts="moe_num_experts",
-        experts_per_token="moe_topk",
         reference="generic",
     ),
     Family(
@@ -43,7 +41,6 @@ TEXT_ROWS: tuple[Family, ...] = (
         moe_block="MiniMaxM3VLSparseMoeBlock",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="num_local_experts",
         packing="leaks",
         reference="generic",
     ),
@@ -55,7 +52,6 @@ TEXT_ROWS: tuple[Family, ...] = (
         moe_block="Dots3NoteTextMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
         reference="generic",
     ),
 )
@@ -89,7 +85,6 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Glm4vMoeTextMoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
-        num_experts="n_routed_experts",
         packing="leaks",
     ),
     Family(
@@ -100,7 +95,6 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Step3p7SparseMoeBlock",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="deepseek_ocr2",
@@ -110,7 +104,6 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="DeepseekOcr2TextMoe",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="unlimited_ocr",
@@ -120,7 +113,6 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="UnlimitedOcrTextMoe",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="ernie4_5_vl_moe",
@@ -132,8 +124,6 @@ WRAPPERS: tuple[Family, ...] = (
         moe_argument="moe_mm_token_type_ids",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="moe_num_experts",
-        experts_per_token="moe_k",
         packing="leaks",
     ),
     Family(
@@ -145,7 +135,6 @@ WRAPPERS: tuple[Family, ...] = (
         moe_block="Qwen3VLMoeTextSparseMoeBlock",
         stream_edit="_deepstack_process",
         moe_layers="decoder_sparse_step",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="qwen3_omni_moe_thinker",

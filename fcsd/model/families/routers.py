@@ -52,7 +52,7 @@ def find_routers(model: nn.Module) -> list[Router]:
             " router logits of this model, so there is no routing to count, to compare or to steer"
         )
     num_experts, top_k = expert_counts(
-        config.get_text_config() if family is None or family.multimodal else config, family
+        config.get_text_config() if family is None or family.multimodal else config
     )
     if num_experts is None or top_k is None:
         raise UserError(

@@ -12,7 +12,6 @@ ROWS = (
         config="Qwen3MoeConfig",
         moe_block="Qwen3MoeSparseMoeBlock",
         moe_layers="decoder_sparse_step",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="qwen2_moe",
@@ -30,7 +29,6 @@ ROWS = (
         moe_block="DeepseekV2Moe",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="deepseek_v3",
@@ -39,7 +37,6 @@ ROWS = (
         moe_block="DeepseekV3MoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="instella_moe",
@@ -50,7 +47,6 @@ ROWS = (
         moe_block="DeepseekV3MoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
-        num_experts="n_routed_experts",
         requires=(
             ("gated_attention", True, "without the gate it is a deepseek_v3"),
             ("qk_layernorm", True, "the norm of the latents is always there"),
@@ -66,14 +62,12 @@ ROWS = (
         moe_block="Glm4MoeMoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="mixtral",
         since="5.5",
         config="MixtralConfig",
         moe_block="MixtralSparseMoeBlock",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="olmoe",
@@ -94,7 +88,6 @@ ROWS = (
         block_shared="shared_expert",
         shared_in_place=True,
         moe_layers="moe_layers",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="gpt_oss",
@@ -104,7 +97,6 @@ ROWS = (
         since="5.5",
         config="GptOssConfig",
         moe_block="GptOssMLP",
-        num_experts="num_local_experts",
         packing="given_masks",
     ),
     Family(
@@ -114,8 +106,6 @@ ROWS = (
         moe_block="GraniteMoeMoE",
         moe="block_sparse_moe",
         residual_multiplier="residual_multiplier",
-        num_experts="num_local_experts",
-        logit_scale=("logits_scaling", -1),
     ),
     Family(
         model_type="granitemoeshared",
@@ -126,8 +116,6 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
-        num_experts="num_local_experts",
-        logit_scale=("logits_scaling", -1),
     ),
     Family(
         model_type="axk2",
@@ -136,7 +124,6 @@ ROWS = (
         moe_block="AXK2MoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="bailing_hybrid",
@@ -146,7 +133,6 @@ ROWS = (
         moe_block="BailingHybridMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        experts_per_token="num_experts_per_token",
         packing="leaks",
         reference="generic",
     ),
@@ -157,7 +143,6 @@ ROWS = (
         moe_block="DeepseekV32MoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="dots1",
@@ -166,7 +151,6 @@ ROWS = (
         moe_block="Dots1MoE",
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="ernie4_5_moe",
@@ -175,8 +159,6 @@ ROWS = (
         moe_block="Ernie4_5_MoeSparseMoeBlock",
         block_shared="shared_experts",
         moe_layers="moe_layer_interval",
-        num_experts="moe_num_experts",
-        experts_per_token="moe_k",
     ),
     Family(
         model_type="exaone_moe",
@@ -201,7 +183,6 @@ ROWS = (
         moe_block="Glm4MoeLiteMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="granitemoe_swa",
@@ -211,8 +192,6 @@ ROWS = (
         moe="block_sparse_moe",
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
-        num_experts="num_local_experts",
-        logit_scale=("logits_scaling", -1),
     ),
     Family(
         model_type="granitemoehybrid",
@@ -223,8 +202,6 @@ ROWS = (
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
         moe_layers="num_local_experts",
-        num_experts="num_local_experts",
-        logit_scale=("logits_scaling", -1),
         packing="leaks",
     ),
     Family(
@@ -234,7 +211,6 @@ ROWS = (
         config="HunYuanMoEV1Config",
         moe_block="HunYuanMoEV1Moe",
         block_shared="shared_mlp",
-        experts_per_token="moe_topk",
         reference="generic",
     ),
     Family(
@@ -264,7 +240,6 @@ ROWS = (
         moe_block="KimiLinearMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
-        experts_per_token="num_experts_per_token",
         packing="leaks",
         reference="generic",
     ),
@@ -294,21 +269,18 @@ ROWS = (
         config="MellumConfig",
         moe_block="MellumSparseMoeBlock",
         moe_layers="mlp_layer_types",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="mimo_v2_flash",
         config="MiMoV2FlashConfig",
         moe_block="MiMoV2FlashMoE",
         moe_layers="mlp_layer_types",
-        num_experts="n_routed_experts",
     ),
     Family(
         model_type="minimax_m2",
         since="5.5",
         config="MiniMaxM2Config",
         moe_block="MiniMaxM2SparseMoeBlock",
-        num_experts="num_local_experts",
         reference="generic",
     ),
     Family(
@@ -318,7 +290,6 @@ ROWS = (
         block_shared="shared_experts",
         moe_layers="first_k_dense_replace",
         auto_model="AutoModelForImageTextToText",
-        num_experts="n_routed_experts",
         reference="generic",
     ),
     Family(
@@ -326,7 +297,6 @@ ROWS = (
         since="5.5",
         config="PhimoeConfig",
         moe_block="PhimoeSparseMoeBlock",
-        num_experts="num_local_experts",
     ),
     Family(
         model_type="qwen3_next",
@@ -345,6 +315,5 @@ ROWS = (
         config="SolarOpenConfig",
         moe_block="SolarOpenMoE",
         block_shared="shared_experts",
-        num_experts="n_routed_experts",
     ),
 )

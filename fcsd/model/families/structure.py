@@ -9,10 +9,10 @@ from torch import nn
 from fcsd.base.errors import UserError
 from fcsd.model.families import FAMILIES, base_model_type
 
-# Those of all families, for a model of none: a dense model may have the same fields.
-_LOGIT_SCALES = tuple(
-    dict.fromkeys(row.logit_scale for row in FAMILIES.values() if row.logit_scale is not None)
-)
+LOGIT_SCALES = {
+    "logits_scaling": -1, "logit_scale": 1, "logits_mup_width_multiplier": -1, "output_multiplier": 1,
+}  # fmt: skip
+"""Config field -> power: the head's output, or the hidden states before it, are multiplied by it (1) or divided."""
 
 
 def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
@@ -24,13 +24,12 @@ def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
 def head_scaling(config: Any) -> tuple[float, float | None]:
     """Return (logit_scale, softcap): the model's logits are softcap * tanh(logit_scale * head(h) / softcap).
 
-    logit_scale: the config field of the family's row `logit_scale`, or 1 divided by it; 1 without one.
+    logit_scale: the field of `LOGIT_SCALES` that the config has, or 1 divided by it; 1 without one.
     softcap: `final_logit_softcapping`, else None.
     """
-    row = FAMILIES.get(base_model_type(config.model_type))
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = 1.0
-    for name, power in _LOGIT_SCALES if row is None else [row.logit_scale] if row.logit_scale else []:
+    for name, power in LOGIT_SCALES.items():
         if (value := getattr(config, name, None)) is not None:
             scale *= value**power
     return scale, getattr(config, "final_logit_softcapping", None)

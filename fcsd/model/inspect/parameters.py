@@ -1,5 +1,6 @@
 """Parameters of a model on the meta device, by what they are for."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from fcsd.model.connectivity.rewire import decoder_layers
@@ -34,66 +35,60 @@ def count_parameters(
         text token uses: all but the routed experts that were not chosen for it, and but the towers of a
         multimodal model; None where that is not known. Router biases that are buffers are no parameters.
     """
-    stack = decoder_layers(model, family)
+    total, unused = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen: set[int] = set()
-    total = dict.fromkeys(PARTS, 0)
-    unused = dict.fromkeys(PARTS, 0)
-
-    def add(part: str, parameter: Any, *, routed: bool = False) -> None:
+    for part, parameter, routed in _parameters(model, family):
         if id(parameter) in seen:
-            return
+            continue
         seen.add(id(parameter))
         total[part] += parameter.numel()
         if routed and experts_per_token is not None:
             known = num_experts and parameter.shape[0] % num_experts == 0  # some hold experts side by side
             count = num_experts if known else parameter.shape[0]
             unused[part] += parameter.numel() - parameter.numel() // count * experts_per_token
+    active: dict[str, int | None] = {part: total[part] - unused[part] for part in PARTS}
+    if family.multimodal:
+        active["other"] = 0
+    if experts_per_token is None:
+        active["routed_experts"] = None
+    return {
+        "total": sum(total.values()),
+        "active": None if experts_per_token is None else sum(active.values()),
+        "parts": {part: {"total": total[part], "active": active[part]} for part in PARTS if total[part]},
+    }
 
-    def add_all(part: str, module: Any) -> None:
-        for parameter in module.parameters() if module is not None else ():
-            add(part, parameter)
 
-    def add_block(block: Any) -> None:
-        for name in (family.block_shared, family.block_gate):
-            add_all("shared_experts", getattr(block, name, None) if name else None)
-        for name, parameter in block.named_parameters():
-            of_all = parameter.ndim == 1 and "norm" in name  # one norm for the output of all experts
-            routed = not of_all and ("experts" in name.split(".") or parameter.ndim == 3)
-            add("routed_experts" if routed else "router", parameter, routed=routed)
-
-    add_all("embeddings", model.get_input_embeddings())
-    add_all("lm_head", model.get_output_embeddings())
-    for layer in stack:
+def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
+    """Yield part, parameter and whether it belongs to the experts that a token chooses from; the first time counts."""
+    yield from _all("embeddings", model.get_input_embeddings())
+    yield from _all("lm_head", model.get_output_embeddings())
+    for layer in decoder_layers(model, family):
         block = getattr(layer, family.moe)
         if type(block).__name__ == family.moe_block:
-            add_block(block)
-        else:
-            add_all("dense_mlp", block)
-        add_all("shared_experts", getattr(layer, family.layer_shared, None) if family.layer_shared else None)
+            yield from _of_block(block, family)
+        yield from _all("dense_mlp", block)
+        yield from _all("shared_experts", getattr(layer, family.layer_shared or "", None))
         for name, child in layer.named_children():
             for inner, parameter in child.named_parameters():
                 if all(tensor.ndim <= 1 for tensor in child.parameters()) and "norm" in name:
-                    add("norms", parameter)
+                    yield "norms", parameter, False
                 elif name in ("router", "mlp", "feed_forward"):
-                    add("router" if name == "router" else "dense_mlp", parameter)
+                    yield "router" if name == "router" else "dense_mlp", parameter, False
                 else:  # a mixer may choose among experts too (JetMoE)
-                    add("attention", parameter, routed="experts" in inner.split(".") and parameter.ndim == 3)
+                    yield "attention", parameter, "experts" in inner.split(".") and parameter.ndim == 3
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and "norm" in ".".join(name.split(".")[-2:])
-        add("norms" if is_norm and not family.multimodal else "other", parameter)
-    active = {part: total[part] - unused[part] for part in PARTS}
-    if family.multimodal:
-        active["other"] = 0
-    known = experts_per_token is not None
-    return {
-        "total": sum(total.values()),
-        "active": sum(active.values()) if known else None,
-        "parts": {
-            part: {
-                "total": total[part],
-                "active": active[part] if known or part != "routed_experts" else None,
-            }
-            for part in PARTS
-            if total[part]
-        },
-    }
+        yield "norms" if is_norm and not family.multimodal else "other", parameter, False
+
+
+def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
+    for name in (family.block_shared, family.block_gate):
+        yield from _all("shared_experts", getattr(block, name or "", None))
+    for name, parameter in block.named_parameters():
+        of_all = parameter.ndim == 1 and "norm" in name  # one norm for the output of all experts
+        routed = not of_all and ("experts" in name.split(".") or parameter.ndim == 3)
+        yield "routed_experts" if routed else "router", parameter, routed
+
+
+def _all(part: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
+    yield from ((part, parameter, False) for parameter in (module.parameters() if module is not None else ()))

@@ -83,7 +83,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
     config = config_object(cls.config_class, raw, family.model_type, source.where)
     mask = moe_mask(config, family)
     text = text_config(config, family)
-    experts, per_token = expert_counts(text, family)
+    experts, per_token = expert_counts(text)
     parameters = count_parameters(_on_meta(cls._from_config, config, source), family, experts, per_token)
     reason = None
     try:
@@ -127,7 +127,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
     total = _total(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)
-    experts, per_token = expert_counts(text, None)
+    experts, per_token = expert_counts(text)
     return {
         "family": None,
         "can_be_converted": False,

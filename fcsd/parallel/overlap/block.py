@@ -1,6 +1,6 @@
 """The MoE block of a layer in steps: router, dispatch, experts, combine, shared expert.
 
-The block's own forward is entered with a stand-in `self` (`rewire.View`), stopped at its experts, which shows what any
+The block's own forward is entered with a stand-in `self` (`View`), stopped at its experts, which shows what any
 router chose; and again for what it does with the experts' output. No routing code is copied.
 
 Not covered: when each step comes (`fcsd.parallel.overlap.schedule`); what is in flight between layers
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.model.connectivity.rewire import View
+from fcsd.model.connectivity.layer import View
 from fcsd.parallel.overlap.exchange import Exchange, Known
 from fcsd.parallel.overlap.experts import Dispatch, OverlappedEP, Sizes
 from fcsd.parallel.overlap.schedule import Step

@@ -1,6 +1,6 @@
 """A rewired decoder layer whose dispatch and combine run beside its attention and its shared expert.
 
-No family's code is copied. The layer's own forward is entered twice with a stand-in `self` (`rewire.View`): on the
+No family's code is copied. The layer's own forward is entered twice with a stand-in `self` (`View`): on the
 stream that attention reads, stopped at the norm before the MLP, noting what each module before it gives; then on the
 whole stream, where what was noted is given again and the MoE block is a closure (`fcsd.parallel.overlap.block`).
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.rewire import LayerPass, View
+from fcsd.model.connectivity.layer import LayerPass, View
 from fcsd.parallel.overlap.attention import between
 from fcsd.parallel.overlap.block import BlockNames, BlockRun, Call, Handle, Recorder, Stopped, replay, stop
 from fcsd.parallel.overlap.experts import OverlappedEP

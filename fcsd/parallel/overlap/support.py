@@ -66,14 +66,6 @@ def kept_inside(family: Family) -> str | None:
     return None if family.additive else "a norm follows its experts"
 
 
-def support(family: Family) -> str:
-    """Return a family's cell of the table in docs/overlap.md."""
-    if (reason := refusal(family)) is not None:
-        return f"refused: {reason}"
-    inside = kept_inside(family)
-    return "between layers" if inside is None else f"inside the layer: {inside}"
-
-
 def check_transformers() -> None:
     """Raise UserError for a transformers whose interfaces are not those that this was written for."""
     expected: dict[Any, list[str]] = {

@@ -1,72 +1,47 @@
-"""Tiny models of every family with every parameter randomised: a fresh norm is all ones, and hides a wrong
-one."""
+"""Small models with every parameter randomised, and a tokenizer for them, made in memory."""
 
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from fcsd.base.errors import UserError
-from fcsd.model.connectivity.modeling import register
+from fcsd.base.errors import UserError, one_line
+from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.configs import TINY
-
-VOCABULARY = 99
-_WRAPPER_VOCABULARY = 106  # the ids of images, videos and sounds are behind those of text
+from fcsd.pipeline.tiny.cut import cut_sizes
 
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """Build a configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
-    config."""
-    if model_type not in TINY:
-        raise UserError(
-            f"no tiny model of type '{model_type}'; fcsd.pipeline.tiny.configs.TINY has those that there are"
-        )
-    if FAMILIES[model_type].like:
-        register(model_type)
-    fields = dict(TINY[model_type])
-    if "text_config" not in fields:
-        return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
-    fields["text_config"] = {
-        **_COMMON,
-        "vocab_size": _WRAPPER_VOCABULARY,
-        **fields["text_config"],
-        **overrides,
-    }
-    return AutoConfig.for_model(model_type, **fields)
-
-
-def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """Build a regular CausalLM or multimodal wrapper in eval mode, float32, all parameters and router bias buffers
+def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
+    """Build a regular model with the sizes of a configuration cut, in eval mode, all parameters and router bias buffers
     random from `seed`.
 
-    `attn_implementation`, `experts_implementation` and `dtype` among the overrides go to the model, the rest
-    to `tiny_config`.
+    changes: of `cut_sizes`; `attn_implementation`, `experts_implementation` and `dtype` (float32) go to the model.
+
+    Raises:
+        UserError: transformers builds no such model.
     """
-    options = {
-        name: overrides.pop(name)
-        for name in ("attn_implementation", "experts_implementation", "dtype")
-        if name in overrides
-    }
-    config = tiny_config(model_type, **overrides)
-    model = getattr(transformers, FAMILIES[model_type].auto_model).from_config(config, **options)
+    names = ("attn_implementation", "experts_implementation", "dtype")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    model_class = base_model_class(FAMILIES[config.model_type])
+    try:
+        model = model_class._from_config(cut_sizes(config, **changes), **options)
+    except Exception as error:  # transformers raises many kinds for sizes that do not fit each other
+        raise UserError(
+            f"{config.model_type}: the sizes of its config cannot be cut: {one_line(error)}"
+        ) from error
     randomise(model, seed)
     return model.eval()
+
+
+def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+    """Build a small model of a family, from the configuration that transformers takes where none is given.
+
+    Raises:
+        UserError: there is no such family; as `small_model`.
+    """
+    if model_type not in FAMILIES:
+        raise UserError(f"no family has the model type '{model_type}'; `fcsd families` lists them")
+    return small_model(base_model_class(FAMILIES[model_type]).config_class(), seed, **changes)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class Operation:
 # takes, gives, numbers, what is asked | code | wordings
 # numbers: any (1 to 9), factor (2 to 9), length (2 to 4), or - for none and for letters;
 # "value": questions ask for the value too, where it can be read off and need not be learnt by heart.
-TABLE = """
+_TABLE = """
 int  int     any    code  | {v} + {n}            | add {n} to {v} | increase {v} by {n}
 int  int     any    code  | {v} - {n}            | subtract {n} from {v} | decrease {v} by {n}
 int  int     any    code  | {n} - {v}            | subtract {v} from {n} | take {v} away from {n}
@@ -98,7 +98,10 @@ str  letters -      code  | list({v})            | list the letters of {v} | spl
 _NUMBERS = {"any": (1, 9), "factor": (2, 9), "length": (2, 4), "-": (0, 0)}
 
 
-def parse_operations(line: str) -> Operation:
+def _parse(line: str) -> Operation:
     head, code, *wordings = (cell.strip() for cell in line.split("|"))
     takes, gives, numbers, asked = head.split()
     return Operation(takes, gives, code, tuple(wordings), _NUMBERS[numbers], asked == "value")
+
+
+OPERATIONS = tuple(_parse(line) for line in _TABLE.strip().splitlines())

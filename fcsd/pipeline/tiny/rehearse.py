@@ -1,7 +1,7 @@
 """From a recipe to its rehearsal: what is replaced, and the folder that holds it.
 
     FOLDER/recipe.yaml        the rehearsal, a complete recipe of its own
-    FOLDER/model/             a model of the same family with 4 layers of width 32, random weights, and its tokenizer
+    FOLDER/model/             the model with its sizes cut, to 4 layers of width 64, random weights; and its tokenizer
     FOLDER/hub/OWNER/NAME/    rows in the columns of each data set that the recipe names by its hub id
     FOLDER/files/             the same for data that the recipe names by a path
     FOLDER/run/               output_dir
@@ -10,62 +10,59 @@ Replaced are the model, the data and the numbers of steps, tokens and items. A b
 it divides over ranks and micro-batches exactly as the real one (one of more than 64 rows is halved until it has no
 more). Everything else stays as the recipe has it.
 
-Test sets whose rows `rows.py` does not have are linked from the recipe's own data root.
+Test sets whose columns no suite describes are linked from the recipe's own data root.
 
 Not covered: invented rows for such test sets.
 """
 
-import itertools
-import json
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
+from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.base.strict import validate
-from fcsd.data.config import DataConfig, SourceConfig, making_of
-from fcsd.evaluation.config import load_suite
+from fcsd.data.config import DataConfig, DecontaminateConfig, SourceConfig, making_of
+from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
+from fcsd.evaluation.lm_eval.columns import columns_of
+from fcsd.evaluation.lm_eval.tasks import named_splits
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
+from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.spec import parse_selection
+from fcsd.model.families import family_of
+from fcsd.model.inspect.checkpoint import config_object, find_source
 from fcsd.parallel.launch import Launch
-from fcsd.pipeline.tiny.rows import BENCHMARKS, training_row
-from fcsd.recipe.graded import split_names
+from fcsd.pipeline.checks import model_config
+from fcsd.pipeline.tiny.cut import cut_sizes
+from fcsd.pipeline.tiny.hub_layout import write_data_set, write_rows
+from fcsd.pipeline.tiny.models import small_model, tiny_tokenizer
+from fcsd.pipeline.tiny.rows import CODE, benchmark_row, training_row
+from fcsd.recipe.graded import graded_splits, split_names
 from fcsd.recipe.overrides import set_dotted, to_yaml
 from fcsd.recipe.recipe import Recipe, router_loss_keys
 from fcsd.recipe.stopping import TaskStoppingConfig
+from fcsd.report.publish.facts import hub_id
 from fcsd.training.config import TrainConfig
 
-# So that the shipped recipes can be rehearsed without a network; of other models config.json is read.
-_MODEL_TYPES = {
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
-    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek_v2",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4",
-}
-
-
 _MAX_LENGTH = 64
-
-
 _VOCABULARY = 512
-
-
-_POSITIONS = 4096  # prompts with shots are long where a token is a byte
-
-
+_SIZES: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": 4096,  # prompts with shots are long where a token is a byte
+}
 _NUM_STEPS = 2
-
-
 _MOST_ROWS = 64  # of a batch
-
-
 _NUM_ITEMS = 8  # of every test set
-
-
 _LAYERS = 4
+
+Benchmark = tuple[TaskConfig, SuiteConfig]
+"""A row of a suite, and the suite."""
 
 
 def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
@@ -200,14 +197,11 @@ def _dotted(raw: Any, key: str) -> Any:
 
 
 def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
-    """Shrink the configuration to pre-train: fields of the tiny model of the same family."""
-    from fcsd.pipeline.tiny.models import tiny_config
-
+    """Cut the sizes of the configuration to pre-train."""
     assert recipe.pretrain is not None
     given = recipe.pretrain.config
-    config = tiny_config(
-        given["model_type"], num_hidden_layers=_num_layers(recipe), **_sizes()
-    ).to_diff_dict()
+    cut = cut_sizes(model_config(given), num_hidden_layers=_num_layers(recipe), **_SIZES)
+    config = cut.to_diff_dict()
     for key in router_loss_keys(config):  # defaults of transformers
         section, _, name = key.rpartition(".")
         del (_dotted(config, section) if section else config)[name]
@@ -224,49 +218,38 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the tiny model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
+    """Write the small model and its tokenizer, of a recipe that pre-trains only the tokenizer; teachers of other
     checkpoints.
 
     In bfloat16, as checkpoints of this size are.
     """
-    import torch
-
-    from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
-
-    sizes = _sizes() | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
+    sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
-        tiny_model(_model_type(recipe.model.path, recipe.model.revision), **sizes).save_pretrained(
-            place / "model"
-        )
+        small_model(_config(recipe.model), **sizes).save_pretrained(place / "model")
     tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
-    for one in _with_variants(recipe):
+    for one in recipe.with_variants:
         if one.teacher is not None and one.teacher.path is not None:
-            model_type = _model_type(one.teacher.path, one.teacher.revision)
-            tiny_model(model_type, seed=1, **sizes).save_pretrained(place / "teacher")
+            small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(place / "teacher")
 
 
-def _sizes() -> dict[str, Any]:
-    return {"vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS}
-
-
-def _model_type(path: str, revision: str | None) -> str:
-    from fcsd.model.connectivity.aliases import instella_type
-    from fcsd.model.families import base_model_type, family_of
-    from fcsd.model.inspect.checkpoint import find_source
-
-    if path in _MODEL_TYPES:
-        return _MODEL_TYPES[path]
+def _config(model: ModelConfig) -> PreTrainedConfig:
+    """Read the configuration of a checkpoint without its weights, as that of the regular model."""
+    assert model.path is not None
     try:
-        config = find_source(path, revision).config
+        source = find_source(model.path, model.revision)
     except UserError as error:
         raise UserError(f"--rehearse: {error}; it is read to find the model's family") from None
-    family_of(config)
-    return base_model_type(instella_type(config))
+    config = source.config
+    if has_instella_keys(config):
+        config = translate_instella(config, source.where)
+    family = family_of(config)
+    raw = {name: value for name, value in config.items() if name != "quantization_config"}  # of its weights
+    return config_object(base_model_class(family).config_class, raw, family.model_type, source.where)
 
 
 def _num_layers(recipe: Recipe) -> int:
     """Choose enough layers for each one selected by its number; shares of the layers need no more than `_LAYERS`."""
-    sections = [one.connectivity for one in _with_variants(recipe)]
+    sections = [one.connectivity for one in recipe.with_variants]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.connectivity)
     needed = [_LAYERS]
@@ -281,46 +264,53 @@ def _num_layers(recipe: Recipe) -> int:
 
 def _place(path: str, folder: Path, name: str) -> Path:
     """Choose where the rows lie that stand for the data at `path`."""
-    if _is_hub_id(path):
+    if hub_id(path) is not None:
         return folder / "hub" / path
     return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
-
-
-def _is_hub_id(path: str) -> bool:
-    return (
-        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None and not Path(path).exists()
-    )
 
 
 def _is_file(path: str) -> bool:
     return Path(path).suffix in (".jsonl", ".json", ".parquet")
 
 
-def _write_data(recipe: Recipe, place: Path, known: set[str]) -> None:
-    """Write rows for everything that the recipe reads; known: the test sets of which there are some."""
+def _write_data(recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchmark]]) -> None:
+    """Write rows for everything that the recipe reads; known: the test sets whose rows can be invented."""
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
         columns = source.columns or {"messages": "messages"}
         rows = [training_row(source.path, columns, index) for index in range(number)]
         target = _place(source.path, place, name)
         if _is_file(source.path):
-            _write_rows(target, rows)
+            write_rows(target, rows)
         else:
             for split in split_names(source.split):
                 repositories.setdefault(target, {})[source.name or "default", split] = rows
     (place / "hub").mkdir(exist_ok=True)
-    for path in sorted(known):
+    for path, benchmarks in sorted(known.items()):
         files = repositories.setdefault(place / "hub" / path, {})
-        made = BENCHMARKS[path]
-        rows = [made.row(index) for index in range(_NUM_ITEMS)]
-        files |= {each: rows for each in itertools.product(made.configs, made.splits) if each not in files}
+        for row, suite in benchmarks:
+            make = CODE[path] if row.kind == "code" else partial(benchmark_row, columns_of(row.task, suite))
+            rows = [make(index) for index in range(_NUM_ITEMS)]
+            splits = (
+                {(row.dataset_name or "default", row.split)}
+                if row.kind == "code"
+                else named_splits(row, suite)
+            )
+            files |= {each: rows for each in sorted(splits) if each not in files}
+        compared = {
+            (each.name or "default", each.split)
+            for section in _decontaminations(recipe)
+            for each in section.against
+            if each.path == path
+        }
+        files |= {each: rows for each in sorted(compared) if each not in files}
     for folder, files in repositories.items():
-        _write_repository(folder, files)
+        write_data_set(folder, files)
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
     """Name, source and number of examples, of all training sources and held-out texts."""
-    tokens = max(one.train.batch_size_tokens for one in _with_variants(recipe))
+    tokens = max(one.train.batch_size_tokens for one in recipe.with_variants)
     if recipe.sweep is not None:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
     sections = [("data", recipe.data, tokens)]
@@ -335,26 +325,31 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
             yield f"{section}-heldout", data.heldout, _NUM_ITEMS
 
 
-def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
-    """Collect the test sets whose rows are known here, and where those lie that only the user has; tell of those that
+def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
+    sections = recipe.data_sections.values()
+    return [data.decontaminate for data in sections if data.decontaminate is not None]
+
+
+def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
+    """Return the rows of these suites, and of those of fcsd, whose data can be invented, by their data set."""
+    found: dict[str, dict[str, Benchmark]] = {}
+    for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
+        for row in suite.tasks:
+            if row.dataset in CODE if row.kind == "code" else columns_of(row.task, suite):
+                found.setdefault(row.dataset, {}).setdefault(row.task, (row, suite))
+    return {path: list(rows.values()) for path, rows in found.items()}
+
+
+def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
+    """Collect the test sets whose rows can be invented, and where those lie that only the user has; tell of those that
     are in neither place, which a run refuses when it begins."""
-    stopping = recipe.early_stopping
-    found = {stopping.task.dataset: "early_stopping"} if isinstance(stopping, TaskStoppingConfig) else {}
-    suites = {recipe.evaluation.suite}
-    sections = [one.data for one in _with_variants(recipe)]
-    if recipe.pretrain is not None:
-        sections.append(recipe.pretrain.data)
-    for data in sections:
-        if data.decontaminate is not None:
-            found |= {test_set.path: "data.decontaminate.against" for test_set in data.decontaminate.against}
-            suites.add(data.decontaminate.suite or recipe.evaluation.suite)
-    for name in sorted(suites):
-        suite = load_suite(name)
-        found |= {row.dataset: f"task {row.task} of suite {suite.name}" for row in suite.tasks}
-    root = recipe.evaluation.data_root
-    own = {}
+    sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
+    found = {each.path: each.by for data in sections for each in graded_splits(recipe, data, where)}
+    suite = recipe.evaluation.suite
+    suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
+    root, known, own = recipe.evaluation.data_root, _benchmarks(sorted(suites)), {}
     for path, by in found.items():
-        if path in BENCHMARKS or Path(path).is_absolute() or ".." in Path(path).parts:
+        if path in known or Path(path).is_absolute() or ".." in Path(path).parts:
             continue
         places = [*([Path(root) / path] if root is not None else []), Path(path)]
         if there := [place for place in places if place.exists()]:
@@ -367,30 +362,4 @@ def _test_sets(recipe: Recipe) -> tuple[set[str], dict[str, Path]]:
                 f" that does{making_of(path, root) or filling}",
                 file=sys.stderr,
             )
-    return found.keys() & BENCHMARKS.keys(), own
-
-
-def _with_variants(recipe: Recipe) -> list[Recipe]:
-    return [recipe, *map(recipe.variant, recipe.variants)]
-
-
-def _write_repository(folder: Path, files: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
-    """Write a data set in hub layout: one file a configuration and split, and the README that names them."""
-    configs: dict[str, list[dict[str, str]]] = {}
-    for (config, split), rows in files.items():
-        _write_rows(folder / config / f"{split}.jsonl", rows)
-        configs.setdefault(config, []).append({"split": split, "path": f"{config}/{split}.jsonl"})
-    listed = [{"config_name": name, "data_files": splits} for name, splits in configs.items()]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n", encoding="utf-8")
-
-
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import datasets
-
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
-    else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return {path: rows for path, rows in known.items() if path in found}, own

@@ -3,11 +3,11 @@
     from fcsd.planning.cost.estimate import estimate
     from fcsd.planning.cost.job import Hardware
     from fcsd.planning.cost.table import estimate_table
-    print(estimate_table(estimate(load_recipe("recipe.yaml"), Hardware("h200", num_gpus=8))))
+    print(estimate_table(estimate(load_recipe("recipe.yaml"), Hardware(num_gpus=8))))
 
     from fcsd.planning.cost.plan import plan
     from fcsd.planning.cost.planned import PlanSettings, prepare
-    plan(prepare(PlanSettings("owner/name", gpu="h200", nodes=2)))["times"]["speed_up"]
+    plan(prepare(PlanSettings(model="owner/name", gpu="h200", nodes=2)))["times"]["speed_up"]
 
 `tracker` counts what runs without storage: `trace` one optimiser step with all that lives, `operations` a layer's
 submodules. `machine` has GPUs (`hardware`), links and what is assumed (`assumptions`); `roofline` turns operations into

@@ -51,7 +51,7 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
         if setting.num_rows > 1:
             setting = replace(setting, num_rows=1, accumulates=True)
             yield row("train.per_device_train_batch_size: 1")
-        if setting.runs_teacher_model and setting.objective != "kl+l2":
+        if setting.runs_teacher_model and setting.objective.l2_coefficient is None:
             setting = replace(setting, teacher="cache")
             yield row("teacher.backend: cache, filled before")
         if setting.adapters:

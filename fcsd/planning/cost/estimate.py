@@ -195,7 +195,7 @@ def _calibration(recipe: Recipe, variant: str | None, job: Job) -> Iterator[dict
     if one.calibration is None:
         return
     trace, config = job.trace, job.training.config
-    counts = expert_counts(SimpleNamespace(**config.get("text_config", config)), None)
+    counts = expert_counts(SimpleNamespace(**config.get("text_config", config)))
     flops = calibration_flops(
         forward=sum(trace.flops["activations"].values()) / job.tokens,
         tokens=one.calibration.tokens,

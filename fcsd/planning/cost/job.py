@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import field_validator
 
 from fcsd.base.errors import UserError
+from fcsd.base.strict import Strict, like, option
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
-from fcsd.planning.cost.machine import Machine, make_machine
-from fcsd.planning.cost.memory import GPUS_PER_NODE, SHARDINGS, Layout, Sharding
+from fcsd.planning.cost.machine import Cluster, Machine, make_machine
+from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
 from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import Training, built, micro_batch_setting, spread, tracer
 from fcsd.training.arguments import accumulation_steps
-from fcsd.training.config import ObjectiveConfig
+from fcsd.training.losses.objectives import ObjectiveConfig
 
 SHARES = ("gemm", "grouped", "core", "fused_core")
 """Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""
@@ -28,56 +29,60 @@ ENDS = (*SHARES, "prefetch")
 """Those that give an estimate its range, all of them at one of their ends at the same time."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The machine that the run is estimated for.
+class Hardware(Strict):
+    """The machine that a run is estimated for."""
 
-    mfu: share of the published peak that every matmul reaches, a range; None: those of
-    `fcsd.planning.cost.assumptions`. network_gb_s: of each GPU to other nodes; None: of its reference system.
-    expert_parallel: ranks that share the experts, as with `fcsd distill --expert-parallel`.
-    """
+    gpu: str = like(Cluster, "gpu")
+    num_gpus: int = option(1, "number of GPUs, one rank each", flag="--gpus", ge=1)
+    sharding: Literal["none", "fsdp2", "hsdp", "zero3"] = option(
+        "none",
+        "none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the others as with"
+        " configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and zero3_8.yaml",
+    )
+    expert_parallel: int = option(
+        1,
+        "ranks that share the experts, with --sharding fsdp2; all other weights are sharded over all ranks",
+        metavar="N",
+        ge=1,
+    )
+    mfu: tuple[float, float] | None = option(
+        None,
+        "share of the published peak that every matmul reaches, a range or a number (default: assumed for"
+        " each kind of matmul with its range; docs/estimate.md)",
+    )
+    network_gb_s: float | None = like(Cluster, "network_gb_s")
 
-    gpu: str = "h200"
-    num_gpus: int = 1
-    sharding: Sharding = "none"
-    mfu: tuple[float, float] | None = None
-    network_gb_s: float | None = None
-    expert_parallel: int = 1
+    @field_validator("mfu", mode="before")
+    @classmethod
+    def _range(cls, value: Any) -> Any:
+        """Read `0.1-0.25` or `0.2`."""
+        if not isinstance(value, str):
+            return value
+        try:
+            low, *high = map(float, value.split("-"))
+            if len(high) > 1:
+                raise ValueError
+        except ValueError:
+            raise ValueError("a range such as 0.1-0.25, or one number") from None
+        return low, *(high or [low])
 
-
-def parse_mfu(text: str | None) -> tuple[float, float] | None:
-    """Parse `0.1-0.25` or `0.2` as a range; None stays None.
-
-    Raises:
-        UserError: anything else.
-    """
-    if text is None:
-        return None
-    try:
-        values = [float(part) for part in text.split("-")]
-    except ValueError:
-        values = []
-    if len(values) not in (1, 2) or not all(math.isfinite(value) for value in values):
-        raise UserError(f"--mfu {text}: a range such as 0.1-0.25, or one number")
-    return values[0], values[-1]
+    @field_validator("mfu")
+    @classmethod
+    def _rises(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 < value[0] <= value[1] <= 1:
+            raise ValueError(f"{value[0]:g}-{value[1]:g}: a range such as 0.1-0.25, within 0 and 1")
+        return value
 
 
 def machine_of(hardware: Hardware) -> Machine:
-    """Return the machine; raises UserError for what no machine has, and what no launch does."""
+    """Return the machine; raises UserError for a GPU that is not known, and what no launch does."""
     find_gpu(hardware.gpu)
-    if hardware.sharding not in SHARDINGS:
-        raise UserError(f"--sharding {hardware.sharding}: allowed: {', '.join(SHARDINGS)}")
-    if hardware.num_gpus < 1:
-        raise UserError(f"--gpus {hardware.num_gpus}: must be 1 or more")
     if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
         raise UserError(
             f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node, so that --gpus is a multiple of"
             f" {GPUS_PER_NODE}, not {hardware.num_gpus}"
         )
-    lowest, highest = hardware.mfu or (1, 1)
-    if not 0 < lowest <= highest <= 1:
-        raise UserError(f"--mfu {lowest:g}-{highest:g}: a range such as 0.1-0.25, within 0 and 1")
-    if (ranks := hardware.expert_parallel) < 1 or hardware.num_gpus % ranks:
+    if hardware.num_gpus % (ranks := hardware.expert_parallel):
         raise UserError(f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs (--gpus)")
     if ranks > 1 and hardware.sharding != "fsdp2":
         raise UserError(

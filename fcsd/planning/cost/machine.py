@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict, did_you_mean, read_yaml, validate
+from fcsd.base.strict import Strict, did_you_mean, option, read_yaml, validate
 from fcsd.planning.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.planning.cost.hardware import Gpu, find_gpu
 from fcsd.steering.network.links import LinkModel
@@ -66,14 +66,11 @@ def make_machine(
     """Return a machine by the name of its GPU; network_gb_s: None: of the GPU's reference system.
 
     Raises:
-        UserError: a GPU that is not in the table, a rate or an assumption that cannot be.
+        UserError: a GPU that is not in the table, an assumption that cannot be.
     """
     known = find_gpu(gpu)
-    rate = known.nic_gb_s if network_gb_s is None else network_gb_s
-    if not 0 < rate < math.inf:
-        raise UserError(f"--network-gb-s {rate:g}: must be above 0, and finite")
     values = default_values() | _checked(assumptions or {})
-    return Machine(known, num_gpus, gpus_per_node, rate, values, links)
+    return Machine(known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links)
 
 
 def _checked(given: Mapping[str, float]) -> dict[str, float]:
@@ -93,14 +90,22 @@ def _checked(given: Mapping[str, float]) -> dict[str, float]:
 
 
 class Cluster(Strict):
-    """GPUs of one kind. network_gb_s: of each GPU to other nodes. assumptions: values of
-    `fcsd.planning.cost.assumptions`."""
+    """GPUs of one kind. assumptions: values of `fcsd.planning.cost.assumptions`."""
 
-    gpu: str
-    nodes: int = Field(1, gt=0)
-    gpus_per_node: int = Field(8, gt=0)
-    network_gb_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    gpu: str = option("h200", "a100, h100, h200, b200, l40s, mi300x, mi325x, … (a wrong name lists all)")
+    nodes: int = option(1, "machines", metavar="N", ge=1)
+    gpus_per_node: int = option(8, "GPUs of a machine", metavar="N", ge=1)
+    network_gb_s: float | None = option(
+        None,
+        "between nodes, GB/s for each GPU (default: the vendor's reference system, an interface for every GPU)",
+        metavar="X",
+        gt=0,
+    )
     assumptions: dict[str, float] = Field(default_factory=dict)
+
+
+class _ClusterFile(Cluster):
+    gpu: str
 
 
 def read_cluster(path: Path) -> dict[str, Any]:
@@ -109,6 +114,6 @@ def read_cluster(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, an unknown key, a value that no cluster has.
     """
-    cluster = validate(Cluster, read_yaml(path), str(path))
+    cluster = validate(_ClusterFile, read_yaml(path), str(path))
     find_gpu(cluster.gpu, f"{path}: gpu")
     return cluster.model_dump()

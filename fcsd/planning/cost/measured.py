@@ -115,10 +115,8 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
     slowdown = planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
-    spec, moe = planned.connectivity, planned.work.moe
-    chosen = set(resolve_layers(spec.layers, moe) if layers is None else layers)
-    _check_layers(times, chosen, moe)
-    computed = beside(planned.facts(chosen))
+    _check_layers(times, planned.rewired(layers), planned.work.moe)
+    computed = beside(planned.facts(layers))
 
     def hides(each: ExchangeTime) -> bool:
         return bool(computed[each.layer][each.kind])
@@ -148,8 +146,6 @@ def measured_times(times: Times, planned: Planned, layers: list[int] | None = No
 
 def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: float) -> dict[str, Any]:
     assert times.communication_s is not None
-    spec, moe = planned.connectivity, planned.work.moe
-    chosen = resolve_layers(spec.layers, moe) if layers is None else layers
     found = plan_times(planned, layers=layers)
     share = times.communication_s / times.step_s
     if times.overlap is None:
@@ -160,7 +156,8 @@ def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: 
         )
         speed_up = 1 + gain(share, 1 - exposed - slowdown * (sent - exposed))
     else:
-        if resolve_layers(times.connectivity.spec().layers, moe) != list(chosen):
+        measured = resolve_layers(times.connectivity.spec().layers, planned.work.moe)
+        if planned.rewired(measured) != planned.rewired(layers):
             raise UserError(
                 "--measured: overlap was measured with other layers rewired"
                 f" ({times.connectivity.layers}) than are planned; measure what is planned, or plan what was measured"
@@ -180,12 +177,12 @@ def _served(times: Times, planned: Planned, layers: list[int] | None, slowdown: 
     }
 
 
-def _check_layers(times: Times, chosen: set[int], moe: list[bool]) -> None:
+def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
     """Refuse exchanges of a layer that has none, and a plan that rewires layers of which nothing was measured."""
     known = {each.layer for each in times.exchanges}
     if dense := sorted(k for k in known if not moe[k]):
         raise UserError(f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE layer")
-    if missing := sorted(k for k in chosen if moe[k] and k not in known):
+    if missing := [k for k, is_moe in enumerate(moe) if rewired[k] and is_moe and k not in known]:
         raise UserError(
             f"--measured: the plan rewires layer {missing[0]}, and the file has no exchange of it; measure with it"
             " rewired, or plan --layers that were measured"

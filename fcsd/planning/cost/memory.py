@@ -10,7 +10,6 @@ from fcsd.planning.cost.tracker import PERSISTENT
 
 Sharding = Literal["none", "fsdp2", "hsdp", "zero3", "optimizer"]
 """optimizer: as Megatron shards, for the comparison with its runs: a rank has its weights whole, sent once a step."""
-SHARDINGS: tuple[Sharding, ...] = ("none", "fsdp2", "hsdp", "zero3")
 
 FRAGMENTATION = 0.10
 """Assumption: share by which the caching allocator holds more than what lives, of all that comes and goes."""

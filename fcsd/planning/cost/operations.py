@@ -123,7 +123,7 @@ def trace_layers(
     model.config.use_cache = False
     stack = decoder_layers(model, family)
     config = text_config(model.config, family)
-    num_experts, top_k = expert_counts(config, family)
+    num_experts, top_k = expert_counts(config)
     if not any(_is_moe(layer, family) for layer in stack) or not num_experts or not top_k:
         raise UserError(f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped")
     tracker, kinds = Tracker(), _kinds(stack, model.config)

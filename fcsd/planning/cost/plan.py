@@ -1,6 +1,6 @@
 """What FarSkip connectivity will bring on a cluster, before any run: `fcsd plan`.
 
-    planned = prepare(PlanSettings("owner/name", nodes=4))   operations of its layers, from one traced pass
+    planned = prepare(PlanSettings(model="owner/name", nodes=4))   operations of its layers, from one traced pass
     times = plan_times(planned)                              seconds: arithmetic on the operations
     facts = plan(planned)                                    with memory, and how each assumption matters
 
@@ -66,9 +66,10 @@ def plan(planned: Planned) -> dict[str, Any]:
 
 def _settings(planned: Planned) -> dict[str, Any]:
     settings = planned.settings
-    names = ("phase", "batch", "global_batch", "length", "fp8", "fused_attention")
+    names = ("phase", "batch", "global_batch", "length", "fp8")
     spec = planned.connectivity
     return {name: getattr(settings, name) for name in names} | {
+        "fused_attention": not settings.unfused_attention,
         "expert_parallel": planned.expert_parallel,
         "tensor_parallel": planned.tensor_parallel,
         "micro_batches": planned.micro_batches,

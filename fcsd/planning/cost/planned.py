@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from fcsd.base.errors import UserError
+from fcsd.base.strict import option
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import resolve_layers
@@ -17,44 +18,42 @@ from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.inspect.memory import cache_bytes
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
-from fcsd.planning.cost.machine import Machine, make_machine
+from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Precision, Roofline
 from fcsd.planning.cost.training import Training, built, config_of
 from fcsd.steering.network.links import LinkModel
-from fcsd.training.config import CrossEntropyObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 
 Phase = Literal["train", "prefill", "decode"]
 
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """What is planned.
+class PlanSettings(Cluster):
+    """What is planned, and on which machine.
 
-    batch: in training rows of a rank's micro-batch, in serving requests at once. global_batch: rows of an optimiser
-    step; None: one micro-batch of every rank. length: tokens of a row or prompt; in decode of the text so far.
-    expert_parallel, tensor_parallel: None: all GPUs where the phase uses it. connectivity: None: that of a converted
-    checkpoint, of another model all layers. network_gb_s: None: of the GPU's reference system. sharding: fsdp2 as fcsd
-    trains; optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent
-    once a step, and no memory is planned.
+    connectivity: None: that of a converted checkpoint, of another model all layers. sharding: fsdp2 as fcsd trains;
+    optimizer as Megatron does, for the comparison with its runs: a rank has its weights whole, they are sent once a
+    step, and no memory is planned.
     """
 
     model: str
     revision: str | None = None
-    gpu: str = "h200"
-    nodes: int = 1
-    gpus_per_node: int = 8
-    network_gb_s: float | None = None
-    assumptions: Mapping[str, float] = field(default_factory=dict)
-    phase: Phase = "train"
-    expert_parallel: int | None = None
-    tensor_parallel: int | None = None
-    batch: int = 1
-    global_batch: int | None = None
-    length: int = 4096
-    fp8: bool = False
-    fused_attention: bool = True
+    phase: Phase = option("train", "what is timed")
+    expert_parallel: int | None = option(
+        None, "ranks that share the experts (default: all GPUs; in serving --tp)", metavar="N", flag="--ep"
+    )
+    tensor_parallel: int | None = option(
+        None, "tensor-parallel ranks of a server (default: all GPUs)", metavar="N", flag="--tp"
+    )
+    batch: int = option(1, "rows of a rank's micro-batch; in serving requests at once", metavar="N", ge=1)
+    global_batch: int | None = option(
+        None, "rows of an optimiser step (default: one micro-batch a rank)", metavar="N"
+    )
+    length: int = option(4096, "tokens of a row, of a prompt, or of the text so far", metavar="N", ge=1)
+    fp8: bool = option(False, "projections and experts in FP8")
+    unfused_attention: bool = option(False, "attention with its scores in memory, not in one kernel")
     connectivity: Connectivity | None = None
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
 
@@ -78,11 +77,14 @@ class Planned:
     micro_batches: int
     cached: float = 0.0
 
+    def rewired(self, layers: Collection[int] | None = None) -> list[bool]:
+        """Return which layers are rewired. layers: those instead of the planned ones."""
+        chosen = resolve_layers(self.connectivity.layers, self.work.moe) if layers is None else layers
+        return [k in chosen for k in range(len(self.work.layers))]
+
     def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
         """Return what the schedule of its layers depends on. layers: rewired ones instead of the planned ones."""
-        spec, work = self.connectivity, self.work
-        chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
-        rewired = [k in chosen for k in range(len(work.layers))]
+        spec, work, rewired = self.connectivity, self.work, self.rewired(layers)
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
         return layer_facts(rewired, work.moe, spec.attention, spec.mlp, splits, inside=self.inside)
 
@@ -103,15 +105,20 @@ class Planned:
     def roofline(self) -> Roofline:
         """Return the cost of its operations."""
         precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
-        return Roofline(self.machine, precision, self.settings.fused_attention, self.tensor_parallel)
+        fused = not self.settings.unfused_attention
+        return Roofline(self.machine, precision, fused, self.tensor_parallel)
 
 
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     """Check the settings and trace the model's layers."""
-    machine = _machine(settings, links)
-    for name in ("batch", "length"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name} {getattr(settings, name)}: must be 1 or more")
+    machine = make_machine(
+        settings.gpu,
+        settings.nodes * settings.gpus_per_node,
+        settings.gpus_per_node,
+        settings.network_gb_s,
+        settings.assumptions,
+        links,
+    )
     if settings.fp8 and machine.gpu.fp8_tflops is None:
         raise UserError(f"--fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out")
     if settings.global_batch is not None and settings.phase != "train":
@@ -141,20 +148,6 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         settings, training, spec, machine, work, family.model_type, inside, ep, tp,
         _micro_batches(settings, machine), cached,
     )  # fmt: skip
-
-
-def _machine(settings: PlanSettings, links: LinkModel | None) -> Machine:
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(settings, name)}: must be 1 or more")
-    return make_machine(
-        settings.gpu,
-        settings.nodes * settings.gpus_per_node,
-        settings.gpus_per_node,
-        settings.network_gb_s,
-        settings.assumptions,
-        links,
-    )
 
 
 def _ranks(settings: PlanSettings, machine: Machine, links: LinkModel | None) -> tuple[int, int]:

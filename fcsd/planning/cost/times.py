@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.parallel.overlap.schedule import Computed, LayerFacts, served_beside
 from fcsd.parallel.overlap.schedule import beside as computed_beside
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
@@ -187,11 +186,9 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
 
 def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
     spec, work, roofline = planned.connectivity, planned.work, planned.roofline
-    chosen = resolve_layers(spec.layers, work.moe) if layers is None else layers
-    rewired = [k in chosen for k in range(len(work.layers))]
     seconds = roofline.layers(work, 1)
     shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
-    computed = served_beside(rewired, work.moe, spec.attention, spec.mlp, shared)
+    computed = served_beside(planned.rewired(layers), work.moe, spec.attention, spec.mlp, shared)
     found = [[window(each, seconds) for each in layer] for layer in computed]
     each = roofline.all_reduce(work)
     communication = 2 * len(work.layers) * each

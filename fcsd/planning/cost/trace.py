@@ -16,10 +16,10 @@ from torch.nn import functional
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.families.structure import output_head
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
-from fcsd.training.config import KLWithL2ObjectiveConfig
 from fcsd.training.losses.fused import Kernels
 from fcsd.training.losses.head import attach_loss_head, body_hidden, final_hidden
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
 from fcsd.training.prepare import freeze_embeddings_and_head
 from fcsd.training.teachers.lora import as_original
 
@@ -28,7 +28,6 @@ from fcsd.training.teachers.lora import as_original
 class Setting:
     """The settings that memory and matmuls of a micro-batch depend on.
 
-    objective: a name of `fcsd.training.config.ObjectiveConfig`; divergence: its temperature, jsd_beta and clip.
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole copies.
     on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a CPU.
     accumulates: the step has several micro-batches, so that gradients are there when one begins.
@@ -36,7 +35,7 @@ class Setting:
     its own weights in `teacher_dtype`, the adapters in `student_dtype`.
     """
 
-    objective: str
+    objective: ObjectiveConfig
     num_rows: int
     num_tokens: int
     student_dtype: torch.dtype
@@ -47,7 +46,6 @@ class Setting:
     freeze_embeddings_and_head: bool
     accumulates: bool
     on_gpu: bool
-    divergence: tuple[tuple[str, float], ...] = ()
     vocab_size: int | None = None
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     adapters: bool = False
@@ -60,7 +58,7 @@ class Setting:
     @property
     def has_teacher(self) -> bool:
         """True when the student is compared with a teacher."""
-        return self.objective not in ("sft", "ce")
+        return self.objective.has_teacher
 
 
 @dataclass
@@ -214,7 +212,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
-    if setting.objective == "kl+l2":
+    if setting.objective.l2_coefficient is not None:
         terms = AuxiliaryLosses(KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1)
 
     def watched(model: Any) -> Any:
@@ -225,7 +223,7 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
     with tracker.making("activations"):
         ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
-        extra: dict[str, Any] = {"labels": keep, "objective": "ce"}
+        extra: dict[str, Any] = {"labels": keep}
     if setting.has_teacher:
         original = watched(student if teacher is None else teacher)
         with tracker.making("teacher forward"), torch.no_grad(), original as teacher_captured:
@@ -236,10 +234,9 @@ def _micro_batch(student: Any, teacher: Any, head: Any, tracker: Tracker, settin
                     hidden = body_hidden(student, ids, positions, None, keep)
             else:
                 hidden = torch.empty((len(keep), head.in_features), dtype=setting.teacher_dtype)
-        name = setting.objective.removesuffix("+l2")
-        extra = {"teacher_hidden": hidden, "teacher_head": head, "objective": name}
-        extra |= setting.divergence
+        extra = {"teacher_hidden": hidden, "teacher_head": head}
     with tracker.making("activations"), autocast, watched(student) as captured:
+        extra["objective"] = setting.objective
         loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)["loss"]
     if terms is not None:
         with tracker.making("loss"):

@@ -16,7 +16,7 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.aliases import has_instella_keys, translate_instella
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
-from fcsd.model.families import Family, family_of
+from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
 from fcsd.model.inspect.checkpoint import Source, checkpoint_dtype, config_object, find_source
 from fcsd.model.load import dtype_of, load_tokenizer
@@ -25,7 +25,8 @@ from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.trace import Setting, Trace, trace_step
 from fcsd.recipe.recipe import Recipe
-from fcsd.training.config import CrossEntropyObjectiveConfig, ObjectiveConfig, TrainConfig
+from fcsd.training.config import TrainConfig
+from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, ObjectiveConfig
 from fcsd.training.teachers.lora import add_adapters
 
 
@@ -196,11 +197,10 @@ def spread(
 
 def _with_chosen(training: Training, work: ModelWork) -> Training:
     """Return the training with as many experts as a token uses: their activations are those of what is dispatched."""
-    name = built(training)[0].num_experts
 
     def fewer(config: Mapping[str, Any]) -> dict[str, Any]:
         found = {key: fewer(value) if isinstance(value, Mapping) else value for key, value in config.items()}
-        return found | ({name: work.experts_per_token} if name in config else {})
+        return found | {name: work.experts_per_token for name in EXPERTS if name in config}
 
     return replace(training, config=fewer(training.config))
 
@@ -208,7 +208,7 @@ def _with_chosen(training: Training, work: ModelWork) -> Training:
 def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) -> Setting:
     """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights, whole copies cast by autocast."""
     return Setting(
-        objective=training.objective.name,
+        objective=training.objective,
         num_rows=training.train.per_device_train_batch_size,
         num_tokens=training.max_length,
         student_dtype=dtype_of(training.train.dtype),
@@ -219,11 +219,6 @@ def micro_batch_setting(training: Training, layout: Layout, micro_batches: int) 
         freeze_embeddings_and_head=training.objective.freeze_embeddings_and_head,
         accumulates=micro_batches > 1,
         on_gpu=True,
-        divergence=tuple(
-            (name, value)
-            for name in ("temperature", "jsd_beta", "clip")
-            if (value := getattr(training.objective, name)) is not None
-        ),
         vocab_size=training.objective.vocab_size,
         teacher=training.teacher,
         adapters=training.lora is not None,

@@ -67,7 +67,6 @@ def plan_layers(
     proposal = least_sensitive(sensitivities, count)
     last = resolve_layers({"last": count}, [True] * num_layers)
     settings = study["study"]
-    sides = (settings["attention"], settings["mlp"])
     result: dict[str, Any] = {
         "study": str(folder),
         "metric": next(row for row in study["metrics"] if row["name"] == chosen),
@@ -77,7 +76,7 @@ def plan_layers(
         "num_hidden_layers": num_layers,
         "layers": proposal,
         "selection": selection_text(proposal),
-        "connectivity": {"layers": proposal, "attention": sides[0], "mlp": sides[1]},
+        "connectivity": {"layers": proposal} | {side: settings[side] for side in ("attention", "mlp")},
         "sensitivities": [
             {"layer": layer, "value": value, "stderr": error, "rewired": layer in proposal}
             for layer, (value, error) in enumerate(zip(sensitivities, errors, strict=True))
@@ -85,24 +84,27 @@ def plan_layers(
         "selections": [],
     }
     for name, layers in (("proposal", proposal), (f"last {count}", last)):
-        overlapped, total = overlapped_collectives(
-            layers, study["moe_layers"], *sides, study.get("model_type")
-        )
-        result["selections"].append(
-            {
-                "name": name,
-                "layers": layers,
-                "selection": selection_text(layers),
-                "sum_of_sensitivities": sum(sensitivities[layer] for layer in layers),
-                "overlapped_collectives": overlapped,
-                "collectives": total,
-                "measured": _in_study(study, layers, chosen, calibrated),
-            }
-        )
+        facts = _selection(study, layers, chosen, calibrated)
+        total = sum(sensitivities[layer] for layer in layers)
+        result["selections"].append({"name": name, "sum_of_sensitivities": total} | facts)
     result["difference"] = (
         _verify(folder, study, result, chosen, model, verify) if verify is not None else None
     )
     return result
+
+
+def _selection(study: dict[str, Any], layers: list[int], metric: str, calibrated: bool) -> dict[str, Any]:
+    """Return what is known of a selection: its exchanges, and what the study itself has measured of it."""
+    sides = study["study"]["attention"], study["study"]["mlp"]
+    overlapped, total = overlapped_collectives(layers, study["moe_layers"], *sides, study.get("model_type"))
+    same = (point for point in study["points"] if point["layers"] == layers)
+    return {
+        "layers": layers,
+        "selection": selection_text(layers),
+        "overlapped_collectives": overlapped,
+        "collectives": total,
+        "measured": next((_values(point, calibrated)[metric] for point in same), None),
+    }
 
 
 def parse_budget(text: str, num_layers: int) -> int:
@@ -250,14 +252,6 @@ def _sensitivities(
         point_loss(study, points[layer], metric, calibrated) for layer in range(study["num_hidden_layers"])
     ]
     return [value for value, _ in found], [error for _, error in found]
-
-
-def _in_study(
-    study: dict[str, Any], layers: Sequence[int], metric: str, calibrated: bool
-) -> dict[str, Any] | None:
-    """Return what the study itself has measured of this selection."""
-    same = (point for point in study["points"] if point["layers"] == list(layers))
-    return next((_values(point, calibrated)[metric] for point in same), None)
 
 
 def _verify(

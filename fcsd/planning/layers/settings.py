@@ -12,7 +12,7 @@ from fcsd.data.study import ModelStudy
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, named_tasks
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
-from fcsd.training.config_calibration import CalibrationConfig
+from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better
 Side = Literal["first", "last", "single"]

@@ -190,27 +190,8 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     packing = study.packing and packing_of(model.config) != "leaks"
     calibrations = None
     if study.calibrated is not None:
-        found = build_dataset(
-            [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
-            loss_on=study.loss_on, bad_rows=BadRows(setting=None),
-            num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
-        )  # fmt: skip
-        calibrations = Calibrations(model, take_rows(found, study.calibration_tokens), ranks)
-    rows = None
-    if study.text is not None:
-        if not hasattr(model, "lm_head"):
-            raise UserError(
-                f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of"
-                " its own; study the text model of this family"
-            )
-        rows = heldout_rows(
-            study.text,
-            tokenizer,
-            num_examples=study.text_examples,
-            max_length=study.max_length,
-            packing=packing,
-            loss_on=study.loss_on,
-        )
+        calibrations = Calibrations(model, _calibration_rows(study, tokenizer, packing), ranks)
+    rows = _kl_rows(study, tokenizer, model, packing) if study.text is not None else None
     with contextlib.ExitStack() as stack:
         evaluate = None
         if suite is not None:
@@ -252,6 +233,35 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             return Measured(values, items)
 
         yield measure
+
+
+def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
+    """Return the rows of the text that the KL is measured on."""
+    if not hasattr(model, "lm_head"):
+        raise UserError(
+            f"{study.model.path}: the KL needs a text model with its lm_head, {type(model).__name__} has none of its"
+            " own; study the text model of this family"
+        )
+    assert study.text is not None
+    return heldout_rows(
+        study.text,
+        tokenizer,
+        num_examples=study.text_examples,
+        max_length=study.max_length,
+        packing=packing,
+        loss_on=study.loss_on,
+    )
+
+
+def _calibration_rows(study: Study, tokenizer: Any, packing: bool) -> list[Any]:
+    """Return the rows of the text that selections are calibrated on."""
+    assert study.calibrated is not None
+    found = build_dataset(
+        [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
+        loss_on=study.loss_on, bad_rows=BadRows(setting=None),
+        num_rows=4 * study.calibration_tokens // study.max_length + 1,  # rows of one example are not full
+    )  # fmt: skip
+    return take_rows(found, study.calibration_tokens)
 
 
 def kl_value(items: Sequence[tuple[float, int]], model: str, layers: Sequence[int]) -> Value:

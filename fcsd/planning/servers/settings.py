@@ -51,16 +51,16 @@ class Benchmark(Strict):
     requests: int = option(16, "sent at once, in every measurement", metavar="N", gt=0)
     output_tokens: int = option(128, "of an answer, for the time between tokens", metavar="N", gt=1)
     rounds: int = option(3, "how often every server is started and measured", metavar="N", gt=0)
-    trace: bool = option(
-        False,
-        "start stock and FarSkip once more under vLLM's profiler: overlap from its trace, and a figure of one layer"
-        " (GPUs)",
-    )
     rows: list[RowName] = option(
         list(get_args(RowName)),
         f"only these: {', '.join(get_args(RowName))} (default: all)",
         metavar="A,B,…",
         min_length=1,
+    )
+    trace: bool = option(
+        False,
+        "start stock and FarSkip once more under vLLM's profiler: overlap from its trace, and a figure of one layer"
+        " (GPUs)",
     )
 
     @field_validator("prompt_tokens", "rows", mode="before")

@@ -19,6 +19,7 @@ from fcsd.report.publish.facts import CARD, Facts, hub_id
 from fcsd.report.publish.results import RESULTS, model_index, result_entries
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.verdict import quick_look, verdict
+from fcsd.training.losses.objectives import OBJECTIVES
 
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -56,7 +57,8 @@ def model_card(facts: Facts) -> ModelCard:
         license_link=facts.licence.get("license_link"),
         base_model=facts.base,
         base_model_relation="finetune" if facts.base else None,
-        datasets=_datasets(facts.training) or None,
+        datasets=[path for path in _paths((facts.training or {}).get("settings", {})) if hub_id(path)]
+        or None,
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["farskip", "moe", *(["self-distillation"] if _distilled(facts.training) else [])],
@@ -119,7 +121,11 @@ def _untrained(facts: Facts) -> bool:
 
 
 def _distilled(training: Mapping[str, Any] | None) -> bool:
-    return training is not None and training["stage"] == "distill" and _objective(training) != "sft"
+    return (
+        training is not None
+        and training["stage"] == "distill"
+        and OBJECTIVES[_objective(training)].has_teacher
+    )
 
 
 def _objective(training: Mapping[str, Any]) -> str:
@@ -137,16 +143,13 @@ def _training(facts: Facts) -> str:
         return "How the weights were trained after the conversion, if they were, is not recorded."
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
-    how = {
-        "ce": "Trained from scratch with cross-entropy",
-        "sft": "Fine-tuned on the answers of the data (SFT)",
-    }
     inputs, lora = training.get("inputs", {}), settings.get("lora")
     own = inputs.get("teacher", inputs.get("original")) == inputs.get("original")
     teacher = "the original checkpoint" if own else "another checkpoint than the original"
-    fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{_objective(training)}`"
+    objective = _objective(training)
+    fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{objective}`"
     lines = [
-        f"{how.get(_objective(training), fcsd)}, {results.get('steps', 0)} steps of"
+        f"{OBJECTIVES[objective].trained.get(objective, fcsd)}, {results.get('steps', 0)} steps of"
         f" {train.get('batch_size_tokens')} tokens, learning rate {train.get('learning_rate', 0):g}"
         + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
     ]
@@ -185,18 +188,16 @@ def _calibrated(facts: Facts) -> str:
     )
 
 
+def _paths(settings: Mapping[str, Any]) -> list[str]:
+    """List the data sets that a model was trained on; one may give several splits."""
+    return list(dict.fromkeys(str(source["path"]) for source in settings.get("data", {}).get("train", [])))
+
+
 def _sources(settings: Mapping[str, Any]) -> str:
-    paths = [str(source["path"]) for source in settings.get("data", {}).get("train", [])]
-    sources = list(dict.fromkeys(map(_public, paths)))  # one may give several splits
+    sources = dict.fromkeys(map(_public, _paths(settings)))
     return f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
 
 
 def _public(location: str) -> str:
     """Return a data set's hub id, or the last name of a local path: a card names no place of a machine."""
     return location if hub_id(location) else Path(location).name
-
-
-def _datasets(training: Mapping[str, Any] | None) -> list[str]:
-    sources = training["settings"].get("data", {}).get("train", []) if training is not None else []
-    # One may give several splits.
-    return list(dict.fromkeys(source["path"] for source in sources if hub_id(source["path"])))

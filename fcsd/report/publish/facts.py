@@ -18,8 +18,6 @@ HERE = "path/to/this/folder"  # stands in a card for the repository id as long a
 
 
 LICENCE_KEYS = ("license", "license_name", "license_link")
-
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -61,9 +59,6 @@ def facts_of_run(
     publication = recipe.publication
     base = publication.base_model or recipe.model.path or None
     inherited = inherited_from(original) if original is not None else {}
-    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
-    if publication.license is not None:
-        licence = {"license": publication.license}
     captions = {"deltas.png": "Difference to the original.", "loss.png": "Training loss."}
     main = report["models"].get("fcsd")
     return Facts(
@@ -71,7 +66,7 @@ def facts_of_run(
         where=publication.repo_id or HERE,
         config=config,
         base=hub_id(base) if base is not None else None,
-        licence=licence,
+        licence=licence_of(inherited, publication.license),
         language=tuple(publication.language or inherited.get("language", [])),
         training=report["training"].get("fcsd"),
         chat=has_chat_template(folder),
@@ -100,6 +95,13 @@ def inherited_from(folder: Path) -> dict[str, Any]:
     if isinstance(found.get("language"), str):
         found["language"] = [found["language"]]
     return found
+
+
+def licence_of(inherited: Mapping[str, Any], stated: str | None) -> dict[str, Any]:
+    """Return what a card says of the licence: what is stated, or what the original's card says."""
+    if stated is not None:
+        return {"license": stated}
+    return {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
 
 
 def has_chat_template(folder: Path) -> bool:

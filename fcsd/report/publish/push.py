@@ -22,6 +22,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, new_folder, read_json, weights_fingerprint, write_text
 from fcsd.base.temporary import scratch_folder
@@ -34,12 +35,12 @@ from fcsd.report.publish.card import write_card
 from fcsd.report.publish.facts import (
     CARD,
     HERE,
-    LICENCE_KEYS,
     Facts,
     front_matter,
     has_chat_template,
     hub_id,
     inherited_from,
+    licence_of,
 )
 from fcsd.report.publish.folder import place
 from fcsd.report.publish.hub import upload
@@ -215,7 +216,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     source = checkpoint.folder
     stage = source.name == "model"
     manifest = (source.parent if stage else source) / "manifest.json"
-    record = read_json(manifest) if manifest.is_file() else {}
+    record = read_manifest(manifest.parent)
     origin = record.get("settings", {}).get("model") or record.get("results", {}).get("model") or {}
     # What the user names and what the record names may be one model, on the Hub and on this machine.
     named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
@@ -231,9 +232,6 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     # `fcsd convert` left its record among the weights, which may have been trained there since.
     training = record if record and (stage or record["stage"] != "convert") else None
     inherited: dict[str, Any] = next((found for place in places if (found := _inherited(*place))), {})
-    licence = {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
-    if card.licence is not None:
-        licence = {"license": card.licence}
     result = comparison = None
     if card.results is not None:
         result, comparison = _results(source, *card.results)
@@ -242,7 +240,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         where=repo_id,
         config=checkpoint.config,
         base=hub_id(base) if base is not None else None,
-        licence=licence,
+        licence=licence_of(inherited, card.licence),
         language=tuple(inherited.get("language", [])),
         training=training,
         untrained=training is None and any(_same_weights(source, *place) for place in places),
@@ -289,9 +287,8 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
 
 def _results(source: Path, original: Path, converted: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
-    manifest = converted / "manifest.json"
-    if manifest.is_file():
-        measured = read_json(manifest)["inputs"].get("model")
+    if manifest := read_manifest(converted):
+        measured = manifest["inputs"].get("model")
         if measured is not None and measured != weights_fingerprint(source):
             raise UserError(
                 f"{converted}: was measured on other weights than those in {source}; evaluate them again"

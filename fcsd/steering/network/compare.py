@@ -1,4 +1,4 @@
-"""Simulated times beside measured ones: the exchanges of fixed patterns, and those of counted tokens."""
+"""Simulated times beside measured ones: the exchanges of fixed patterns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcsd.steering.network.links import Array, LinkModel
-from fcsd.steering.network.simulate import ExchangeTimes, Model, Payload, exchange_time
+from fcsd.steering.network.simulate import exchange_time
 
 REPEATS = 3
 
@@ -55,27 +55,8 @@ def measure_and_simulate(
     links: LinkModel,
     exchange: Callable[[Array], float],
     given: Sequence[tuple[str, Array]],
-    model: Model | None = None,
 ) -> Comparison:
     """Exchange each pattern, and simulate it with the dispatch's links; every rank calls this."""
     measured = [min(exchange(pattern) for _ in range(REPEATS)) for _, pattern in given]
-    simulated = exchange_time(links, "dispatch", np.stack([pattern for _, pattern in given]), model)
+    simulated = exchange_time(links, "dispatch", np.stack([pattern for _, pattern in given]))
     return Comparison([name for name, _ in given], np.array(measured), simulated)
-
-
-def exchange_counts(exchange: Callable[[Array], float], counts: Array, payload: Payload) -> ExchangeTimes:
-    """Exchange what the counts [..., N, N] stand for, and measure what `simulate` predicts; every rank calls this.
-
-    Rows go out and come back, and the counts go before, for each layer; the minimum of three repeats.
-    """
-    size = counts.shape[-1]
-
-    def seconds(num_bytes: Array) -> Array:
-        flat = [min(exchange(each) for _ in range(REPEATS)) for each in num_bytes.reshape(-1, size, size)]
-        return np.array(flat).reshape(counts.shape[:-2])
-
-    return ExchangeTimes(
-        metadata=seconds(np.full(counts.shape, float(payload.metadata_bytes))),
-        dispatch=seconds(counts * payload.dispatch_bytes),
-        combine=seconds(np.swapaxes(counts, -1, -2) * payload.combine_bytes),
-    )

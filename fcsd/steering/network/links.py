@@ -6,7 +6,7 @@ T_uv(B) = alpha_uv + beta_uv * B, for each phase of an expert-parallel exchange:
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,15 +61,6 @@ class LinkModel(Strict):
     dispatch: PhaseLinks
     combine: PhaseLinks
     ports: Ports
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_version(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("version", 1) != 1:
-            raise ValueError(
-                f"links of version {value['version']}; this fcsd reads version 1, measure them again"
-            )
-        return value
 
     @model_validator(mode="after")
     def _square_and_not_negative(self) -> "LinkModel":

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import read_text
 from fcsd.steering.network.fit import fit_line
 from fcsd.steering.network.links import Collective, LinkModel
 
@@ -28,10 +29,7 @@ def read_nccl_tests(path: Path) -> LinkModel:
     Raises:
         UserError: it is none, of another test, of one rank, or has fewer than three sizes.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    text = read_text(path, "what a test has printed")
     names = set(re.findall(r"\b([a-z_]+_perf)(?:_mpi)?\b", text))
     known = [name for name in _TESTS if name in names]
     if len(known) != 1:

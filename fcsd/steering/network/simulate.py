@@ -1,19 +1,11 @@
 """The time of an expert-parallel exchange from the links and the counts of tokens (CAMoE, equations 8 and 9)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fcsd.base.errors import UserError
 from fcsd.steering.network.links import Array, LinkModel, Phase
-
-Model = Literal["edge", "pair", "port"]
-"""edge: the slowest edge decides (equation 9). pair: both directions of a pair one after another (half duplex).
-port: the slowest of edges, of what leaves an endpoint and of what reaches it, where ports have rates of their own.
-
-gloo's all_to_all_single needs `pair`, everything else one of the others; without a model that is chosen."""
 
 
 @dataclass(frozen=True)
@@ -76,55 +68,44 @@ def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     return np.where(off, links.alpha(phase) + links.beta(phase) * num_bytes, 0.0)
 
 
-def path_times(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     """Return the seconds of each (source, destination) of an exchange of num_bytes [..., N, N]; 0 on the diagonal.
 
-    That of an edge, or of the pair or the shared port that it is a part of, whichever is slower.
+    That of an edge (equation 9), or of the shared port that it is a part of, whichever is slower; of half-duplex links
+    (gloo's all_to_all_single) that of a pair, both of whose directions run one after the other.
 
     Raises:
-        UserError: the links were measured between others, or with a collective that the model does not describe.
+        UserError: the links were measured between others.
     """
     links.require(num_bytes.shape[-1])
-    model = model or ("pair" if links.half_duplex else "port")
-    if (model == "pair") != links.half_duplex:
-        raise UserError(
-            f"model {model!r} does not describe links that were measured with {links.collective} of {links.backend}:"
-            + (
-                " both directions of a pair take turns there; use 'pair'"
-                if links.half_duplex
-                else " use 'port' or 'edge'"
-            )
-        )
-    times = edge_times(links, phase, num_bytes)
-    if model == "edge":
-        return times
     off = ~np.eye(len(links.endpoints), dtype=bool)
     alpha, sent = links.alpha(phase), np.where(off, num_bytes, 0.0)
-    if model == "pair":
+    if links.half_duplex:
         wire = links.beta(phase) * sent
         return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
+    times = edge_times(links, phase, num_bytes)
     egress = np.where(links.port("egress") > 0, alpha.max(1) + links.port("egress") * sent.sum(-1), 0.0)
     ingress = np.where(links.port("ingress") > 0, alpha.max(0) + links.port("ingress") * sent.sum(-2), 0.0)
     return np.where(off, np.maximum(times, np.maximum(egress[..., :, None], ingress[..., None, :])), 0.0)
 
 
-def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array, model: Model | None = None) -> Array:
+def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     """Return the seconds of one exchange of num_bytes [..., N, N] (source, destination): shape [...].
 
     Raises:
         UserError: what `path_times` refuses.
     """
-    return np.asarray(path_times(links, phase, num_bytes, model).max((-2, -1)))
+    return np.asarray(path_times(links, phase, num_bytes).max((-2, -1)))
 
 
-def simulate(links: LinkModel, counts: Array, payload: Payload, model: Model | None = None) -> ExchangeTimes:
+def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes:
     """Price an MoE layer's exchanges: counts [..., N, N] of (token, expert) pairs from source to the experts' endpoint.
 
     Counts after dropping, where tokens are dropped: those are what travels. Combine carries them back.
     """
     everywhere = np.broadcast_to(np.float64(payload.metadata_bytes), counts.shape)
     return ExchangeTimes(
-        metadata=exchange_time(links, "metadata", everywhere, model),
-        dispatch=exchange_time(links, "dispatch", counts * payload.dispatch_bytes, model),
-        combine=exchange_time(links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes, model),
+        metadata=exchange_time(links, "metadata", everywhere),
+        dispatch=exchange_time(links, "dispatch", counts * payload.dispatch_bytes),
+        combine=exchange_time(links, "combine", np.swapaxes(counts, -1, -2) * payload.combine_bytes),
     )

@@ -12,8 +12,9 @@ import numpy as np
 
 from fcsd.steering.config import PlacedBy
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts, simulate
+from fcsd.steering.network.simulate import Payload, endpoint_counts
 from fcsd.steering.routing.capacity import FACTORS
+from fcsd.steering.routing.exchanges import exchange_counts, exchange_times
 from fcsd.steering.routing.metrics import (
     avg_layer_cv,
     avg_layer_kl,
@@ -36,17 +37,11 @@ class Network:
     links: LinkModel | None = None
     payload: Payload | None = None
 
-    def steps(self, batch_loads: Counts) -> Counts:
-        """Return loads [J, L, E] as whole steps: [S, L, N, E]."""
-        whole = len(batch_loads) // self.num_endpoints * self.num_endpoints
-        steps = batch_loads[:whole].reshape(-1, self.num_endpoints, *batch_loads.shape[1:])
-        return np.ascontiguousarray(steps.swapaxes(1, 2))
-
     def time(self, steps: Counts, placement: Placement) -> dict[str, float]:
         """Return mean and 95th percentile over steps and layers of T_A2A, in ms; nothing without links."""
         if self.links is None or self.payload is None:
             return {}
-        times = 1e3 * simulate(self.links, endpoint_counts(steps, placement), self.payload).total
+        times = 1e3 * exchange_times(self.links, steps, placement, self.payload)
         return {"mean_ms": float(times.mean()), "p95_ms": float(np.percentile(times, 95))}
 
 
@@ -58,7 +53,7 @@ def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[
         [batch_loads[u :: network.num_endpoints].sum(0) for u in range(network.num_endpoints)], 1
     )
     place = contiguous(routes.num_experts, network.num_endpoints)
-    steps = network.steps(batch_loads)
+    steps = exchange_counts(batch_loads, network.num_endpoints)
     num_tokens = int(routes.num_tokens.sum())
     return {
         "layers": routes.layers,
@@ -78,7 +73,7 @@ def model_facts(routes: Routes, kept: Sequence[Kept], network: Network) -> dict[
                 "without_expert": each.without_expert,
                 "padding": each.padding,
                 **_spread(each.loads.sum(0)),
-                **network.time(network.steps(each.loads), place),
+                **network.time(exchange_counts(each.loads, network.num_endpoints), place),
             }
             for factor, each in zip(FACTORS, kept, strict=True)
         ],

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from fcsd.base.errors import UserError
 from fcsd.steering.network.links import Array, LinkModel
-from fcsd.steering.network.simulate import Payload, endpoint_counts, path_times, simulate
+from fcsd.steering.network.simulate import Payload, endpoint_counts, path_times
 from fcsd.steering.routing.camoe import for_experts
+from fcsd.steering.routing.exchanges import exchange_times
 
 Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
 """Given tables [L, N, E], the pairs [X, L, N, E] that the model then has on the calibration tokens."""
@@ -61,7 +62,7 @@ class Deployment:
 
     def mean_time(self, counts: NDArray[Any]) -> float:
         """Return T_A2A, mean over exchanges and layers."""
-        return float(simulate(self.links, endpoint_counts(counts, self.placement), self.payload).total.mean())
+        return float(exchange_times(self.links, counts, self.placement, self.payload).mean())
 
 
 def bottleneck(

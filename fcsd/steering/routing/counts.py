@@ -8,17 +8,20 @@ Not covered: tokens of images in families that have experts of their own for the
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.base.hooks import After, Before, hooked
+from fcsd.base.text import progress_bar
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
-from fcsd.parallel.ranks import input_device
+from fcsd.parallel.ranks import Ranks, input_device
+
+Read = TypeVar("Read")
 
 
 class Routed(NamedTuple):
@@ -118,14 +121,36 @@ def recording(model: nn.Module) -> Iterator[Recording]:
         yield found
 
 
-def routed_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[list[Routed]]:
-    """Run a model, in eval mode, on batches; yield what each router did with the tokens that are not padding."""
+def read_batches(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Tensor]],
+    read: Callable[[list[Routed], Mapping[str, Tensor]], Read],
+    *,
+    ranks: Ranks,
+    begin: Callable[[int], object] = lambda number: None,
+    bar: str | None = None,
+) -> list[Read]:
+    """Run a model, in eval mode, on batches (input_ids, attention_mask), each on the rank that it is dealt to.
+
+    read: is given what each router did with the tokens that are not padding, and the batch. begin: is told the number
+    of the batch before it is run. bar: what the progress bar is called.
+
+    Returns: what `read` gave of every batch, in order, on all ranks.
+    """
     # The logits of all tokens over the vocabulary would be the largest tensor of the run; nobody reads them.
     parameters: Any = inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     device = input_device(model)
-    with recording(model) as found:
-        for batch in batches:
+    own = len(ranks.deal(batches))
+    with (
+        recording(model) as found,
+        progress_bar(
+            total=own, desc=bar, unit="batch", shown=bar is not None and ranks.first, leave=False
+        ) as shown,
+    ):
+
+        def run(number: int, batch: Mapping[str, Tensor]) -> Read:
+            begin(number)
             inputs = {name: value.to(device) for name, value in batch.items()}
             with torch.no_grad():
                 model(**inputs, use_cache=False, **options)
@@ -136,4 +161,7 @@ def routed_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) ->
                     Routed(experts[kept.to(experts.device)], logits[kept.to(logits.device)])
                     for experts, logits in routed
                 ]
-            yield routed
+            shown.update()
+            return read(routed, batch)
+
+        return ranks.each(batches, run, lambda: run(0, batches[0]))

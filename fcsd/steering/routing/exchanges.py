@@ -13,7 +13,7 @@ from fcsd.steering.network.links import Array, LinkModel
 from fcsd.steering.network.simulate import Payload, endpoint_counts, simulate
 
 
-def exchange_counts(counts: NDArray[np.integer], num_endpoints: int, size: int) -> NDArray[np.int64]:
+def exchange_counts(counts: NDArray[np.integer], num_endpoints: int, size: int = 1) -> NDArray[np.int64]:
     """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E].
 
     What is left over at the end makes no exchange, unless there is no other.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fcsd.base.errors import UserError
 from fcsd.steering.config import PlacedBy
 from fcsd.steering.network.links import LinkModel
-from fcsd.steering.network.simulate import Model, Payload, edge_times, endpoint_counts, simulate
+from fcsd.steering.network.simulate import Payload, edge_times, endpoint_counts, simulate
 
 Placement = NDArray[np.int64]
 
@@ -63,28 +63,21 @@ def balanced(loads: NDArray[Any], num_endpoints: int) -> Placement:
     return placement
 
 
-def topology_aware(
-    counts: NDArray[Any],
-    links: LinkModel,
-    payload: Payload,
-    start: Placement | None = None,
-    model: Model | None = None,
-) -> Placement:
+def topology_aware(counts: NDArray[Any], links: LinkModel, payload: Payload) -> Placement:
     """Return [L, E]: for each layer swap pairs of experts while that lowers the simulated time of its exchanges.
 
-    counts: [L, N, E] pairs by source endpoint. start: [E] or [L, E]; None: contiguous or balanced, whichever is faster
-    in a layer. Never slower than the start on these counts; a local minimum. Of swaps that leave the slowest edge alone
-    the one that lowers the edges near it most is taken, so that other batches find room there.
+    counts: [L, N, E] pairs by source endpoint. Starts with contiguous or balanced, whichever is faster in a layer, and
+    is never slower than that on these counts; a local minimum. Of swaps that leave the slowest edge alone the one that
+    lowers the edges near it most is taken, so that other batches find room there.
     """
     num_layers, num_endpoints, num_experts = counts.shape
     check_world(links, num_endpoints)
-    first = contiguous(num_experts, num_endpoints)
-    starts = [first, balanced(counts.sum(1), num_endpoints)] if start is None else [start]
+    starts = [contiguous(num_experts, num_endpoints), balanced(counts.sum(1), num_endpoints)]
     found = np.empty((num_layers, num_experts), dtype=np.int64)
     for layer, pairs in enumerate(counts.astype(np.float64)):
         begins = [np.broadcast_to(each, found.shape)[layer] for each in starts]
-        times = [_cost(links, endpoint_counts(pairs, each), payload, model)[0] for each in begins]
-        found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload, model)
+        times = [_cost(links, endpoint_counts(pairs, each), payload)[0] for each in begins]
+        found[layer] = _swapped(pairs, begins[int(np.argmin(times))].copy(), links, payload)
     return found
 
 
@@ -98,12 +91,12 @@ def check_world(links: LinkModel, num_endpoints: int) -> None:
 
 
 def _swapped(
-    pairs: NDArray[np.float64], placement: Placement, links: LinkModel, payload: Payload, model: Model | None
+    pairs: NDArray[np.float64], placement: Placement, links: LinkModel, payload: Payload
 ) -> Placement:
     """Improve the placement [E] of one layer, pairs [N, E], until no swap does."""
     experts, endpoints = np.arange(len(placement)), np.arange(len(pairs))
     traffic = endpoint_counts(pairs, placement)
-    best = _cost(links, traffic, payload, model)
+    best = _cost(links, traffic, payload)
     for _ in range(_SWEEPS):
         before = best
         for expert in experts:
@@ -114,25 +107,25 @@ def _swapped(
             ]  # what `here` gets and the other gives up
             to_here = (endpoints == here).astype(float)
             from_there = (endpoints == placement[others, None]).astype(float)[:, None, :]
-            time, total = _cost(links, traffic + moved * (to_here - from_there), payload, model)
+            time, total = _cost(links, traffic + moved * (to_here - from_there), payload)
             choice = int(np.lexsort((total, time))[0])
             if _less((time[choice], total[choice]), best):
                 other = others[choice]
                 placement[expert], placement[other] = placement[other], here
                 traffic = endpoint_counts(pairs, placement)
-                best = _cost(links, traffic, payload, model)
+                best = _cost(links, traffic, payload)
         if not _less(best, before):
             break
     return placement
 
 
-def _cost(links: LinkModel, traffic: NDArray[np.float64], payload: Payload, model: Model | None) -> Any:
+def _cost(links: LinkModel, traffic: NDArray[np.float64], payload: Payload) -> Any:
     """Return the seconds of an exchange of traffic [..., N, N], and the sum of its edges' eighth powers: a maximum that
     sees the edges near it. With the plain sum placements were 1 % slower on other batches."""
     backward = np.swapaxes(traffic, -1, -2)
     edges = edge_times(links, "dispatch", traffic * payload.dispatch_bytes)
     edges = edges + edge_times(links, "combine", backward * payload.combine_bytes)
-    return simulate(links, traffic, payload, model).total, (edges**8).sum((-2, -1))
+    return simulate(links, traffic, payload).total, (edges**8).sum((-2, -1))
 
 
 def _less(one: Any, other: Any) -> bool:

@@ -5,18 +5,16 @@ Not covered: text whose choices (2 bytes for each token, layer and expert of the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fcsd.base.text import progress_bar
 from fcsd.model.families.routers import find_routers
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.steering.routing.capacity import capacity, kept_pairs
-from fcsd.steering.routing.counts import routed_batches
+from fcsd.steering.routing.counts import read_batches
 from fcsd.steering.routing.metrics import Array
 
 Counts = NDArray[np.int64]
@@ -88,15 +86,7 @@ def read_routes(
     On several ranks each runs its share; the result is that of one process, on all of them.
     """
     routers = find_routers(model)
-
-    def own_share() -> list[tuple[NDArray[np.int16], Array]]:
-        own = ranks.deal(batches)
-        shown = progress_bar(own, desc=bar, unit="batch", shown=bar is not None and ranks.first, leave=False)
-        idle = [batches[0]] * ranks.idle_passes(len(batches))
-        return [_summed(routed) for routed in routed_batches(model, chain(shown, idle))][: len(own)]
-
-    by_rank = ranks.share(own_share)
-    found = [by_rank[j % ranks.size][j // ranks.size] for j in range(len(batches))]
+    found = read_batches(model, batches, lambda routed, _: _summed(routed), ranks=ranks, bar=bar)
     experts, probabilities = zip(*found, strict=True)
     num_tokens = np.array([batch.shape[1] for batch in experts])
     return Routes(

@@ -22,8 +22,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.dataset import heldout_rows
-from fcsd.model.connectivity.checkpoint import read_config
-from fcsd.model.families import expert_counts, row_width, text_config
+from fcsd.model.families import expert_counts, row_width
 from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import check_device_map, load_for_evaluation
@@ -111,14 +110,8 @@ def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
 
 def _config_and_experts(model: ModelFolder) -> tuple[Any, int | None]:
     """Return the config of the decoder layers, and the experts of one."""
-    _, family, _ = read_config(model.folder, any_family=model.config.trust_remote_code)
-    if family is not None:
-        config = text_config(model.load_config(), family)
-    else:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=True).get_text_config()
-    return config, expert_counts(config, family)[0]
+    config = model.load_config(any_family=model.config.trust_remote_code).get_text_config()
+    return config, expert_counts(config)[0]
 
 
 def batches_of(

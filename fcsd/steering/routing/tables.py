@@ -3,8 +3,7 @@
 Not covered: a recipe's sweep over strengths (`evaluation.router_bias`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place, read_json
 from fcsd.base.strict import Strict, validate
-from fcsd.base.text import progress_bar
 from fcsd.model.families import base_model_type
 from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import unwrapped
@@ -29,7 +27,7 @@ from fcsd.steering.network.links import Array
 from fcsd.steering.routing.bias import BiasTables, Kind, read_tables, router_bias, tables_for, write_tables
 from fcsd.steering.routing.bottleneck import Deployment, bottleneck, fit_windows
 from fcsd.steering.routing.camoe import camoe
-from fcsd.steering.routing.counts import Routed, routed_batches
+from fcsd.steering.routing.counts import Routed, read_batches
 from fcsd.steering.routing.exchanges import exchange_counts
 from fcsd.steering.routing.placement import contiguous, placed
 from fcsd.steering.routing.settings import BiasSettings
@@ -52,7 +50,7 @@ class Calibration:
         ranks: Ranks = ALONE,
     ):
         self.model, self.num_endpoints, self.selection = model, num_endpoints, selection
-        self._batches, self._ranks = list(enumerate(batches)), ranks
+        self._batches, self._ranks = batches, ranks
         found = self._run(None)
         self.counts = self._exchanges(found)
         """Pairs [X, L, N, E] without a bias."""
@@ -64,35 +62,25 @@ class Calibration:
         return self._exchanges(self._run(tables))
 
     def _exchanges(self, found: Sequence[tuple[NDArray[np.int64], Array]]) -> NDArray[np.int64]:
-        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints, 1)
+        return exchange_counts(np.stack([counts for counts, _ in found]), self.num_endpoints)
 
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         """Return pairs [L, E] and spread of logits [L] of every batch."""
         if tables is None:
             tables = self._no_bias()
-        own = self._ranks.deal(self._batches)
-        idle = [self._batches[0]] * self._ranks.idle_passes(len(self._batches))
+        with router_bias(self.model, tables) as steering:
 
-        def run() -> list[tuple[NDArray[np.int64], Array]]:
-            shown = progress_bar(own, desc="routing", unit="batch", shown=self._ranks.first, leave=False)
-            with router_bias(self.model, tables) as steering:
-                steering.heard = []
+            def begin(number: int) -> None:
+                steering.endpoint, steering.heard = number % self.num_endpoints, []
 
-                def told() -> Iterator[Mapping[str, Tensor]]:
-                    for number, batch in chain(shown, idle):
-                        steering.endpoint = number % self.num_endpoints
-                        yield batch
+            def read(
+                routed: Sequence[Routed], batch: Mapping[str, Tensor]
+            ) -> tuple[NDArray[np.int64], Array]:
+                return _summed(routed, steering.heard or [], batch.get("attention_mask"))
 
-                found = []
-                for (_, batch), routed in zip(
-                    chain(own, idle), routed_batches(self.model, told()), strict=True
-                ):
-                    found.append(_summed(routed, steering.heard, batch.get("attention_mask")))
-                    steering.heard = []
-                return found[: len(own)]
-
-        by_rank = self._ranks.share(run)
-        return [by_rank[j % self._ranks.size][j // self._ranks.size] for j, _ in self._batches]
+            return read_batches(
+                self.model, self._batches, read, ranks=self._ranks, begin=begin, bar="routing"
+            )
 
     def _no_bias(self) -> BiasTables:
         routers = find_routers(self.model)

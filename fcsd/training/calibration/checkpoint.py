@@ -31,12 +31,11 @@ from fcsd.model.connectivity.spec import CALIBRATED, Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
-from fcsd.training.calibration.model import batches_of, check_enough, check_token_ids, first_stream, shown
+from fcsd.training.calibration.model import batches_of, first_stream, own_batches, shown
 from fcsd.training.calibration.shards import Layerwise, own_copies, write_changed
 from fcsd.training.calibration.state import State
 from fcsd.training.calibration.steps import Stream
 from fcsd.training.calibration.walk import walk
-from fcsd.training.losses.head import refuse_packing
 
 
 def calibrate_checkpoint(
@@ -63,17 +62,13 @@ def calibrate_checkpoint(
     """
     started, ranks = time.perf_counter(), launch.ranks
     checkpoint = calibratable(original)
-    batches = ranks.deal(batches_of(rows))
     options = original.config.model_dump(
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
     )
     if "flash" in options.get("attn_implementation", ""):
         del options["attn_implementation"]  # its kernels know no float32
     models = Layerwise(checkpoint, connectivity, launch.device, **options)
-    tokens = check_enough(batches, models.model.config.get_text_config().hidden_size, ranks)
-    check_token_ids(batches, models.model.config.get_text_config().vocab_size)
-    for batch in batches:
-        refuse_packing(models.model, batch["labels"], batch["position_ids"])
+    batches, tokens = own_batches(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
     if not layers:
         raise UserError(f"{original.config.path}: no layer of it is rewired; there is nothing to calibrate")

@@ -128,7 +128,7 @@ def fold_reads(
     """
     routes = _routes(work, experts)
     if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
-        work.fold(experts.readers, shared, "reads")
+        work.models.fold(work.index, experts.readers, shared, "reads")
         return None
     wanted = before = after = 0.0
     for number in range(_num_experts(work, experts)):
@@ -138,7 +138,9 @@ def fold_reads(
             for chosen in [(route == number).any(-1)]
         )
         squares, solution = _solve(work, parts, READS_RIDGE, f"what expert {number} reads", shared)
-        work.fold(experts.readers, shared if solution.map is None else solution.map, "reads", number)
+        work.models.fold(
+            work.index, experts.readers, shared if solution.map is None else solution.map, "reads", number
+        )
         wanted, before = wanted + squares, before + solution.before * squares
         after += solution.after * squares
     return [before / wanted, after / wanted] if wanted else [0.0, 0.0]
@@ -208,7 +210,7 @@ def _fold_adds(
     _, solution = _solve(work, parts(), ADDS_RIDGE, f"what expert {number} adds")
     if solution.map is None:
         return
-    work.fold(experts.writers, solution.map, "writes", number)
+    work.models.fold(work.index, experts.writers, solution.map, "writes", number)
     change = solution.map.cpu() - torch.eye(work.width, dtype=torch.float64)
     for (tokens, out), rest in zip(added, missing, strict=True):
         rest[tokens] -= (out @ change).to(rest.dtype)

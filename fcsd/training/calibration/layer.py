@@ -63,7 +63,9 @@ def _fold_reads(work: Work, roles: Roles, ridge: float) -> dict[str, list[float]
             found[name] = [solution.before, solution.after]
             if solution.map is None:
                 continue
-            work.fold([place for place in side.readers if place not in own], solution.map, "reads")
+            work.models.fold(
+                work.index, [place for place in side.readers if place not in own], solution.map, "reads"
+            )
             if experts and own and set(own) <= set(side.readers):
                 pairs = [(x, ys[name]) for x, ys in zip(given, wanted, strict=True)]
                 left = fold_reads(work, experts, pairs, solution.map)
@@ -119,7 +121,7 @@ def _fold_adds(work: Work, groups: list[Group], ridge: float) -> list[float]:
     solution = work.solve(problem, ridge, "what its branches add")
     if solution.map is not None:
         for group, matrix in zip(groups, solution.map.split(work.width), strict=True):
-            work.fold(group.writers, matrix, "writes")
+            work.models.fold(work.index, group.writers, matrix, "writes")
     return [solution.before, solution.after]
 
 

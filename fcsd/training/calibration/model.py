@@ -77,11 +77,7 @@ def calibrate_model(
         UserError: a student that is not converted, models that do not belong together or are sharded; too little text.
     """
     layers = _check_pair(student, teacher)
-    batches = ranks.deal(batches_of(_as_rows(rows)))
-    check_token_ids(batches, teacher.config.get_text_config().vocab_size)
-    check_enough(batches, teacher.config.get_text_config().hidden_size, ranks)
-    for batch in batches:
-        refuse_packing(student, batch["labels"], batch["position_ids"])
+    batches, tokens = own_batches(_as_rows(rows), teacher, ranks)
     modes = student.training, teacher.training
     student.eval(), teacher.eval()
     models = InMemory(student, teacher)
@@ -97,7 +93,6 @@ def calibrate_model(
                     bar.set_postfix_str(shown(result))
     finally:
         student.train(modes[0]), teacher.train(modes[1])
-    tokens = sum(int(real_tokens(batch).sum()) for batch in batches)
     setattr(student.config, CALIBRATED, {"tokens": tokens, "ridge": ridge, "layers": layers})
     return state.results
 
@@ -111,7 +106,7 @@ def _as_rows(rows: Any) -> Sequence[Any]:
 
 def first_stream(steps: Steps, batch: Batch, device: torch.device) -> Stream:
     """Return the stream of a batch before the first layer."""
-    return to(steps.begin(to(batch, device)), "cpu")
+    return to(steps.step(0, to(batch, device), None), "cpu")
 
 
 def _check_pair(student: Any, teacher: Any) -> list[int]:
@@ -145,29 +140,29 @@ def batches_of(rows: Sequence[Any]) -> list[Batch]:
     return in_batches(rows, max(1, BATCH_TOKENS // len(rows[0]["input_ids"])))
 
 
-def check_token_ids(batches: Sequence[Batch], vocab_size: int) -> None:
-    """Raise UserError where the text has ids that the model does not know: it is of another tokenizer."""
-    largest = max((int(batch["input_ids"].max()) for batch in batches), default=0)
-    if largest >= vocab_size:
-        raise UserError(
-            f"calibration text: has the token id {largest}, and the model {vocab_size} tokens; the rows were made with"
-            " another tokenizer, make them with the model's own"
-        )
-
-
-def check_enough(batches: Sequence[Batch], width: int, ranks: Ranks) -> int:
-    """Count the tokens of text of all ranks.
+def own_batches(rows: Sequence[Any], model: Any, ranks: Ranks) -> tuple[list[Batch], int]:
+    """Return this rank's share of the rows, in batches, and the tokens of text of all ranks.
 
     Raises:
-        UserError: they are fewer than four times the width of the model, or a rank has none.
+        UserError: the text has ids that the model does not know, fewer tokens than four times the model's width, or
+            none on a rank; packed examples that the model would let see each other.
     """
+    batches, config = ranks.deal(batches_of(rows)), model.config.get_text_config()
+    largest = max((int(batch["input_ids"].max()) for batch in batches), default=0)
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"calibration text: has the token id {largest}, and the model {config.vocab_size} tokens; the rows were"
+            " made with another tokenizer, make them with the model's own"
+        )
     counts = ranks.share(lambda: sum(int(real_tokens(batch).sum()) for batch in batches))
-    if sum(counts) < 4 * width or not all(counts):
+    if sum(counts) < 4 * config.hidden_size or not all(counts):
         raise UserError(
             f"calibration text: {sum(counts)} tokens in all, {min(counts)} on the rank with the fewest; at least"
-            f" {4 * width} are needed (4 x hidden size), and some on every rank: give more text"
+            f" {4 * config.hidden_size} are needed (4 x hidden size), and some on every rank: give more text"
         )
-    return sum(counts)
+    for batch in batches:
+        refuse_packing(model, batch["labels"], batch["position_ids"])
+    return batches, sum(counts)
 
 
 def shown(result: dict[str, Any]) -> str:

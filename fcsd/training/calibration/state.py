@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -101,16 +101,6 @@ class Work:
         """Solve over all ranks."""
         problem.sum_over(self.ranks)
         return problem.solve(ridge, f"layer {self.index}, {what}", self.ranks)
-
-    def fold(
-        self,
-        places: Sequence[Place],
-        found: Tensor,
-        side: Literal["reads", "writes"],
-        expert: int | None = None,
-    ) -> None:
-        """Fold a map into weights of the layer, or into those of one expert."""
-        self.models.fold(self.index, places, found, side, expert)
 
 
 def to(values: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:

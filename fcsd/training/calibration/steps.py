@@ -84,16 +84,9 @@ class Steps:
         self.model, self.family = model, family
         self.layers: Any = decoder_layers(model, family)
 
-    def begin(self, batch: Batch) -> Stream:
-        """Return the stream before the first layer."""
-        return self._pass(0, batch, None)
-
-    def step(self, index: int, batch: Batch, stream: Stream) -> Stream:
-        """Return the stream behind layer `index`, whose input is `stream`."""
-        return self._pass(index, batch, stream)
-
     @torch.no_grad()
-    def _pass(self, index: int, batch: Batch, stream: Stream | None) -> Stream:
+    def step(self, index: int, batch: Batch, stream: Stream | None) -> Stream:
+        """Return the stream behind layer `index`, whose input is `stream`; of None the one before it."""
         with self._only(index, stream):
             try:
                 body_hidden(self.model, batch["input_ids"], batch["position_ids"], None, None)

@@ -6,7 +6,7 @@ own forward calls it:
 
     attach_loss_head(model)
     teacher_hidden = final_hidden(teacher, input_ids, position_ids, keep)
-    loss = model(input_ids=…, position_ids=…, keep=keep, objective="kl",
+    loss = model(input_ids=…, position_ids=…, keep=keep, objective=KLObjectiveConfig(),
                  teacher_hidden=teacher_hidden, teacher_head=teacher.lm_head)["loss"]
 
 (`output_head(teacher)` for any family.)
@@ -16,7 +16,9 @@ Parameters, modules and names stay what they are; without `objective` the model 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -37,14 +39,8 @@ from fcsd.model.families.structure import (
     unpadded_vocab_size,
     unwrapped,
 )
-from fcsd.training.losses.fused import (
-    KERNELS,
-    Divergence,
-    Kernels,
-    TokenStatistics,
-    fused_linear_cross_entropy,
-    fused_linear_divergence,
-)
+from fcsd.training.losses.fused import KERNELS, Head, Kernels, fused_linear_loss
+from fcsd.training.losses.objectives import ObjectiveConfig
 
 
 @dataclass
@@ -62,13 +58,23 @@ class LossOutput(ModelOutput):
 
 
 @dataclass
-class _Target:
-    """The target that the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors."""
+class Target:
+    """The target that the head compares its logits with. Not a pytree node: no wrapper casts or moves its tensors.
 
+    labels: (N,), of an objective without a teacher. teacher_hidden, teacher_head: (N, D'), and the module with the
+    teacher's gathered `weight` and `bias`.
+    """
+
+    objective: ObjectiveConfig
     labels: Tensor | None = None
     teacher_hidden: Tensor | None = None
     teacher_head: nn.Module | None = None
-    divergence: Divergence | None = None
+
+    def __post_init__(self) -> None:
+        of_teacher = self.teacher_hidden is not None and self.teacher_head is not None
+        if not (of_teacher if self.objective.has_teacher else self.labels is not None):
+            needed = "teacher_hidden and teacher_head" if self.objective.has_teacher else "labels"
+            raise ValueError(f"objective {self.objective.name!r}: needed is {needed}")
 
 
 class LossHead(nn.Linear):
@@ -80,36 +86,25 @@ class LossHead(nn.Linear):
     vocab_size: int | None
     kernels: Kernels = KERNELS
 
-    def forward(self, hidden: Tensor, target: _Target | None = None) -> Any:
-        """Map `hidden` without a target, (…, D), to logits (…, V), as before; with one, (N, D), to a scalar.
-
-        With a teacher as the target, the tokens' statistics follow the scalar.
+    def forward(self, hidden: Tensor, target: Target | None = None) -> Any:
+        """Map `hidden` without a target, (…, D), to logits (…, V), as before; with one, (N, D), to a scalar, and with a
+        teacher the tokens' statistics.
         """
         if target is None:
             return super().forward(hidden)
-        own: dict[str, Any] = {
-            "bias": self.bias,
-            "logit_scale": self.logit_scale,
-            "softcap": self.softcap,
-            "vocab_size": self.vocab_size,
-            "kernels": self.kernels,
-        }
-        if target.labels is not None:
-            return fused_linear_cross_entropy(hidden, self.weight, target.labels, **own)
         teacher: Any = target.teacher_head
-        assert teacher is not None and target.teacher_hidden is not None and target.divergence is not None
-        return fused_linear_divergence(
-            hidden,
-            self.weight,
-            target.teacher_hidden,
-            teacher.weight,
-            divergence=target.divergence,
-            teacher_bias=teacher.bias,
+        compared: Any = target.labels
+        if teacher is not None:
             # A teacher without a loss head of its own is the original of the student: the same family.
-            teacher_logit_scale=getattr(teacher, "logit_scale", self.logit_scale),
-            teacher_softcap=getattr(teacher, "softcap", self.softcap),
-            statistics=True,
-            **own,
+            scaling = (getattr(teacher, name, getattr(self, name)) for name in ("logit_scale", "softcap"))
+            compared = Head(cast(Tensor, target.teacher_hidden), teacher.weight, teacher.bias, *scaling)
+        return fused_linear_loss(
+            Head(hidden, self.weight, self.bias, self.logit_scale, self.softcap),
+            compared,
+            target.objective,
+            vocab_size=self.vocab_size,
+            statistics=teacher is not None,
+            kernels=self.kernels,
         )
 
 
@@ -128,10 +123,8 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
         keep: which positions enter the loss, (B, T) bool, or (N,) int64 indices into the B * T positions (no
               host synchronisation on an accelerator). Position t predicts token t+1; shifting is the caller's
               work, see `fcsd.data.batches.next_token_targets`. None keeps all.
-        objective: "ce" with labels (N,); "kl", "reverse_kl" or "jsd" with teacher_hidden (N, D') and
-              teacher_head, the module with the teacher's gathered `weight` and `bias`, and optionally
-              temperature, jsd_beta, clip (`fcsd.training.losses.fused.Divergence`); "hidden" for the (N, D) final
-              hidden states themselves
+        objective: one of `fcsd.training.losses.objectives`, with what a `Target` of it needs; "hidden" for the (N, D)
+              final hidden states themselves
     and returns a `LossOutput` whose `loss` is a sum over the N positions, in nats.
 
     Raises: UserError when the model has no head that is a Linear, or no body to give hidden states.
@@ -150,7 +143,7 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
 
     # The family's signature stays visible: generate and the Trainer look at it.
     @functools.wraps(getattr(family_forward, "__func__", family_forward))
-    def forward(self: nn.Module, *args: Any, objective: str | None = None, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, objective: Any = None, **kwargs: Any) -> Any:
         if objective is None:
             return family_forward(*args, **kwargs)
         return _training_forward(self, *args, objective=objective, **kwargs)
@@ -171,6 +164,19 @@ def detach_loss_head(model: nn.Module) -> None:
         model.__dict__["forward"] = earlier
 
 
+@contextlib.contextmanager
+def loss_head(model: nn.Module, vocab_size: int | None = None) -> Iterator[None]:
+    """Let a model have a loss head within the block; one that is there already stays."""
+    attached = isinstance(output_head(model), LossHead)
+    if not attached:
+        attach_loss_head(model, vocab_size)
+    try:
+        yield
+    finally:
+        if not attached:
+            detach_loss_head(model)
+
+
 def _training_forward(
     model: Any,
     input_ids: Tensor,
@@ -178,27 +184,15 @@ def _training_forward(
     attention_mask: Tensor | None = None,
     keep: Tensor | None = None,
     *,
-    objective: str,
-    labels: Tensor | None = None,
-    teacher_hidden: Tensor | None = None,
-    teacher_head: nn.Module | None = None,
-    **divergence: Any,
+    objective: Any,
+    **target: Any,
 ) -> LossOutput:
+    compared = Target(objective, **target) if objective != "hidden" else None
     hidden = body_hidden(model, input_ids, position_ids, attention_mask, keep)
-    head, _ = head_and_body(model)
-    if objective == "hidden":
+    if compared is None:
         return LossOutput(hidden=hidden)
-    if objective == "ce" and labels is not None:
-        return LossOutput(loss=head(hidden, _Target(labels=labels)))
-    if objective in ("kl", "reverse_kl", "jsd") and teacher_hidden is not None and teacher_head is not None:
-        by = Divergence(cast(Any, objective), **divergence)
-        target = _Target(teacher_hidden=teacher_hidden, teacher_head=teacher_head, divergence=by)
-        loss, statistics = cast(tuple[Tensor, TokenStatistics], head(hidden, target))
-        return LossOutput(loss=loss, **statistics._asdict())
-    raise ValueError(
-        f"objective {objective!r}: needed is 'ce' with labels, 'kl', 'reverse_kl' or 'jsd' with teacher_hidden "
-        "and teacher_head, or 'hidden'"
-    )
+    loss, statistics = head_and_body(model)[0](hidden, compared)
+    return LossOutput(loss=loss, **(statistics._asdict() if statistics is not None else {}))
 
 
 def body_hidden(

@@ -34,8 +34,8 @@ from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import family_of
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
-from fcsd.training.config import ObjectiveConfig
 from fcsd.training.losses.head import kept
+from fcsd.training.losses.objectives import ObjectiveConfig
 
 _ONE_BY_ONE = (
     "objective kl+l2 and router_kl_coefficient compare them one by one; use the original as the teacher"

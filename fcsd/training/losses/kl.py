@@ -20,8 +20,9 @@ from fcsd.data.batches import Batch, Collator, next_token_targets, trim_padding
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
 from fcsd.parallel.shard import whole_head
-from fcsd.training.losses.fused import fused_linear_kl
-from fcsd.training.losses.head import attach_loss_head, batch_hidden, detach_loss_head, refuse_packing
+from fcsd.training.losses.fused import Head, fused_linear_loss
+from fcsd.training.losses.head import batch_hidden, loss_head, refuse_packing
+from fcsd.training.losses.objectives import KLObjectiveConfig
 
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -170,24 +171,17 @@ def kl_by_row(
     around_row: as of `read_rows`.
     """
     device = input_device(model)
-    teacher_head, head = original.head.to(device), whole_head(model, device)
-    teacher_scale, teacher_softcap = head_scaling(original.config)
-    scale, softcap = head_scaling(model.config)
+    heads = original.head.to(device), whole_head(model, device)
+    scalings = head_scaling(original.config), head_scaling(model.config)
 
     def loss_sum(batch: Batch) -> Tensor:
-        return fused_linear_kl(
-            batch_hidden(model, batch),
-            head.weight,
-            batch["teacher_hidden"],
-            teacher_head.weight,
-            bias=head.bias,
-            teacher_bias=teacher_head.bias,
-            logit_scale=scale,
-            teacher_logit_scale=teacher_scale,
-            softcap=softcap,
-            teacher_softcap=teacher_softcap,
-            vocab_size=unpadded_vocab_size(model.config),
+        hidden = batch["teacher_hidden"], batch_hidden(model, batch)
+        teacher, student = (
+            Head(states, head.weight, head.bias, *scaling)
+            for states, head, scaling in zip(hidden, heads, scalings, strict=True)
         )
+        vocab_size = unpadded_vocab_size(model.config)
+        return fused_linear_loss(student, teacher, KLObjectiveConfig(), vocab_size=vocab_size)[0]
 
     bar = "KL to the original" if progress else None
     with _evaluating(model):
@@ -225,11 +219,8 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     model.eval()
     # Sharded weights are gathered by hooks of the whole model, so that its body cannot be called alone.
     as_a_whole = isinstance(model, FSDPModule)
-    if as_a_whole:
-        attach_loss_head(model)
     try:
-        yield
+        with loss_head(model) if as_a_whole else contextlib.nullcontext():
+            yield
     finally:
-        if as_a_whole:
-            detach_loss_head(model)
         model.train(training)

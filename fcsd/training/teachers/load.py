@@ -66,12 +66,7 @@ def load_teacher(source: TeacherSource, *, fill: bool = False) -> PreTrainedMode
 
 def _own_or_other(source: TeacherSource) -> PreTrainedModel:
     """Load the model of the `teacher` section; the student's original is of a family that can be converted."""
-    return load_model_teacher(source.model, source.launch, any_family=source.settings.path is not None)
-
-
-def load_model_teacher(model: ModelFolder, launch: Launch, *, any_family: bool = True) -> PreTrainedModel:
-    """Load a teacher's model as this rank of the launch begins with it; any_family: a dense one, too."""
-    return load_for_launch(model, launch, any_family=any_family)
+    return load_for_launch(source.model, source.launch, any_family=source.settings.path is not None)
 
 
 def _cached_teacher(source: TeacherSource, plan: CachedTeacherConfig) -> CachedTeacher:

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from fcsd.base.errors import ScorerError, UserError
+from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.code import scorer as scorer_module
-from fcsd.evaluation.code.generate import extract_code, generate_completions, prompts
+from fcsd.evaluation.code.generate import extract_code, prompts
 from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.parallel.ranks import ALONE
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 
 ROW: dict[str, Any] = {
     "task_id": 1,
@@ -116,10 +119,14 @@ def test_a_chat_template_that_is_asked_for_and_missing_is_refused() -> None:
 PROBLEMS = [Problem(str(n), "a " * n + "b", "", ("x",)) for n in (1, 7, 3, 5, 2)]
 
 
+def complete(model: Any, tokenizer: Any, problems: list[Problem], task: Any, *, batch_size: int) -> Any:
+    return InMemoryBackend(model, tokenizer, batch_size, ALONE, progress=False).complete(problems, task)
+
+
 def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
     """Against a loop over the full forward pass, without cache, padding or `generate`."""
     tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
-    made = generate_completions(model, tokenizer, PROBLEMS, task=row(), batch_size=3, progress=False)
+    made = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
     assert list(made) == [problem.task_id for problem in PROBLEMS]
     ends = {tokenizer.eos_token_id, model.generation_config.eos_token_id}
     for problem, text in zip(PROBLEMS, prompts(tokenizer, PROBLEMS, row()), strict=True):
@@ -136,27 +143,25 @@ def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
 
     def draw(**changes: Any) -> dict[str, list[str]]:
         task = row(num_samples=4, temperature=1.0, **changes)
-        return generate_completions(model, tokenizer, PROBLEMS, task=task, batch_size=3, progress=False)
+        return complete(model, tokenizer, PROBLEMS, task, batch_size=3)
 
     made = draw()
     assert [len(texts) for texts in made.values()] == [4] * 5 and list(made) == [p.task_id for p in PROBLEMS]
     assert all(len(set(texts)) > 1 for texts in made.values()) and draw() == made
-    greedy = generate_completions(model, tokenizer, PROBLEMS, task=row(), batch_size=3, progress=False)
+    greedy = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
     narrow = draw(top_p=1e-9)
     assert {name: set(texts) for name, texts in narrow.items()} == {k: set(v) for k, v in greedy.items()}
 
 
 def test_generation_ends_at_the_stop_string_and_does_not_look_at_the_prompt() -> None:
     tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
-    whole = generate_completions(model, tokenizer, PROBLEMS, task=row(), batch_size=5, progress=False)
+    whole = complete(model, tokenizer, PROBLEMS, row(), batch_size=5)
     (text,) = whole["7"]
     assert len(text) > 3
     stop = text[2:4]
     lengths = []
     model.register_forward_hook(lambda *a: lengths.append(1))
-    cut = generate_completions(
-        model, tokenizer, PROBLEMS[1:2], task=row(stop=[stop, "a a"]), batch_size=1, progress=False
-    )
+    cut = complete(model, tokenizer, PROBLEMS[1:2], row(stop=[stop, "a a"]), batch_size=1)
     assert cut["7"][0] == text[: min(i for i in (text.find(stop), text.find("a a")) if i >= 0)]
     assert len(lengths) < 8
 
@@ -171,7 +176,7 @@ def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None
     expected = torch.rand(1), numpy.random.rand(), random.random()
     torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
     side, pad = tokenizer.padding_side, tokenizer.pad_token
-    generate_completions(model, tokenizer, PROBLEMS, task=row(), batch_size=2, progress=False)
+    complete(model, tokenizer, PROBLEMS, row(), batch_size=2)
     assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
     assert [module.training for module in model.modules()] == modes
     assert model.config.use_cache is False and (tokenizer.padding_side, tokenizer.pad_token) == (side, pad)
@@ -180,9 +185,7 @@ def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None
 def test_a_completion_that_does_not_fit_the_positions_is_refused() -> None:
     tokenizer, model = tiny_tokenizer(), tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer()))
     with pytest.raises(UserError, match="do not fit the model's 128 positions; lower max_new_tokens"):
-        generate_completions(
-            model, tokenizer, PROBLEMS, task=row(max_new_tokens=128), batch_size=1, progress=False
-        )
+        complete(model, tokenizer, PROBLEMS, row(max_new_tokens=128), batch_size=1)
 
 
 def good(code: str = "def f(x):\n    return x + 1\n", *tests: str) -> Problem:

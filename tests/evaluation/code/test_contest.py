@@ -11,11 +11,12 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.code.contest_oracle import fcsd_printed, fcsd_returned
 from fcsd.evaluation.code.problems import Problem, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer, Outcome
-from fcsd.evaluation.config import SuiteConfig
-from fcsd.evaluation.ready import Scoring, score_file
+from fcsd.evaluation.config import Scoring, SuiteConfig
+from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 SUM = {
@@ -237,7 +238,9 @@ def test_ready_samples_give_pass_at_k_and_can_be_compared(data: Path, tmp_path: 
 
     def graded(name: str, *samples: dict[str, Any]) -> dict[str, Any]:
         file = write(tmp_path / f"{name}.jsonl", *samples)
-        score_file(Scoring(file, str(data), data_root=None, output=tmp_path / name, timeout_s=2.0))
+        score_file(
+            Scoring(samples=file, dataset=str(data), data_root=None, output=tmp_path / name, timeout_s=2.0)
+        )
         result, kept = read_result(tmp_path / name)
         return {"result": result, "samples": kept}
 

@@ -11,7 +11,8 @@ import pytest
 
 from fcsd.evaluation.code.problems import Problem, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.ready import Scoring, score_file
+from fcsd.evaluation.config import Scoring
+from fcsd.evaluation.ready import score_file
 from tests.evaluation.code.mutants import CHANGES, changed, edited
 from tests.evaluation.rows import ASSERTION, mbpp_row, write_root
 
@@ -205,7 +206,9 @@ def test_the_package_itself_grades_a_file_of_samples(tmp_path: Path, monkeypatch
         "".join(json.dumps({"task_id": 1000 + i, "solution": p}) + "\n" for i, p in enumerate(programs))
     )
     found = [
-        score_file(Scoring(samples, "mbpp_plus", data_root=root, **options))["tasks"]["mbpp_plus"]
+        score_file(Scoring(samples=samples, dataset="mbpp_plus", data_root=root, **options))["tasks"][
+            "mbpp_plus"
+        ]
         for options in (
             {},
             {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},

@@ -7,7 +7,6 @@ import copy
 import pickle
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +20,13 @@ from fcsd.model.connectivity import (
     rewire,
     unconvert_model,
 )
+from fcsd.model.connectivity.modeling import rewiring_source
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
 from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
+from tests.reference.tiny import tiny_model
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -192,11 +192,11 @@ MUTANTS = {
         ("glm_moe_dsa",),
     ),
 }
-"""What is wrong -> (text of `rewire.py`, what a mutant has in its place, families in which it must show)."""
+"""What is wrong -> (text of the rewiring, what a mutant has in its place, families in which it must show)."""
 
 
 def mutated(old, new, monkeypatch):
-    text = Path(rewire.__file__).read_text(encoding="utf-8")
+    text = rewiring_source()
     assert text.count(old) == 1
     module = types.ModuleType("mutant_rewire")
     monkeypatch.setitem(sys.modules, module.__name__, module)

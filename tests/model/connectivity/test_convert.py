@@ -19,8 +19,8 @@ from fcsd.model.connectivity import (
     unconvert_model,
 )
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from tests.float64 import BOUND, error
+from tests.reference.tiny import tiny_config, tiny_model
 
 # PEFT 0.21 asks for the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

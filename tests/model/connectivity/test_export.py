@@ -24,8 +24,9 @@ from fcsd.model.connectivity import (
 from fcsd.model.connectivity.modeling import modeling_source
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import load_tokenizer
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.float64 import logits_in_float64
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT, assert_same_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)

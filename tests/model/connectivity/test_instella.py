@@ -19,10 +19,10 @@ from fcsd.model.connectivity import (
 )
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, from_instella
 from fcsd.model.connectivity.export import export_checkpoint
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, in_float64
 from tests.reference.parts import layer_arguments
 from tests.reference.reference import reference_forward
+from tests.reference.tiny import tiny_model
 
 X = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(5))
 LAYERS = 5

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -20,7 +21,7 @@ from fcsd.model.connectivity import (
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.pipeline.pretrain import new_model
 from fcsd.pipeline.tiny import rehearse
-from fcsd.pipeline.tiny.models import tiny_config, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.float64 import BOUND, error
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.instella import (
@@ -32,6 +33,7 @@ from tests.reference.instella import (
     published_tensors,
     write_published,
 )
+from tests.reference.tiny import tiny_config
 from tests.support import make_bench
 
 X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
@@ -207,7 +209,8 @@ def test_a_recipe_can_train_the_family_from_scratch_and_rehearses_it_for_a_publi
     model = new_model({name: value for name, value in fields.items() if name != "dtype"}, Connectivity("all"))
     assert type(model).__name__ == "FarSkipInstellaMoEForCausalLM" and model.config.gated_attention
     for keys in ({}, {"farskip": None}):
-        assert rehearse._model_type(str(write_published(tmp_path / "amd", **keys)), None) == "instella_moe"
+        folder = write_published(tmp_path / "amd", **keys)
+        assert type(rehearse._config(ModelConfig(path=str(folder)))).__name__ == "InstellaMoEConfig"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, farskip_layers, load_model
 from fcsd.model.connectivity import load as load_module
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import assert_same_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)

@@ -25,13 +25,14 @@ from fcsd.model.connectivity import (
     unconvert_model,
 )
 from fcsd.model.families import FAMILIES, family_of, moe_mask
-from fcsd.pipeline.tiny.configs.multimodal import IMAGE
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.float64 import BOUND, error, logits_in_float64
 from tests.model.connectivity.test_export import run_without_fcsd
 from tests.reference.images import IMAGES, image_inputs
 from tests.reference.multimodal import ADAPTED, MULTIMODAL_MOE, multimodal_reference_forward, text_stack
 from tests.reference.parts import arguments_found_once
+from tests.reference.tiny import tiny_config, tiny_model
+from tests.reference.tiny.multimodal import IMAGE
 from tests.support import assert_same_model
 
 NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)

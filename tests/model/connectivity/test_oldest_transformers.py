@@ -8,8 +8,9 @@ import torch
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, convert_model
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.model.connectivity.test_export import run_without_fcsd
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT
 
 OLDEST = ROOT / ".transformers-5.5"

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import tiny_model
 
 NORM = {"mean": 2, "sub": 2, "pow": 1, "add": 1, "rsqrt": 1, "mul": 2}
 EXTRA: dict[str, dict[str, int]] = {

@@ -6,8 +6,7 @@ import torch
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers
 from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import TINY, tiny_model
 
 # One family of each kind of layer: what differs between the others are names.
 KINDS = {

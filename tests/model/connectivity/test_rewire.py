@@ -3,21 +3,20 @@
 import itertools
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model, resolve_layers, rewire, unconvert_model
+from fcsd.model.connectivity.modeling import rewiring_source
 from fcsd.model.families import FAMILIES, moe_mask
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
 from tests.reference.images import IMAGES
 from tests.reference.parts import arguments_found_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
+from tests.reference.tiny import TINY, tiny_model
 
 FAMILY_NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 SELECTIONS = ("all", "moe", {"first": 2}, {"last": "75%"}, [0, 2])
@@ -356,11 +355,11 @@ MUTANTS = {
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
 }
-"""What is wrong -> (text of `rewire.py`, what a mutant has in its place, families in which it must show)."""
+"""What is wrong -> (text of the rewiring, what a mutant has in its place, families in which it must show)."""
 
 
 def mutated(old, new, monkeypatch):
-    text = Path(rewire.__file__).read_text(encoding="utf-8")
+    text = rewiring_source()
     assert text.count(old) == 1
     module = types.ModuleType("mutant_rewire")
     monkeypatch.setitem(sys.modules, module.__name__, module)

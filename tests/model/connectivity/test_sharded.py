@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 X = torch.randint(3, 99, (4, 9), generator=torch.Generator().manual_seed(0))
 

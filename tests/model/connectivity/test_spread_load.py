@@ -11,9 +11,9 @@ from fcsd.model.connectivity import load as load_module
 from fcsd.model.connectivity import load_model
 from fcsd.model.families import FAMILIES
 from fcsd.parallel.shard import shard_teacher
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.parallel.test_engines import on_rank
 from tests.reference.ranks import in_turn, run_ranks
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = [name for name, family in FAMILIES.items() if not family.multimodal or family.fuses_rows]
 WRONG = sorted(name for name, family in FAMILIES.items() if family.fuses_rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, unconvert_checkpoint
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import start
 
 MIB = 2**20

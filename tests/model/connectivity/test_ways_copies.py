@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model, unconvert_model
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
     "qwen3_moe",

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, rewire
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "instella_moe", "gpt_oss", "llama4_text")
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))

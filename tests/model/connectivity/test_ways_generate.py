@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND
 from tests.reference.reference import reference_forward
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
     "qwen3_moe",

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT
 
 TEXT = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
 from tests.reference.ranks import in_turn, run_ranks
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
     "qwen3_moe",

@@ -7,8 +7,8 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, load_model
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND, error
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
     "qwen3_moe",

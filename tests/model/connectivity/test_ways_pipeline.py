@@ -14,9 +14,9 @@ from fcsd.model.connectivity import (
     pipeline_cuts,
     rewire,
 )
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import BOUND
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
     "qwen3_moe",

@@ -12,8 +12,8 @@ from fcsd.model.connectivity import (
     farskip_layers,
     load_model,
 )
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.float64 import ROUNDINGS, logits_in_float64
+from tests.reference.tiny import tiny_model
 
 FAMILY_NAMES = (
     "qwen3_moe",

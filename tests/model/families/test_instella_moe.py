@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from tests.float64 import BOUND, error, in_float64
 from tests.reference.instella import CONFIGS, WRONG, instella_logits, sigma
+from tests.reference.tiny import tiny_config, tiny_model
 
 X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
 LAYERS = 5

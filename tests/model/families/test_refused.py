@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, register
 from fcsd.model.families import FAMILIES, REFUSED, family_of
-from fcsd.pipeline.tiny.models import tiny_config
+from tests.reference.tiny import tiny_config
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

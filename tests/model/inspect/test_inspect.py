@@ -16,9 +16,8 @@ from fcsd.model.families.refused import REFUSED
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.inspect.memory import cache_bytes
 from fcsd.model.inspect.table import ranges
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from tests.real_configs import real_folder
+from tests.reference.tiny import TINY, tiny_config, tiny_model
 
 D, V, L = 32, 99, 4  # of the tiny models
 

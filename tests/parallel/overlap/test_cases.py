@@ -14,9 +14,9 @@ from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.connectivity.rewire import regular
 from fcsd.parallel.overlap import detach
 from fcsd.parallel.overlap.schedule import LayerFacts, schedule
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, whole, worst
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 FAMILIES = ("qwen2_moe", "deepseek_v3", "axk1", "granitemoeshared")
 """A gated shared expert; a dense layer and latent attention; a norm behind the experts; a shared expert beside them."""

@@ -16,9 +16,9 @@ from fcsd.parallel.overlap import OverlappedEP, attach
 from fcsd.parallel.overlap.exchange import Port
 from fcsd.parallel.overlap.layer import runtimes
 from fcsd.parallel.overlap.schedule import LayerFacts, schedule
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 FAMILIES = ("qwen2_moe", "qwen3_moe")
 

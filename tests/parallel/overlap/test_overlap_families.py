@@ -9,9 +9,9 @@ import torch
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.families import FAMILIES
 from fcsd.parallel.overlap.support import refusal
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.parallel.overlap.ranks import CHECKPOINTING, X, attached, same, spread, step, worst
 from tests.reference.ranks import in_turn, run_ranks
+from tests.reference.tiny import tiny_model
 from tests.reference.upstream import overlap_table
 from tests.support import ROOT
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from benchmarks.overlap.links import CudaLink
 from benchmarks.overlap.models import spread_experts
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.parallel.overlap.ranks import attached, step, whole, worst
+from tests.reference.tiny import tiny_model
 
 DEVICES = torch.cuda.device_count()
 

@@ -6,8 +6,8 @@ import pytest
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.pipeline.tiny.models import tiny_model
 from tests.parallel.test_engines import EP, compare, launch
+from tests.reference.tiny import tiny_model
 from tests.support import Bench
 
 

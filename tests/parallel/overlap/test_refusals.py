@@ -19,7 +19,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import attach, check, refusal
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
+from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import Bench
 
 CPU = torch.device("cpu")

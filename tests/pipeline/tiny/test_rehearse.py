@@ -26,7 +26,7 @@ from fcsd.evaluation.suites import dataset_location
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline import distill, pretrain, run
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.rehearse import rehearse as rehearse_in
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.recipe.load_recipe import load_recipe
@@ -34,6 +34,7 @@ from fcsd.recipe.recipe import Recipe
 from tests.parallel.test_engines import environment as launch_environment
 from tests.parallel.test_engines import launch
 from tests.pipeline.tiny.test_tasks import SIZES
+from tests.reference.tiny import tiny_model
 from tests.support import ROOT, in_a_fork, in_forked_ranks
 
 
@@ -243,16 +244,18 @@ def small_recipe(path: str, **changes: Any) -> Recipe:
 
 @pytest.fixture
 def own_model(tmp_path: Path) -> str:
-    tiny_model("granitemoeshared", vocab_size=300).save_pretrained(tmp_path / "own")
+    model = tiny_model("granitemoeshared", vocab_size=300, num_hidden_layers=8, residual_multiplier=0.3)
+    model.save_pretrained(tmp_path / "own")
     tiny_tokenizer(300).save_pretrained(tmp_path / "own")
     return str(tmp_path / "own")
 
 
-def test_of_any_other_model_the_family_is_read_from_its_config(own_model: str, tmp_path: Path) -> None:
+def test_of_any_other_model_the_sizes_of_its_config_are_cut(own_model: str, tmp_path: Path) -> None:
     small = rehearse(small_recipe(own_model, connectivity={"layers": [0, 5]}), tmp_path / "r")
     config = AutoConfig.from_pretrained(small.model.path)
     assert config.model_type == "granitemoeshared"
     assert config.num_hidden_layers == 6  # so that every layer that the recipe names is there
+    assert config.residual_multiplier == 0.3 and config.shared_intermediate_size == 32
 
 
 @pytest.mark.parametrize(

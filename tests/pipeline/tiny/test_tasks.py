@@ -13,7 +13,9 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.evaluation.config import LMEvalTaskConfig, load_suite
-from fcsd.pipeline.tiny.tasks import LETTERS, OPERATIONS, WORDS, split_of, write_tiny_data
+from fcsd.pipeline.tiny.operations import OPERATIONS
+from fcsd.pipeline.tiny.questions import LETTERS, WORDS, split_of
+from fcsd.pipeline.tiny.tasks import write_tiny_data
 
 SIZES = {"num_train": 3000, "num_distill": 1000, "num_heldout": 60, "num_validation": 40, "num_test": 120}
 

@@ -9,7 +9,7 @@ from fcsd.planning.cost.planned import Planned
 from fcsd.steering.network.links import LinkModel
 from tests.real_configs import CONFIGS
 
-EIGHT: dict[str, Any] = {"gpu": "mi325x", "fused_attention": False}
+EIGHT: dict[str, Any] = {"gpu": "mi325x", "unfused_attention": True}
 
 
 def lite(tmp_path: Path) -> str:

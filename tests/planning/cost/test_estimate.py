@@ -22,11 +22,9 @@ from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_config, tiny_model
 from fcsd.planning.cost.estimate import estimate
 from fcsd.planning.cost.hardware import GPUS
-from fcsd.planning.cost.job import Hardware, parse_mfu
+from fcsd.planning.cost.job import Hardware
 from fcsd.planning.cost.memory import Layout, memory_parts
 from fcsd.planning.cost.plan import memory
 from fcsd.planning.cost.planned import PlanSettings, prepare
@@ -37,17 +35,21 @@ from fcsd.planning.cost.tracker import PERSISTENT
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.teachers.lora import add_adapters
+from tests.losses import objective_of
 from tests.memory import PLAIN, measured_by, peak_of_two_steps, peak_on_two_ranks, small_model
 from tests.real_configs import real_folder
+from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import ROOT
 
 MEASURED = {
     "kl": PLAIN,
     "kl, one micro-batch": replace(PLAIN, accumulates=False),
     "kl, checkpointing": replace(PLAIN, checkpointing=True, num_rows=6),
-    "jsd, frozen ends": replace(PLAIN, objective="jsd", freeze_embeddings_and_head=True),
-    "sft": replace(PLAIN, objective="sft", num_rows=6),
-    "kl+l2, checkpointing": replace(PLAIN, objective="kl+l2", checkpointing=True),
+    "jsd, frozen ends": replace(PLAIN, objective=objective_of("jsd"), freeze_embeddings_and_head=True),
+    "sft": replace(PLAIN, objective=objective_of("sft"), num_rows=6),
+    "kl+l2, checkpointing": replace(
+        PLAIN, objective=objective_of("kl+l2", l2_coefficient=1.0), checkpointing=True
+    ),
     "kl, cached teacher": replace(PLAIN, teacher="cache", num_rows=6),
     "kl, lora, adapters off": replace(PLAIN, teacher="adapter_off", adapters=True, num_rows=6),
     "kl, lora, cached, checkpointing": replace(
@@ -64,7 +66,7 @@ def traced(setting: Setting, layers: Any = "all", **overrides: Any) -> Trace:
         lambda: small_model(**overrides),
         lambda model: convert_model(model, Connectivity(layers)) if layers != "none" else None,
         lambda model: decoder_layers(model, FAMILIES["qwen3_moe"]),
-        replace(setting, divergence=(("jsd_beta", 0.5),)) if setting.objective == "jsd" else setting,
+        setting,
         adapt=lambda model: add_adapters(model, AdapterConfig(), seed=0, dtype=torch.float32),
     )
 
@@ -159,7 +161,7 @@ def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
     counted["teacher forward"] = counter.get_total_flops()
     with FlopCounterMode(display=False) as counter:
         loss = student(
-            input_ids=ids, position_ids=positions, keep=keep, objective="kl", teacher_hidden=hidden,
+            input_ids=ids, position_ids=positions, keep=keep, objective=objective_of("kl"), teacher_hidden=hidden,
             teacher_head=teacher.lm_head,
         )["loss"]  # fmt: skip
     counted["forward and loss"] = counter.get_total_flops()
@@ -231,7 +233,7 @@ def few_layers(recipe: Path, number: int = 4) -> Path:
 @pytest.mark.usefixtures("own_setting_only")
 def test_qwen3_30b_needs_what_the_research_notes_say(recipe: Callable[..., Path]) -> None:
     path = recipe(train={"bf16": True, "gradient_checkpointing": True})
-    facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
+    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
     parts = facts["memory"]["parts"]
     # 8 GPUs: 16 bytes a parameter of the student are 61 GB on each, the teacher's 2 bytes 7.6 GB.
     student = parts["student weights"] + parts["gradients"] + parts["optimizer states"]
@@ -250,7 +252,7 @@ def test_a_parameter_takes_sixteen_bytes_with_fsdp2_and_eighteen_with_zero3(
 ) -> None:
     path = few_layers(recipe(train={"bf16": True}))
     for sharding, each in (("fsdp2", 16), ("zero3", 2 + 4 + 4 + 8)):
-        facts = estimate(load_recipe(path), Hardware("h100", 8, sharding))
+        facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding=sharding))
         parts = facts["memory"]["parts"]
         names = ("student weights", "master weights", "gradients", "optimizer states")
         held = sum(parts.get(name, 0) for name in names)
@@ -270,19 +272,21 @@ def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_th
     for objective, number in (
         ({"name": "kl"}, 2), (router, 1), (blocks, 1), (blocks | {"l2_until": 0.5}, 2),
     ):  # fmt: skip
-        facts = estimate(load_recipe(few_layers(recipe(train=two, objective=objective), 2)), Hardware("h100"))
+        facts = estimate(
+            load_recipe(few_layers(recipe(train=two, objective=objective), 2)), Hardware(gpu="h100")
+        )
         assert facts["memory"]["parts"]["teacher hidden states"] == number * each
 
 
 def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(train={"ema_decay": 0.99}))
-    facts = estimate(load_recipe(path), Hardware("h100", 1, "none"))
+    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1, sharding="none"))
     assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
 
 
 def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(train={"bf16": True, "max_steps": 3000, "save_total_limit": 2}))
-    facts = estimate(load_recipe(path), Hardware("h100", 8, "fsdp2"))
+    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
@@ -293,13 +297,13 @@ def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_sco
 ) -> None:
     """By hand, DeepSeek-V2-Lite: 16 heads of 192 for queries and keys, of 128 for values."""
     path = few_layers(recipe("DeepSeek-V2-Lite", train={"bf16": True}), 2)
-    facts = estimate(load_recipe(path), Hardware("h200", 8, "fsdp2"))
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2"))
     assert facts["flops"]["float32_share"] < 0.01  # the routers
     longer = yaml.safe_load(path.read_text())
     longer["data"]["max_length"] = 2048
     longer["train"]["batch_size_tokens"] = 131072
     path.write_text(yaml.safe_dump(longer))
-    twice = estimate(load_recipe(path), Hardware("h200", 8, "fsdp2"))
+    twice = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2"))
     more = twice["flops"]["per_token"]["student forward"] - facts["flops"]["per_token"]["student forward"]
     assert more == 2 * 2 * 16 * 1024 * (192 + 128)  # two layers, a token's scores and their sums
     without = [each["memory"]["activations"]["without_checkpointing_bytes"] for each in (facts, twice)]
@@ -314,7 +318,7 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
     )
     plan = load_recipe(path)
     eight, sixteen, copies = (
-        estimate(plan, Hardware("h100", count, sharding))
+        estimate(plan, Hardware(gpu="h100", num_gpus=count, sharding=sharding))
         for count, sharding in ((8, "fsdp2"), (16, "fsdp2"), (16, "hsdp"))
     )
     parts = [each["memory"]["parts"] for each in (eight, sixteen, copies)]
@@ -322,20 +326,24 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
         assert parts[2][name] == parts[0][name] == pytest.approx(2 * parts[1][name], rel=1e-6)
     # Gathers stay inside the node: half the micro-batches of eight ranks, and the gradients' shards over the network.
     shard = 4 * eight["parameters"]["trained"] / 8
-    slow = estimate(plan, Hardware("h100", 16, "hsdp", network_gb_s=0.001))  # next to nothing of it is hidden
+    slow = estimate(
+        plan, Hardware(gpu="h100", num_gpus=16, sharding="hsdp", network_gb_s=0.001)
+    )  # next to nothing of it is hidden
     sent = slow["settings"]["micro_batches"] * 2 * (1 / 2) * shard
     assert slow["time"]["sharding_s"] == pytest.approx(sent / (0.001e9 * 0.8), rel=2e-3)
     # All interfaces of a node serve a ring: a second node makes a step faster, not slower.
     assert sixteen["time"]["step_s"][0] < eight["time"]["step_s"][0]
     with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, not 12"):
-        estimate(plan, Hardware("h100", 12, "hsdp"))
+        estimate(plan, Hardware(gpu="h100", num_gpus=12, sharding="hsdp"))
 
 
 @pytest.mark.usefixtures("own_setting_only")
 def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(recipe: Callable[..., Path]) -> None:
     """On a network so slow that next to nothing of it is hidden."""
     path = few_layers(recipe(train={"bf16": True}))
-    facts = estimate(load_recipe(path), Hardware("h100", 16, "fsdp2", network_gb_s=0.001))
+    facts = estimate(
+        load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding="fsdp2", network_gb_s=0.001)
+    )
     number, steps = facts["parameters"]["total"], facts["settings"]["micro_batches"]
     # The student is gathered twice in bfloat16, again without its head, the teacher once; gradients are float32.
     head = 151936 * 2048
@@ -361,10 +369,12 @@ def test_a_step_takes_as_long_as_fcsd_plan_says(recipe: Callable[..., Path], ran
     text = yaml.safe_load(path.read_text())
     del text["model"]["path"]
     path.write_text(yaml.safe_dump(text))
-    hardware = Hardware("mi300x", 8, "fsdp2", expert_parallel=ranks)
+    hardware = Hardware(gpu="mi300x", num_gpus=8, sharding="fsdp2", expert_parallel=ranks)
     facts = estimate(load_recipe(path), hardware, pretrain=True)
     planned = prepare(
-        PlanSettings(str(folder), gpu="mi300x", expert_parallel=ranks, batch=2, global_batch=32, length=1024)
+        PlanSettings(
+            model=str(folder), gpu="mi300x", expert_parallel=ranks, batch=2, global_batch=32, length=1024
+        )
     )
     times = plan_times(planned)
     assert facts["time"]["expected_s"] == times["regular_s"]
@@ -389,7 +399,7 @@ def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_ne
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = ROOT / "recipes" / f"{name}.yaml"
-    facts = estimate(load_recipe(path), Hardware("h200", SHIPPED[name], "fsdp2"))
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=SHIPPED[name], sharding="fsdp2"))
     said = " ".join(
         line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
     )
@@ -403,7 +413,7 @@ def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_ne
 
 def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Callable[..., Path]) -> None:
     tiny = load_recipe("tiny/demo", ["pretrain.config.vocab_size=512"])
-    whole = estimate(tiny, Hardware("h100", 1))
+    whole = estimate(tiny, Hardware(gpu="h100", num_gpus=1))
     assert [row["stage"] for row in whole["totals"]][:3] == ["pretrain", "calibration", "distill"]
     rewired = whole["flops"]["per_token"]["student forward"]
     # 16,384 tokens at 30 to 70 % of 66.9 TFLOP/s: forward passes, sums of 4 layers of width 128 with two experts a
@@ -421,14 +431,14 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(recipe: Ca
     study["pretrain"]["config"]["num_hidden_layers"] = 2
     path = recipe()
     path.write_text(yaml.safe_dump(study))
-    facts = estimate(load_recipe(path), Hardware("h200", 64, "fsdp2"))
+    facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=64, sharding="fsdp2"))
     assert facts["run"] == "pretrain" and facts["settings"]["teacher"] is None
     assert [row["stage"] for row in facts["totals"]] == ["pretrain"]
 
 
 def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(train={"gradient_checkpointing": False, "per_device_train_batch_size": 4}), 8)
-    facts = estimate(load_recipe(path), Hardware("h100", 1))
+    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1))
     assert not facts["memory"]["fits"]
     changes = facts["changes"]
     assert changes[0]["change"] == "train.gradient_checkpointing: true"
@@ -443,7 +453,7 @@ def test_what_does_not_fit_comes_with_changes_until_it_does(recipe: Callable[...
 
 def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(recipe: Callable[..., Path]) -> None:
     path = few_layers(recipe(), 2)
-    one, two = (estimate(load_recipe(path), Hardware("h200", number)) for number in (1, 2))
+    one, two = (estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=number)) for number in (1, 2))
     assert one["memory"]["fits"] and one["changes"] == [] and one["hardware"]["supported"]
     buckets = two["memory"]["parts"].pop("DDP buckets")
     assert buckets == 4 * one["parameters"]["trained"] and "DDP buckets" not in one["memory"]["parts"]
@@ -477,7 +487,7 @@ def test_tokens_take_disk_and_time_once_for_all_trainings(recipe: Callable[..., 
     path = few_layers(recipe(data=data, variants={"long": {"train.max_steps": 5000}}))
     plan = load_recipe(path)
     number = 5000 * plan.train.batch_size_tokens
-    facts = estimate(plan, Hardware("h200"))
+    facts = estimate(plan, Hardware(gpu="h200"))
     assert facts["tokens"]["num_tokens"] == number and facts["tokens"]["bytes"] == 5 * number
     assert facts["tokens"]["seconds"] == pytest.approx([number / 6.1e6, number / 762_500], rel=1e-4)
     few, one = (f"{seconds / 60:,.2g}" for seconds in facts["tokens"]["seconds"])
@@ -491,11 +501,13 @@ def test_half_the_utilisation_takes_the_matmuls_twice_the_time(recipe: Callable[
     """What moves bytes takes as long as before; a mask leaves out half of attention's pairs."""
     train = {"dtype": "bfloat16", "per_device_train_batch_size": 8}
     loaded = load_recipe(few_layers(recipe(train=train), 2))
-    slow, fast = (estimate(loaded, Hardware("h200", mfu=mfu))["time"] for mfu in ((0.025, 0.05), (0.1, 0.1)))
+    slow, fast = (
+        estimate(loaded, Hardware(gpu="h200", mfu=mfu))["time"] for mfu in ((0.025, 0.05), (0.1, 0.1))
+    )
     low, high = slow["step_s"]
     assert high - low == pytest.approx(2 * (low - fast["expected_s"]))
     assert fast["step_s"] == [fast["expected_s"]] * 2
-    flops = estimate(loaded, Hardware("h200"))["flops"]["per_step"]
+    flops = estimate(loaded, Hardware(gpu="h200"))["flops"]["per_step"]
     half = (
         131072 * 4 * 1024 * 32 * 128 * 2 * (1 + 1 + 2.5) / 2
     )  # of the scores of two layers: teacher, forward, backward
@@ -549,16 +561,16 @@ def test_the_demo_is_estimated_before_anything_is_there(capsys: pytest.CaptureFi
     ("command", "message"),
     [
         (["--gpu", "h20"], r"--gpu h20: unknown GPU; allowed: a100, .*did you mean"),
-        (["--gpus", "0"], r"--gpus 0: must be 1 or more"),
+        (["--gpus", "0"], r"--gpus: Input should be greater than or equal to 1, got 0"),
         (["--gpus", "3"], r"train.batch_size_tokens: 131072 is not a multiple of 3072"),
-        (["--mfu", "fast"], r"--mfu fast: a range such as 0.1-0.25"),
-        (["--mfu", "0.5-0.1"], r"--mfu 0.5-0.1: a range"),
+        (["--mfu", "fast"], r"--mfu: a range such as 0.1-0.25, or one number, got 'fast'"),
+        (["--mfu", "0.5-0.1"], r"--mfu: 0.5-0.1: a range such as 0.1-0.25, within 0 and 1"),
         (["--expert-parallel", "3"], r"--expert-parallel 3: does not divide the 1 GPUs"),
         (
             ["--gpus", "2", "--expert-parallel", "2"],
             r"--expert-parallel 2: shards all other .* add --sharding fsdp2",
         ),
-        (["--network-gb-s", "0"], r"--network-gb-s 0: must be above 0"),
+        (["--network-gb-s", "0"], r"--network-gb-s: Input should be greater than 0, got 0"),
         (["--variant", "sft"], r"has no variant 'sft'; allowed: none"),
         (["--pretrain"], r"has no `pretrain` section"),
         (["--set", "model.path=nowhere/at/all"], r"nowhere/at/all: no such folder"),
@@ -584,7 +596,7 @@ def test_a_model_whose_config_transformers_refuses_is_an_error(recipe: Callable[
     ("text", "value"), [("0.1-0.25", (0.1, 0.25)), ("0.2", (0.2, 0.2)), ("1", (1.0, 1.0))]
 )
 def test_a_range_or_a_number_is_a_utilisation(text: str, value: tuple[float, float]) -> None:
-    assert parse_mfu(text) == value
+    assert Hardware.from_options({"mfu": text}).mfu == value
 
 
 NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}  # their experts loop over those that the data chose

@@ -68,7 +68,7 @@ def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -
 
 
 def test_only_moe_layers_have_exchanges_and_dense_ones_an_mlp(tmp_path: Path) -> None:
-    lite = prepare(PlanSettings(str(real_folder("DeepSeek-V2-Lite", tmp_path / "m")), length=256))
+    lite = prepare(PlanSettings(model=str(real_folder("DeepSeek-V2-Lite", tmp_path / "m")), length=256))
     assert lite.work.moe == [False] + [True] * 26
     assert lite.work.layers[0].work("mlp").flops == 2.0 * 256 * 3 * 2048 * 10944
     assert [row["layer"] for row in plan_times(lite)["windows"]] == list(range(1, 27))
@@ -169,7 +169,7 @@ def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     assert main(["plan", lite(tmp_path), "--length", "512", "--windows", str(path)]) == 0
     found = json.loads(path.read_text())
-    rows = plan_times(prepare(PlanSettings(str(tmp_path / "lite"), length=512)))["windows"]
+    rows = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))["windows"]
     for name in ("dispatch_s", "combine_s"):
         assert found[name] == [row[name] for row in rows]
     assert found["layers"] == [1, 2, 3] and found["expert_parallel"] == 8
@@ -275,7 +275,9 @@ def test_the_imbalance_of_a_routing_study_is_planned_with(
     assert facts["imbalance"] == row["value"] == pytest.approx(expected)
     assert row["range"] == [1.0, 5.1] and "DeepSpeed issue 8213" in row["source"]
     assert row["speed_up"][0] != row["speed_up"][1]
-    even = plan_times(prepare(PlanSettings(str(tmp_path / "lite"), length=512)))["exchange_s"]["combine"]
+    even = plan_times(prepare(PlanSettings(model=str(tmp_path / "lite"), length=512)))["exchange_s"][
+        "combine"
+    ]
     uneven = facts["times"]["exchange_s"]["combine"]
     assert uneven - 20e-6 == pytest.approx(expected * (even - 20e-6))
 
@@ -349,9 +351,9 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             "--ep 4: a server's experts are spread over its 8 tensor-parallel ranks",
         ),
         "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
-        "batch": ([model, "--batch", "0"], "--batch 0: must be 1 or more"),
-        "network": ([model, "--network-gb-s", "0"], "--network-gb-s 0: must be above 0"),
-        "no network": ([model, "--network-gb-s", "inf"], "--network-gb-s inf: must be above 0, and finite"),
+        "batch": ([model, "--batch", "0"], "--batch: Input should be greater than or equal to 1, got 0"),
+        "network": ([model, "--network-gb-s", "0"], "--network-gb-s: Input should be greater than 0, got 0"),
+        "no network": ([model, "--network-gb-s", "inf"], "--network-gb-s: Input should be a finite number"),
         "no ranks": ([model, "--ep", "0"], "--ep 0: does not divide the 8 GPUs"),
         "no servers": ([model, "--phase", "prefill", "--tp", "0"], "--tp 0: there are 8 GPUs"),
         "no rows": ([model, "--global-batch", "0"], "--global-batch 0: not a multiple of 8 rows"),

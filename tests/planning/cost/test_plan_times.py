@@ -346,7 +346,7 @@ def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
 
 
 def test_links_are_between_the_ranks_that_share_the_experts(tmp_path: Path) -> None:
-    settings = PlanSettings(lite(tmp_path), nodes=2, expert_parallel=8, length=64)
+    settings = PlanSettings(model=lite(tmp_path), nodes=2, expert_parallel=8, length=64)
     assert prepare(settings, even_links(8, 1e-9)).machine.num_gpus == 16
 
 

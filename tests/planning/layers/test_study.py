@@ -28,7 +28,7 @@ from fcsd.model.connectivity import (
     parse_selection,
 )
 from fcsd.model.load import load_tokenizer
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as study_module
 from fcsd.planning.layers.proposal import (
@@ -45,6 +45,7 @@ from fcsd.report.study_plots import plot_layers
 from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.kl import mean_kl, read_original
+from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
 NUM_LAYERS = 4

@@ -14,11 +14,11 @@ from typing import Any, get_args
 import pytest
 
 from fcsd.cli.main import main
-from fcsd.pipeline.tiny.models import tiny_config
 from fcsd.planning.servers import times
 from fcsd.planning.servers.rows import RowName, make_rows
 from fcsd.planning.servers.server import reason_of
 from fcsd.planning.servers.summary import summarise, table
+from tests.reference.tiny import tiny_config
 from tests.support import ROOT
 
 FIGURES = {

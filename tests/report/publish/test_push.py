@@ -21,7 +21,7 @@ from fcsd.cli.main import main
 from fcsd.evaluation.chat.chat import load_speaker
 from fcsd.evaluation.results import write_result
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
-from fcsd.pipeline.tiny.models import tiny_model
+from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import COMMIT, TOKEN, Hub, running_hub
 from tests.report.test_report import result
 from tests.support import assert_same_model, start

@@ -107,7 +107,7 @@ def test_links_are_written_and_read_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v.update(version=2), r"links\.json: links of version 2; this fcsd reads version 1"),
+        (lambda v: v.update(version=2), r"links\.json: version: Input should be 1, got 2"),
         (lambda v: v.update(world_size=4), r"world_size 4, but 3 endpoints are named"),
         (lambda v: v["dispatch"]["beta_s_per_byte"][1].__setitem__(2, -1.0), r"edge 1 -> 2 is negative"),
         (lambda v: v["combine"]["alpha_s"][0].__setitem__(1, float("nan")), r"combine\.alpha_s.*finite"),
@@ -161,10 +161,3 @@ def test_links_of_another_world_or_collective_are_refused() -> None:
         links().require(collective="all_to_all_single")
     with pytest.raises(UserError, match="between 3 endpoints, 2 are asked for"):
         exchange_time(links(), "dispatch", BYTES[:2, :2])
-
-
-def test_a_model_that_does_not_describe_the_collective_is_refused() -> None:
-    with pytest.raises(UserError, match="'pair' does not describe links that were measured with p2p of gloo"):
-        exchange_time(links(), "dispatch", BYTES, "pair")
-    with pytest.raises(UserError, match="both directions of a pair take turns there; use 'pair'"):
-        exchange_time(links(collective="all_to_all_single"), "dispatch", BYTES, "edge")

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.steering.network.compare import Comparison, exchange_counts, measure_and_simulate, patterns
+from fcsd.steering.network.compare import Comparison, measure_and_simulate, patterns
 from fcsd.steering.network.exchange import GroupExchange
 from fcsd.steering.network.links import PHASES, Array, Collective, LinkModel
 from fcsd.steering.network.profile import profile
-from fcsd.steering.network.simulate import Payload, exchange_time, simulate
+from fcsd.steering.network.simulate import Payload, simulate
 from tests.steering.network.namespaces import Wires, appendix_a3, in_namespaces
-from tests.steering.network.testbed import routed_counts
+from tests.steering.network.testbed import exchange_counts, routed_counts, slowest_edge
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,7 +87,9 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
     whole = measure_and_simulate(links, exchange, given)
     edges = whole
     if collective == "p2p":
-        edges = Comparison(whole.names, whole.measured, compare_again(links, given))
+        edges = Comparison(
+            whole.names, whole.measured, slowest_edge(links, np.stack([each for _, each in given]))
+        )
     payload = Payload(row_width=512, num_experts=32)
     falls: tuple[list[float], list[float]] = ([], [])
     for strength in STRENGTHS:
@@ -95,11 +97,6 @@ def measured(rank: int, collective: Collective, largest: int) -> Found:
         falls[0].append(float(exchange_counts(exchange, counts, payload).total.mean()))
         falls[1].append(float(simulate(links, counts, payload).total.mean()))
     return Found(links, edges, whole, *falls, floor)
-
-
-def compare_again(links: LinkModel, given: list[tuple[str, Array]]) -> Array:
-    """The same exchanges by the slowest edge alone."""
-    return exchange_time(links, "dispatch", np.stack([pattern for _, pattern in given]), "edge")
 
 
 def run(wires: Wires, collective: Collective = "p2p", largest: int = LARGEST) -> Found:

@@ -13,7 +13,6 @@ import torch
 import fcsd.steering.network.measure
 from fcsd.cli.main import main
 from fcsd.parallel.overlap.transport import AllToAll, SendReceive
-from fcsd.steering.network.compare import exchange_counts
 from fcsd.steering.network.exchange import GroupExchange
 from fcsd.steering.network.links import Collective, read_links
 from fcsd.steering.network.measure import describe
@@ -21,6 +20,7 @@ from fcsd.steering.network.simulate import Payload
 from fcsd.steering.routing.controller import probe_by
 from tests.reference.ranks import run_ranks
 from tests.steering.network.test_simulate import links
+from tests.steering.network.testbed import exchange_counts
 from tests.steering.routing.simulated import links_of
 from tests.support import in_forked_ranks
 
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_during_a_profile_ends_all_and_leaves_no_file(tmp_path:
     ("words", "message"),
     [
         ([], r"links between ranks and was started as one; start it with `accelerate launch"),
-        (["--nccl-tests", "nowhere.txt"], r"nowhere\.txt: cannot be read"),
+        (["--nccl-tests", "nowhere.txt"], r"nowhere\.txt: no such file"),
         (["--nccl-tests", "x", "--check"], r"--check has no meaning with --nccl-tests"),
     ],
 )

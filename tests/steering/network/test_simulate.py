@@ -42,8 +42,7 @@ BYTES = np.array([[500.0, 10, 20], [30, 500, 0], [0, 5, 500]])
 
 
 def test_the_slowest_edge_decides() -> None:
-    assert exchange_time(links(), "dispatch", BYTES, "edge") == pytest.approx(1.2)
-    assert exchange_time(links(), "dispatch", BYTES, "port") == pytest.approx(1.2)  # no port is shared
+    assert exchange_time(links(), "dispatch", BYTES) == pytest.approx(1.2)  # no port is shared
 
 
 def test_both_directions_of_a_pair_run_one_after_another_at_half_duplex() -> None:
@@ -76,7 +75,7 @@ def test_each_phase_has_links_of_its_own() -> None:
     }
     for phase in ("metadata", "dispatch", "combine"):
         changed = usual.model_copy(update={phase: usual.dispatch.model_copy(update=slower)})
-        before, after = (simulate(each, counts, payload, "edge") for each in (usual, changed))
+        before, after = (simulate(each, counts, payload) for each in (usual, changed))
         factors = [
             float(getattr(after, each) / getattr(before, each))
             for each in ("metadata", "dispatch", "combine")
@@ -89,7 +88,7 @@ def test_each_phase_has_links_of_its_own() -> None:
 def test_a_layer_takes_its_counts_its_dispatch_and_its_combine() -> None:
     payload = Payload(row_width=3, num_experts=2, value_bytes=1, weight_bytes=2, count_bytes=5)
     counts = np.array([[7.0, 2, 4], [6, 7, 0], [0, 1, 7]])
-    times = simulate(links(), counts, payload, "edge")
+    times = simulate(links(), counts, payload)
     assert times.metadata == pytest.approx(0.6 + 0.06 * 10)
     assert times.dispatch == pytest.approx(0.3 + 0.03 * 6 * 5)
     assert times.combine == pytest.approx(

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fcsd.steering.network.links import Array
+from fcsd.steering.network.compare import REPEATS
+from fcsd.steering.network.links import Array, LinkModel
+from fcsd.steering.network.simulate import ExchangeTimes, Payload, edge_times
 
 
 class Testbed:
@@ -109,3 +111,26 @@ def routed_counts(strength: float, alpha: Array, beta: Array, num_layers: int = 
     cost = alpha + beta * counts(logits) * 1024 + alpha.T + beta.T * counts(logits) * 1024
     score = (cost - cost.mean(-1, keepdims=True)) / cost.std(-1, keepdims=True)
     return counts(logits - strength * score[:, :, None, home])
+
+
+def exchange_counts(exchange: Callable[[Array], float], counts: Array, payload: Payload) -> ExchangeTimes:
+    """Exchange what the counts [..., N, N] stand for, and measure what `simulate` predicts; every rank calls this.
+
+    Rows go out and come back, and the counts go before, for each layer; the minimum of three repeats.
+    """
+    size = counts.shape[-1]
+
+    def seconds(num_bytes: Array) -> Array:
+        flat = [min(exchange(each) for _ in range(REPEATS)) for each in num_bytes.reshape(-1, size, size)]
+        return np.array(flat).reshape(counts.shape[:-2])
+
+    return ExchangeTimes(
+        metadata=seconds(np.full(counts.shape, float(payload.metadata_bytes))),
+        dispatch=seconds(counts * payload.dispatch_bytes),
+        combine=seconds(np.swapaxes(counts, -1, -2) * payload.combine_bytes),
+    )
+
+
+def slowest_edge(links: LinkModel, num_bytes: Array) -> Array:
+    """What a dispatch takes by its slowest edge alone (CAMoE, equation 9), whatever ports are shared."""
+    return np.asarray(edge_times(links, "dispatch", num_bytes).max((-2, -1)))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.steering.network.simulate import Payload
 from fcsd.steering.routing.bias import BiasTables, router_bias
 from fcsd.steering.routing.bottleneck import Deployment
@@ -16,6 +15,7 @@ from fcsd.steering.routing.controller import SEARCHES, Controller, Rung, probe_b
 from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.placement import contiguous
 from fcsd.steering.routing.tables import Calibration, make_tables
+from tests.reference.tiny import tiny_model
 from tests.steering.network.testbed import Testbed
 from tests.steering.routing.simulated import Routers, deployment_of, links_of
 

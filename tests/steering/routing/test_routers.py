@@ -7,9 +7,9 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES, moe_mask
 from fcsd.model.families.routers import find_routers
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.steering.routing.counts import recording
 from fcsd.steering.routing.routes import read_routes
+from tests.reference.tiny import tiny_model
 
 SECOND_LOOK = {
     "dbrx": "its router gives logits only; the block chooses, and hands the choice to the experts",

@@ -12,7 +12,7 @@ from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.parallel.overlap import attach
 from fcsd.parallel.ranks import Ranks
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.steering.network.links import LinkModel, read_links, write_links
 from fcsd.steering.network.simulate import Payload, simulate
 from fcsd.steering.routing import study as study_module
@@ -20,6 +20,7 @@ from fcsd.steering.routing.placement import balanced
 from fcsd.steering.routing.routes import read_routes
 from tests.parallel.overlap.ranks import spread
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 EXPERTS, TOP_K, LAYERS, WORLD, ROWS, BATCH = 8, 2, 3, 4, 20, 2
 

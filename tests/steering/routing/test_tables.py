@@ -15,7 +15,7 @@ from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families.routers import find_routers
 from fcsd.parallel.overlap import attach
 from fcsd.parallel.ranks import Ranks
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.steering.network.links import write_links
 from fcsd.steering.network.simulate import Payload
 from fcsd.steering.routing.bias import read_tables, router_bias
@@ -26,6 +26,7 @@ from fcsd.steering.routing.placement import contiguous
 from fcsd.steering.routing.tables import Calibration, make_tables, read_windows
 from tests.parallel.overlap.ranks import spread
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.steering.routing.simulated import UNEQUAL
 from tests.steering.routing.test_bias import random_tables
 

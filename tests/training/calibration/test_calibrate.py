@@ -18,7 +18,6 @@ from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.data.batches import real_tokens
 from fcsd.data.given import given_rows
-from fcsd.data.packing import pack
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
@@ -28,7 +27,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.publish.push import push
 from fcsd.training.calibration import checkpoint as folder_module
 from fcsd.training.calibration import layer as layer_module
@@ -37,7 +36,9 @@ from fcsd.training.calibration.checkpoint import calibrate_checkpoint, take_rows
 from fcsd.training.calibration.experts import calls_of
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.calibration.shards import Layerwise
+from tests.examples import pack
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 
 CPU = Launch(torch.device("cpu"), Engine("one"))
 ALL = Connectivity("all")

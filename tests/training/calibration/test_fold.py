@@ -14,12 +14,12 @@ from fcsd.base.errors import UserError
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.calibration.experts import Call, adds_up, calls_of
 from fcsd.training.calibration.fold import fold_map
 from fcsd.training.calibration.roles import Place, Roles, roles_of
 from fcsd.training.calibration.solve import LeastSquares
 from fcsd.training.calibration.steps import Steps, Stream
+from tests.reference.tiny import tiny_model
 from tests.reference.trace import trace_layer
 
 TOKENS = 24
@@ -75,7 +75,7 @@ def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]
     """The first layer of each kind that a model has, with the stream before it and the roles that its family's row
     gives, which are those that are found by following tensors through the layer."""
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
-    stream = steps.begin(tokens)
+    stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):
         kind = tuple((name, value.shape) for name, value in layer.named_parameters())
         if kind not in seen:

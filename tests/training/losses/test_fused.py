@@ -13,18 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from fcsd.base.errors import UserError
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training.losses import fused as losses
-from fcsd.training.losses.fused import (
-    KERNELS,
-    Divergence,
-    Kernels,
-    fused_linear_cross_entropy,
-    fused_linear_divergence,
-    fused_linear_kl,
-)
-from fcsd.training.losses.head import _Target, attach_loss_head
+from fcsd.training.losses.fused import KERNELS, Kernels
+from fcsd.training.losses.head import Target, attach_loss_head
 from tests.float64 import ROUNDINGS
+from tests.losses import fused_cross_entropy, fused_divergence, fused_kl, objective_of
+from tests.reference.tiny import tiny_model
 
 N, D, D_TEACHER, V = 37, 12, 20, 53
 
@@ -90,17 +84,15 @@ def test_kl_and_its_gradients_equal_float64_autograd(option, chunk_tokens):
         reference_logits(th, tw, teacher_bias, teacher_scale, teacher_softcap),
     )
     expected_grads = torch.autograd.grad(expected * 0.25, leaves)
-    actual = fused_linear_kl(
+    actual = fused_kl(
         h,
         w,
         th,
         tw,
         bias=bias,
         teacher_bias=teacher_bias,
-        logit_scale=scale,
-        teacher_logit_scale=teacher_scale,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
+        scaling=(scale, softcap),
+        teacher_scaling=(teacher_scale, teacher_softcap),
         chunk_bytes=chunk_tokens * one_token_bytes(),
     )
     grads = torch.autograd.grad(actual * 0.25, leaves)
@@ -121,8 +113,8 @@ def test_cross_entropy_and_its_gradients_equal_float64_autograd(option):
 
     expected = F.cross_entropy(reference_logits(h, w, bias, scale, softcap), labels, reduction="sum")
     expected_grads = torch.autograd.grad(expected, leaves)
-    actual = fused_linear_cross_entropy(
-        h, w, labels, bias=bias, logit_scale=scale, softcap=softcap, chunk_bytes=5 * one_token_bytes(2)
+    actual = fused_cross_entropy(
+        h, w, labels, bias=bias, scaling=(scale, softcap), chunk_bytes=5 * one_token_bytes(2)
     )
     grads = torch.autograd.grad(actual, leaves)
 
@@ -135,12 +127,12 @@ def test_cross_entropy_and_its_gradients_equal_float64_autograd(option):
 def test_gradients_equal_central_differences_in_float64(objective):
     h, w, th, tw, b, tb = inputs(torch.float64, n=3)
     labels = torch.tensor([0, V - 1, 7])
-    options = {"logit_scale": 0.5, "softcap": 2.0, "chunk_bytes": 2 * one_token_bytes(4, 8)}
+    options = {"scaling": (0.5, 2.0), "chunk_bytes": 2 * one_token_bytes(4, 8)}
 
     def loss(h, w, b):
         if objective == "kl":
-            return fused_linear_kl(h, w, th, tw, bias=b, teacher_bias=tb, **options)
-        return fused_linear_cross_entropy(h, w, labels, bias=b, **options)
+            return fused_kl(h, w, th, tw, bias=b, teacher_bias=tb, **options)
+        return fused_cross_entropy(h, w, labels, bias=b, **options)
 
     leaves = [x.requires_grad_() for x in (h, w, b)]
     grads = torch.autograd.grad(loss(*leaves), leaves)
@@ -168,7 +160,7 @@ def test_masked_rows_left_out_give_the_loss_of_the_mask_and_no_gradient_to_them(
     ).sum(-1)
     expected = (per_token * keep).sum()
     expected_grads = torch.autograd.grad(expected, (h, w))
-    grads = torch.autograd.grad(fused_linear_kl(h[keep], w, th[keep], tw), (h, w))
+    grads = torch.autograd.grad(fused_kl(h[keep], w, th[keep], tw), (h, w))
     for grad, reference in zip(grads, expected_grads, strict=True):
         assert_equal_equations(grad, reference)
     assert (grads[0][~keep] == 0).all()
@@ -179,9 +171,9 @@ def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(objective):
     h, w, th, tw, b, _ = inputs(n=0)
     leaves = [x.requires_grad_() for x in (h, w, b)]
     if objective == "kl":
-        loss = fused_linear_kl(h, w, th, tw, bias=b)
+        loss = fused_kl(h, w, th, tw, bias=b)
     else:
-        loss = fused_linear_cross_entropy(h, w, torch.zeros(0, dtype=torch.long), bias=b)
+        loss = fused_cross_entropy(h, w, torch.zeros(0, dtype=torch.long), bias=b)
     assert loss.item() == 0.0
     grads = torch.autograd.grad(loss, leaves)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
@@ -191,17 +183,17 @@ def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(objective):
 @pytest.mark.parametrize("frozen", ["head", "hidden"])
 def test_a_frozen_side_gets_no_gradient_and_leaves_the_other_sides_unchanged(frozen):
     h, w, th, tw, *_ = inputs()
-    both = torch.autograd.grad(fused_linear_kl(h.requires_grad_(), w.requires_grad_(), th, tw), (h, w))
+    both = torch.autograd.grad(fused_kl(h.requires_grad_(), w.requires_grad_(), th, tw), (h, w))
     h2, w2 = h.detach().clone(), w.detach().clone()
     trained = (h2 if frozen == "head" else w2).requires_grad_()
-    fused_linear_kl(h2, w2, th, tw).backward()
+    fused_kl(h2, w2, th, tw).backward()
     torch.testing.assert_close(trained.grad, both[0] if frozen == "head" else both[1], rtol=0, atol=0)
     assert (w2 if frozen == "head" else h2).grad is None
 
 
 def test_the_teacher_gets_no_gradient_even_when_it_would_take_one():
     h, w, th, tw, *_ = inputs()
-    fused_linear_kl(h.requires_grad_(), w, th.requires_grad_(), tw.requires_grad_()).backward()
+    fused_kl(h.requires_grad_(), w, th.requires_grad_(), tw.requires_grad_()).backward()
     assert th.grad is None and tw.grad is None
 
 
@@ -212,14 +204,14 @@ def test_a_head_tied_to_the_embedding_collects_both_gradients():
     expected = torch.autograd.grad(
         reference_kl(reference_logits(torch.tanh(w[ids].double()), w), reference_logits(th, tw)), w
     )[0]
-    actual = torch.autograd.grad(fused_linear_kl(torch.tanh(w[ids]), w, th, tw), w)[0]
+    actual = torch.autograd.grad(fused_kl(torch.tanh(w[ids]), w, th, tw), w)[0]
     assert_equal_equations(actual, expected)
 
 
 def test_without_gradients_only_the_loss_is_computed():
     h, w, th, tw, *_ = inputs()
     with torch.no_grad():
-        loss = fused_linear_kl(h.requires_grad_(), w, th, tw)
+        loss = fused_kl(h.requires_grad_(), w, th, tw)
     assert not loss.requires_grad
     assert_equal_equations(loss, reference_kl(reference_logits(h, w), reference_logits(th, tw)))
 
@@ -243,7 +235,7 @@ def test_bfloat16_gradients_are_exact_where_rounded_logits_lose_a_tenth(autocast
 
     h.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        loss = fused_linear_kl(h, w, th, w)
+        loss = fused_kl(h, w, th, w)
     loss.backward()
 
     def error(gradient):
@@ -257,20 +249,20 @@ def test_bfloat16_gradients_are_exact_where_rounded_logits_lose_a_tenth(autocast
 
 def test_float32_inputs_inside_autocast_are_not_rounded():
     h, w, th, tw, *_ = inputs(torch.float32)
-    alone = fused_linear_kl(h, w, th, tw)
+    alone = fused_kl(h, w, th, tw)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(fused_linear_kl(h, w, th, tw), alone)
+        assert torch.equal(fused_kl(h, w, th, tw), alone)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
-    assert not torch.isfinite(fused_linear_kl(h, w, th, tw))
-    assert not torch.isfinite(fused_linear_cross_entropy(h, w, torch.zeros(N, dtype=torch.long)))
+    assert not torch.isfinite(fused_kl(h, w, th, tw))
+    assert not torch.isfinite(fused_cross_entropy(h, w, torch.zeros(N, dtype=torch.long)))
     h, w, th, tw, *_ = inputs()
     th[3, 2] = bad
-    assert not torch.isfinite(fused_linear_kl(h, w, th, tw))
+    assert not torch.isfinite(fused_kl(h, w, th, tw))
 
 
 def rounding_of(*logits):
@@ -282,31 +274,31 @@ def test_extreme_logits_give_the_finite_loss_that_float64_gives():
     h, w, th, tw, *_ = inputs(torch.float32)
     h, th = h * 200, th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
-    found = fused_linear_kl(h, w, th, tw).double()
+    found = fused_kl(h, w, th, tw).double()
     torch.testing.assert_close(found, reference_kl(*logits), rtol=rounding_of(*logits), atol=0)
 
 
 def test_different_vocabularies_are_refused_with_both_sizes():
     h, w, th, tw, *_ = inputs()
     with pytest.raises(UserError, match=r"differ in vocabulary size \(52 and 53\)"):
-        fused_linear_kl(h, w, th, tw[:-1])
+        fused_kl(h, w, th, tw[:-1])
 
 
 def test_shapes_that_do_not_fit_are_refused():
     h, w, th, tw, b, _ = inputs()
     with pytest.raises(UserError, match="teacher: hidden states"):
-        fused_linear_kl(h, w, th[:, :-1], tw)
+        fused_kl(h, w, th[:, :-1], tw)
     with pytest.raises(UserError, match="36 tokens of the teacher for 37 of the student"):
-        fused_linear_kl(h, w, th[:-1], tw)
+        fused_kl(h, w, th[:-1], tw)
     with pytest.raises(UserError, match="head bias"):
-        fused_linear_kl(h, w, th, tw, bias=b[:-1])
+        fused_kl(h, w, th, tw, bias=b[:-1])
     with pytest.raises(UserError, match="labels of shape"):
-        fused_linear_cross_entropy(h, w, torch.zeros(N - 1, dtype=torch.long))
+        fused_cross_entropy(h, w, torch.zeros(N - 1, dtype=torch.long))
 
 
 def test_a_retained_graph_cannot_be_scaled_twice():
     h, w, th, tw, *_ = inputs()
-    loss = fused_linear_kl(h.requires_grad_(), w, th, tw)
+    loss = fused_kl(h.requires_grad_(), w, th, tw)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -347,23 +339,23 @@ DIVERGENCES = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_divergences_and_their_gradients_equal_float64_autograd(divergence, option, chunk_tokens, statistics):
-    by, o = Divergence(**DIVERGENCES[divergence]), OPTIONS[option]
+    by, o = objective_of(**DIVERGENCES[divergence]), OPTIONS[option]
     h, w, th, tw, b, tb = inputs()
     bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
-    scales = {"logit_scale": o.get("scale", 1.0), "teacher_logit_scale": o.get("teacher_scale", 1.0)}
-    caps = {"softcap": o.get("softcap"), "teacher_softcap": o.get("teacher_softcap")}
+    scaling = (o.get("scale", 1.0), o.get("softcap"))
+    teacher_scaling = (o.get("teacher_scale", 1.0), o.get("teacher_softcap"))
     per_token = reference_divergence(
-        reference_logits(h, w, bias, scales["logit_scale"], caps["softcap"]),
-        reference_logits(th, tw, teacher_bias, scales["teacher_logit_scale"], caps["teacher_softcap"]),
+        reference_logits(h, w, bias, *scaling),
+        reference_logits(th, tw, teacher_bias, *teacher_scaling),
         by.name,
         by.temperature,
-        by.jsd_beta,
+        getattr(by, "jsd_beta", 0.5),
         by.clip,
     )
     expected = per_token.sum()
     expected_grads = torch.autograd.grad(expected * 0.25, leaves)
-    actual, _ = fused_linear_divergence(
+    actual, _ = fused_divergence(
         h,
         w,
         th,
@@ -373,8 +365,8 @@ def test_divergences_and_their_gradients_equal_float64_autograd(divergence, opti
         teacher_bias=teacher_bias,
         chunk_bytes=chunk_tokens * one_token_bytes(5),
         statistics=statistics,
-        **scales,
-        **caps,
+        scaling=scaling,
+        teacher_scaling=teacher_scaling,
     )
     grads = torch.autograd.grad(actual * 0.25, leaves)
     assert_equal_equations(actual, expected)
@@ -384,7 +376,7 @@ def test_divergences_and_their_gradients_equal_float64_autograd(divergence, opti
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergence):
-    by = Divergence(**DIVERGENCES[divergence])
+    by = objective_of(**DIVERGENCES[divergence])
     h, w, th, tw, b, tb = inputs(torch.float64)
     leaves = [x.requires_grad_() for x in (h, w, b)]
     expected = reference_divergence(
@@ -392,12 +384,11 @@ def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergen
         reference_logits(th, tw, tb, 0.7, 3.0),
         by.name,
         by.temperature,
-        by.jsd_beta,
+        getattr(by, "jsd_beta", 0.5),
         by.clip,
     ).sum()
-    options = {"bias": b, "teacher_bias": tb, "logit_scale": 0.5, "softcap": 2.0}
-    teacher_options = {"teacher_logit_scale": 0.7, "teacher_softcap": 3.0}
-    actual, _ = fused_linear_divergence(h, w, th, tw, divergence=by, **options, **teacher_options)
+    options = {"bias": b, "teacher_bias": tb, "scaling": (0.5, 2.0), "teacher_scaling": (0.7, 3.0)}
+    actual, _ = fused_divergence(h, w, th, tw, divergence=by, **options)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     pairs = zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True)
     for grad, reference in pairs:
@@ -419,8 +410,8 @@ def test_divergences_are_those_of_trl(name, beta, temperature):
         temperature=temperature,
         reduction="sum",
     )
-    by = Divergence(name, temperature, **({"jsd_beta": beta} if name == "jsd" else {}))
-    actual, _ = fused_linear_divergence(h, w, th, tw, divergence=by)
+    by = objective_of(name, temperature=temperature, **({"jsd_beta": beta} if name == "jsd" else {}))
+    actual, _ = fused_divergence(h, w, th, tw, divergence=by)
     assert_equal_equations(actual, expected)
 
 
@@ -432,12 +423,12 @@ def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
     above = per_token > clip
     assert 0 < above.sum() < N
     h.requires_grad_()
-    loss, statistics = fused_linear_divergence(
-        h, w, th, tw, divergence=Divergence(name, clip=clip), statistics=True
+    loss, statistics = fused_divergence(
+        h, w, th, tw, divergence=objective_of(name, clip=clip), statistics=True
     )
     loss.backward()
     unclipped = h.detach().clone().requires_grad_()
-    fused_linear_divergence(unclipped, w, th, tw, divergence=Divergence(name))[0].backward()
+    fused_divergence(unclipped, w, th, tw, divergence=objective_of(name))[0].backward()
     assert (h.grad[above] == 0).all()
     assert_equal_equations(h.grad[~above], unclipped.grad[~above])
     assert_equal_equations(loss, per_token[~above].sum() + clip * int(above.sum()))
@@ -447,11 +438,11 @@ def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tokens):
-    by = Divergence(**DIVERGENCES[divergence])
+    by = objective_of(**DIVERGENCES[divergence])
     h, w, th, tw, b, tb = inputs()
     th, tw, tb = th[:, :D], w.clone(), tb * 0.5  # near enough for the student to agree on some tokens
     student, teacher = reference_logits(h + th, w, b), reference_logits(th, tw, tb)
-    _, found = fused_linear_divergence(
+    _, found = fused_divergence(
         (h + th).requires_grad_(),
         w,
         th,
@@ -467,7 +458,7 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     assert 0 < agreement.sum() < N
     assert torch.equal(found.top1_agreement, agreement)
     assert_equal_equations(found.teacher_entropy, -(p * p.log()).sum(-1))
-    expected = reference_divergence(student, teacher, by.name, by.temperature, by.jsd_beta)
+    expected = reference_divergence(student, teacher, by.name, by.temperature, getattr(by, "jsd_beta", 0.5))
     assert_equal_equations(found.divergence, expected)
     assert not any(rows.requires_grad for rows in found)
 
@@ -486,12 +477,12 @@ def test_padded_rows_of_either_head_are_no_part_of_the_distributions(rows, teach
         reference_logits(h, w[:size], b[:size]), reference_logits(th, tw[:size], tb[:size]), name
     ).sum()
     expected_grads = torch.autograd.grad(expected, leaves)
-    actual, statistics = fused_linear_divergence(
+    actual, statistics = fused_divergence(
         h,
         w,
         th,
         tw,
-        divergence=Divergence(name),
+        divergence=objective_of(name),
         bias=b,
         teacher_bias=tb,
         vocab_size=size,
@@ -510,7 +501,7 @@ def test_padded_rows_have_no_part_in_the_cross_entropy():
     h, w, *_ = inputs()
     labels = torch.arange(N) % (V - 9)
     expected = F.cross_entropy(reference_logits(h, w[: V - 9]), labels, reduction="sum")
-    actual = fused_linear_cross_entropy(h, w, labels, vocab_size=V - 9)
+    actual = fused_cross_entropy(h, w, labels, vocab_size=V - 9)
     assert_equal_equations(actual, expected)
 
 
@@ -522,7 +513,7 @@ def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_th
     assert 2e-5 < total / len(h) < 1e-2
     exact = torch.autograd.grad(total, s)[0] @ w.double()
     h = h.float().requires_grad_()  # the gradient itself is then not rounded to bfloat16
-    loss, statistics = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=True)
+    loss, statistics = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=True)
     loss.backward()
     assert (h.grad.double() - exact).norm() / exact.norm() < 5e-3
     torch.testing.assert_close(loss.double(), total.detach(), rtol=5e-3, atol=0)
@@ -565,8 +556,8 @@ def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64
     expected.backward()
     assert 3e-4 < expected / n < 5e-4
 
-    by = Divergence("kl")
-    loss, _ = model.lm_head(h, _Target(teacher_hidden=th, teacher_head=teacher_head, divergence=by))
+    by = objective_of("kl")
+    loss, _ = model.lm_head(h, Target(by, teacher_hidden=th, teacher_head=teacher_head))
     loss.backward()
     for gradient, exact in ((h.grad, hidden.grad), (model.lm_head.weight.grad, weight.grad)):
         assert gradient.dtype == torch.bfloat16
@@ -590,7 +581,7 @@ def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_conve
     expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
     assert expected / len(h) < 5e-7
     monkeypatch.setattr(losses, "_log_softmax_", rounded)
-    found, _ = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=statistics)
+    found, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
@@ -600,7 +591,7 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, sta
     h, w, th = close_student(1e-2, torch.float32)
     expected = reference_divergence(reference_logits(h, w), reference_logits(th, w), name).sum()
     assert 1e-5 < expected / len(h) < 5e-5
-    found, _ = fused_linear_divergence(h, w, th, w, divergence=Divergence(name), statistics=statistics)
+    found, _ = fused_divergence(h, w, th, w, divergence=objective_of(name), statistics=statistics)
     # A token's figure has two sums of probabilities in it, each near 1 and rounded once; the signs are random.
     unit = torch.finfo(torch.float32).eps * (2 * len(h)) ** 0.5
     assert abs(found.double() - expected) < ROUNDINGS * unit < 0.05 * expected
@@ -609,7 +600,7 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(name, sta
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES | {"kl": {"name": "kl"}})
 def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
-    by, o = Divergence(**(DIVERGENCES | {"kl": {"name": "kl"}})[divergence]), OPTIONS[option]
+    by, o = objective_of(**(DIVERGENCES | {"kl": {"name": "kl"}})[divergence]), OPTIONS[option]
     h, w, th, tw, b, tb = inputs(torch.float32)
     bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
@@ -625,12 +616,14 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
             reference_logits(h, w, **student, dtype=dtype),
             reference_logits(th, tw, **teacher, dtype=dtype),
         )
-        total = reference_divergence(*logits, by.name, by.temperature, by.jsd_beta, by.clip).sum()
+        total = reference_divergence(
+            *logits, by.name, by.temperature, getattr(by, "jsd_beta", 0.5), by.clip
+        ).sum()
         return total.detach(), *torch.autograd.grad(total, leaves)
 
-    actual, _ = fused_linear_divergence(
-        h, w, th, tw, divergence=by, bias=bias, teacher_bias=teacher_bias, logit_scale=student["scale"],
-        teacher_logit_scale=teacher["scale"], softcap=student["softcap"], teacher_softcap=teacher["softcap"],
+    actual, _ = fused_divergence(
+        h, w, th, tw, divergence=by, bias=bias, teacher_bias=teacher_bias,
+        scaling=(student["scale"], student["softcap"]), teacher_scaling=(teacher["scale"], teacher["softcap"]),
         chunk_bytes=5 * one_token_bytes(5, 4),
     )  # fmt: skip
     found = actual.detach(), *torch.autograd.grad(actual, leaves)
@@ -654,7 +647,7 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
         m = torch.logaddexp(s, t) - math.log(2)
         expected = 0.5 * (t.exp() * (t - m)).sum() + 0.5 * (s.exp() * (s - m)).sum()
     expected_grad = torch.autograd.grad(expected, h)[0]
-    loss, _ = fused_linear_divergence(h, w, th, tw, divergence=Divergence(name), statistics=True)
+    loss, _ = fused_divergence(h, w, th, tw, divergence=objective_of(name), statistics=True)
     loss.backward()
     rounding = rounding_of(*logits)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=rounding, atol=0)
@@ -665,7 +658,7 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
 def test_equal_students_have_no_divergence_and_no_gradient(name):
     h, w, *_ = inputs()
     h = h.requires_grad_()
-    loss, statistics = fused_linear_divergence(h, w, h, w, divergence=Divergence(name), statistics=True)
+    loss, statistics = fused_divergence(h, w, h, w, divergence=objective_of(name), statistics=True)
     loss.backward()
     assert abs(loss.item()) < 1e-6 and h.grad.abs().max() < 1e-6
     assert statistics.top1_agreement.all()
@@ -675,8 +668,8 @@ def test_equal_students_have_no_divergence_and_no_gradient(name):
 def test_no_tokens_give_zero_and_empty_statistics(name):
     h, w, th, tw, b, _ = inputs(n=0)
     leaves = [x.requires_grad_() for x in (h, w, b)]
-    loss, statistics = fused_linear_divergence(
-        h, w, th, tw, bias=b, divergence=Divergence(name, clip=1.0), statistics=True
+    loss, statistics = fused_divergence(
+        h, w, th, tw, bias=b, divergence=objective_of(name, clip=1.0), statistics=True
     )
     assert loss.item() == 0.0
     assert all((g == 0).all() for g in torch.autograd.grad(loss, leaves))
@@ -688,7 +681,7 @@ def test_no_tokens_give_zero_and_empty_statistics(name):
 def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
-    loss, _ = fused_linear_divergence(h.requires_grad_(), w, th, tw, divergence=Divergence(name, clip=1.0))
+    loss, _ = fused_divergence(h.requires_grad_(), w, th, tw, divergence=objective_of(name, clip=1.0))
     loss.backward()
     assert not torch.isfinite(h.grad).all()
 
@@ -696,26 +689,23 @@ def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "tvd"}, "divergence 'tvd': allowed are kl, reverse_kl and jsd"),
-        ({"temperature": 0.0}, "temperature 0.0: must be a positive number"),
-        ({"temperature": math.inf}, "temperature inf"),
-        (
-            {"name": "jsd", "jsd_beta": 1.0},
-            "jsd_beta 1.0: must lie between 0 and 1; the limits are called kl",
-        ),
-        ({"clip": 0.0}, "clip 0.0: must be a positive number of nats"),
-        ({"clip": math.nan}, "clip nan"),
+        ({"name": "tvd"}, "name: Input should be 'kl', 'reverse_kl', .*, got 'tvd'"),
+        ({"temperature": 0.0}, "temperature: Input should be greater than 0, got 0.0"),
+        ({"temperature": math.inf}, "temperature: Input should be a finite number"),
+        ({"name": "jsd", "jsd_beta": 1.0}, "jsd_beta: Input should be less than 1, got 1.0"),
+        ({"clip": 0.0}, "clip: Input should be greater than 0, got 0.0"),
+        ({"clip": math.nan}, "clip: Input should be a finite number"),
     ],
 )
 def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
-        Divergence(**fields)
+        objective_of(**fields)
 
 
 def test_a_vocabulary_larger_than_a_head_is_refused():
     h, w, th, tw, *_ = inputs()
     with pytest.raises(UserError, match=r"teacher: a vocabulary of 53 for a head of 50 rows"):
-        fused_linear_kl(h, w, th, tw[:50], vocab_size=V)
+        fused_kl(h, w, th, tw[:50], vocab_size=V)
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
@@ -723,16 +713,16 @@ def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
     """Peak resident memory of a child: one (N, V) float32 matrix is 1000 MiB."""
     program = """
         import resource, sys, torch
-        from fcsd.training.losses.fused import Divergence, fused_linear_divergence
-        by = Divergence(sys.argv[1], clip=1.0)
+        from tests.losses import fused_divergence, objective_of
+        by = objective_of(sys.argv[1], clip=1.0)
         torch.set_num_threads(1)
         n, d, v = 8192, 16, 32000
         h, th = torch.randn(n, d).requires_grad_(), torch.randn(n, d)
         w, tw = torch.randn(v, d).requires_grad_(), torch.randn(v, d)
-        fused_linear_divergence(h[:8], w, th[:8], tw, divergence=by)[0].backward()
+        fused_divergence(h[:8], w, th[:8], tw, divergence=by)[0].backward()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         options = dict(divergence=by, statistics=True, chunk_bytes=48 << 20)
-        fused_linear_divergence(h, w, th, tw, **options)[0].backward()
+        fused_divergence(h, w, th, tw, **options)[0].backward()
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

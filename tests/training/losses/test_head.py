@@ -12,11 +12,8 @@ from torch import nn
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator, next_token_targets
-from fcsd.data.packing import pack
 from fcsd.model.families import FAMILIES
-from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.pipeline.tiny.configs import TINY
-from fcsd.pipeline.tiny.models import tiny_model
+from fcsd.model.families.structure import LOGIT_SCALES, head_scaling, output_head
 from fcsd.training.losses.head import (
     LossHead,
     attach_loss_head,
@@ -24,7 +21,12 @@ from fcsd.training.losses.head import (
     final_hidden,
     refuse_packing,
 )
+from tests.examples import pack
+from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import TINY, tiny_model
+
+KL, CE = objective_of("kl"), objective_of("ce")
 
 B, T, V = 2, 10, 64
 SHAPE = {
@@ -99,7 +101,7 @@ def test_the_kl_and_its_gradients_are_those_of_the_unpatched_models_logits(famil
         input_ids=ids,
         position_ids=positions,
         keep=keep,
-        objective="kl",
+        objective=KL,
         teacher_hidden=teacher_hidden,
         teacher_head=teacher.lm_head,
     )["loss"]
@@ -120,7 +122,7 @@ def test_the_cross_entropy_is_that_of_the_unpatched_models_logits(family):
         model(ids, position_ids=positions).logits[keep].double(), labels, reduction="sum"
     )
     attach_loss_head(model)
-    loss = model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")["loss"]
+    loss = model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)["loss"]
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -128,7 +130,12 @@ def test_kept_positions_may_be_given_as_indices():
     model = make_model()
     ids, positions, keep, labels = make_batch()
     attach_loss_head(model)
-    arguments = {"input_ids": ids, "position_ids": positions, "labels": labels, "objective": "ce"}
+    arguments = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": labels,
+        "objective": CE,
+    }
     by_mask = model(**arguments, keep=keep)["loss"]
     by_index = model(**arguments, keep=keep.flatten().nonzero().squeeze(1))["loss"]
     assert torch.equal(by_mask, by_index)
@@ -140,7 +147,7 @@ def test_a_batch_without_kept_positions_gives_zero_and_a_gradient_for_every_para
     attach_loss_head(model)
     nothing = torch.zeros_like(keep)
     labels = torch.zeros(0, dtype=torch.long)
-    loss = model(input_ids=ids, position_ids=positions, keep=nothing, labels=labels, objective="ce")["loss"]
+    loss = model(input_ids=ids, position_ids=positions, keep=nothing, labels=labels, objective=CE)["loss"]
     loss.backward()
     assert loss.item() == 0
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
@@ -194,7 +201,7 @@ def test_a_copied_model_trains_its_own_parameters():
     attach_loss_head(model)
     twin = copy.deepcopy(model)
     ids, positions, keep, labels = make_batch()
-    twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")["loss"].backward()
+    twin(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)["loss"].backward()
     assert not gradients(model) and gradients(twin)
 
 
@@ -211,7 +218,7 @@ def test_forward_hooks_of_the_head_fire_in_training():
     shapes = []
     model.lm_head.register_forward_pre_hook(lambda _module, inputs: shapes.append(tuple(inputs[0].shape)))
     ids, positions, keep, labels = make_batch()
-    model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective="ce")
+    model(input_ids=ids, position_ids=positions, keep=keep, labels=labels, objective=CE)
     assert shapes == [(int(keep.sum()), 32)]
 
 
@@ -239,7 +246,7 @@ def test_a_teacher_of_another_scale_keeps_its_own():
         input_ids=ids,
         position_ids=positions,
         keep=keep,
-        objective="kl",
+        objective=KL,
         teacher_hidden=hidden,
         teacher_head=teacher.lm_head,
     )["loss"]
@@ -255,7 +262,7 @@ def test_flash_attention_gets_one_long_row_because_it_would_mix_packed_rows_of_a
         "position_ids": positions,
         "keep": keep,
         "labels": labels,
-        "objective": "ce",
+        "objective": CE,
     }
     expected = model(**arguments)["loss"]
     shapes = []
@@ -295,7 +302,7 @@ def test_an_objective_without_its_arguments_is_an_error():
     attach_loss_head(model)
     ids, positions, keep, _ = make_batch()
     with pytest.raises(ValueError, match="objective 'kl': needed is"):
-        model(input_ids=ids, position_ids=positions, keep=keep, objective="kl")
+        model(input_ids=ids, position_ids=positions, keep=keep, objective=KL)
 
 
 def text_ids(model, shape, seed):
@@ -312,9 +319,10 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
     ids, others = text_ids(model, (B, T), 0), text_ids(model, (B, T), 1)
     positions, keep = torch.arange(T).expand(B, T), make_batch()[2]
     with torch.no_grad():
+        objective = objective_of(name, **({"temperature": 2.0} if name != "ce" else {}))
         logits, teacher_logits = (model(x).logits[keep].double() for x in (ids, others))
         labels = torch.arange(len(logits)) % logits.shape[-1]
-        arguments = {"input_ids": ids, "position_ids": positions, "keep": keep, "objective": name}
+        arguments = {"input_ids": ids, "position_ids": positions, "keep": keep, "objective": objective}
         attach_loss_head(model)
         if name == "ce":
             expected = F.cross_entropy(logits, labels, reduction="sum")
@@ -326,7 +334,7 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
             expected = sum(F.kl_div(a, b, log_target=True, reduction="sum") for a, b in pairs) / len(pairs)
             hidden = final_hidden(model, others, positions, keep)
             arguments |= {"teacher_hidden": hidden, "teacher_head": output_head(model)}
-            found = model(**arguments, temperature=2.0)
+            found = model(**arguments)
             agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
             assert torch.equal(found["top1_agreement"], agreement)
             torch.testing.assert_close(
@@ -350,7 +358,7 @@ def own_logits_model(family):
 
 
 def test_every_kind_of_logit_post_processing_is_among_the_families():
-    scales = {row.logit_scale[0] for row in FAMILIES.values() if row.logit_scale is not None}
+    scales = {*LOGIT_SCALES}
     kinds = set()
     for family in TINY:
         config = own_logits_model(family).config.get_text_config()
@@ -388,7 +396,7 @@ def packed_and_alone(model):
         )
         attach_loss_head(model)
         arguments = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "keep": keep}
-        packed = model(**arguments, labels=targets, objective="ce")["loss"]
+        packed = model(**arguments, labels=targets, objective=CE)["loss"]
     return packed.double(), alone, batch
 
 
@@ -431,10 +439,7 @@ def test_the_head_takes_the_divergences_settings_and_its_real_vocabulary():
         input_ids=ids,
         position_ids=positions,
         keep=keep,
-        objective="jsd",
-        temperature=1.5,
-        jsd_beta=0.2,
-        clip=clip,
+        objective=objective_of("jsd", temperature=1.5, jsd_beta=0.2, clip=clip),
         teacher_hidden=final_hidden(teacher, ids, positions, keep),
         teacher_head=teacher.lm_head,
     )
@@ -470,7 +475,7 @@ def kl_of_one_rank(rank, wrapper):
         with torch.no_grad():
             hidden = final_hidden(teacher, ids[rows], positions[rows], keep[rows])
         arguments = {"input_ids": ids[rows], "position_ids": positions[rows], "keep": keep[rows]}
-        return model(**arguments, objective="kl", teacher_hidden=hidden, teacher_head=teacher.lm_head)["loss"]
+        return model(**arguments, objective=KL, teacher_hidden=hidden, teacher_head=teacher.lm_head)["loss"]
 
     expected = loss_of(student, slice(None))
     expected.backward()

@@ -11,8 +11,6 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families.routers import find_routers
-from fcsd.pipeline.tiny.models import tiny_model
-from fcsd.training.config import ObjectiveConfig
 from fcsd.training.losses.hidden_terms import (
     AuxiliaryLosses,
     Captured,
@@ -20,6 +18,8 @@ from fcsd.training.losses.hidden_terms import (
     relative_distance,
     squared_distance,
 )
+from fcsd.training.losses.objectives import ObjectiveConfig
+from tests.reference.tiny import tiny_model
 
 B, T = 2, 9
 

@@ -12,9 +12,10 @@ from fcsd.cli.main import main
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.layers.study import read_study
 from fcsd.training.losses.kl import mean_kl, read_original
+from tests.reference.tiny import tiny_model
 
 NUM_EXAMPLES = 6
 

@@ -20,7 +20,7 @@ from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import load_model
 from fcsd.model.families.structure import output_head
 from fcsd.model.load import ModelFolder
-from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training import checkpoints as checkpoints_module
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.teachers import cache as cache_module
@@ -29,7 +29,9 @@ from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.teachers.cache import CachedTeacher, HiddenCache, row_keys, write_manifest, write_shard
 from fcsd.training.teachers.lora import AdapterOffTeacher
 from fcsd.training.teachers.unloaded import identity, read_head, unloaded
+from tests.losses import objective_of
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.support import Bench, in_a_fork, killed_after, run_of
 from tests.training.teachers.test_lora import LORA, batch, student_of
 
@@ -111,7 +113,7 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(tmp_pat
         for one in given:
             keep, _ = cache_module.next_token_targets(one["labels"], one["position_ids"])
             total = total + student(
-                input_ids=one["input_ids"], position_ids=one["position_ids"], keep=keep, objective="kl",
+                input_ids=one["input_ids"], position_ids=one["position_ids"], keep=keep, objective=objective_of("kl"),
                 teacher_hidden=one["teacher_hidden"], teacher_head=teacher.head,
             )["loss"]  # fmt: skip
         total.backward()

@@ -16,15 +16,15 @@ from fcsd.cli.main import main
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
-from fcsd.pipeline.tiny.models import tiny_model
 from fcsd.training import checkpoints as checkpoints_module
-from fcsd.training.config import KLWithL2ObjectiveConfig
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses
+from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters, as_original
 from tests.float64 import ROUNDINGS, logits_in_float64
 from tests.reference.ranks import run_ranks
+from tests.reference.tiny import tiny_model
 from tests.support import Bench, killed_after
 
 FAMILY_NAMES = (

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3PreTrainedModel,
 )
 
-from fcsd.model.connectivity.rewire import View
+from fcsd.model.connectivity.layer import View
 
 
 class InstellaMoEConfig(DeepseekV3Config):

@@ -5,8 +5,8 @@ The entry of a wrapper has `text_config`, to which the common sizes and override
 
 from typing import Any
 
-from fcsd.pipeline.tiny.configs.adapted import TINY as ADAPTED
-from fcsd.pipeline.tiny.configs.standard import (
+from tests.reference.tiny.adapted import TINY as ADAPTED
+from tests.reference.tiny.standard import (
     EXPERTS,
     FIRST_DENSE,
     GROUPS,
@@ -15,7 +15,7 @@ from fcsd.pipeline.tiny.configs.standard import (
     ROUTED_EXPERTS,
     TOWER,
 )
-from fcsd.pipeline.tiny.configs.standard import TINY as STANDARD
+from tests.reference.tiny.standard import TINY as STANDARD
 
 IMAGE = 99
 """Token id of a piece of an image; the tokens of text are below it."""

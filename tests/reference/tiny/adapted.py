@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fcsd.pipeline.tiny.configs.standard import (
+from tests.reference.tiny.standard import (
     EXPERTS,
     FIRST_DENSE,
     GROUPS,

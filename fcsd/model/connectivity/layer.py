@@ -1,0 +1,295 @@
+"""A rewired decoder layer. Self-contained (torch and standard library): it is shipped in checkpoints.
+
+The *class* of a rewired layer is swapped for a generated subclass whose `forward` re-enters the family's own `forward`
+with a stand-in `self` in which the norms and the MoE block are closures: what the norms read is what changes,
+everything else is the family's code. No module is added and no parameter moves. A layer whose routed output stays in
+flight returns the pair (o_k, o_k - routed_k); the model's loop hands it on unchanged, and the next layer's `__call__`
+takes it apart into two positional tensors, so that hooks and re-entrant checkpointing see tensors. o_k - routed_k is
+summed up without routed_k, never subtracted. Layers that are not the plain pre-norm layer have their equations in
+`fcsd.model.families.Family`.
+
+Class swap and not `layer.forward = …`: transformers wraps `cls.forward` for activation checkpointing, an
+instance attribute would bypass it silently.
+"""
+
+import functools
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one rewired layer does."""
+
+    family: Any
+    """The attribute names (`fcsd.model.families.Family`)."""
+    outdated: bool
+    """The MLP side reads the stream without attn_k; otherwise with it."""
+    carry: bool
+    """The next layer's attention reads o_k - routed_k, so this layer returns the pair."""
+    block_shared: bool
+    """The MoE block has been swapped for one that hands out its shared expert's output."""
+    layer_shared: bool
+    """A shared expert stands beside the MoE block."""
+    shared_scale: float
+    """Factor on the shared expert's output in the block's sum."""
+
+
+class View:
+    """A stand-in for `self`: reads fall through to the real module, except the overridden names."""
+
+    # The checkpointing wrapper of GradientCheckpointingLayer asks for these; it is the real layer that checkpoints.
+    forward = None
+    gradient_checkpointing = False
+
+    def __init__(self, module: nn.Module, overrides: dict[str, Any]) -> None:
+        self.__dict__.update(overrides)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        child = self._module._modules.get(name)  # twice as fast as getattr, which looks here last
+        return getattr(self._module, name) if child is None else child
+
+
+def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
+    """Return a subclass with the same name (policies of FSDP, accelerate and DeepSpeed match on it) that pickles by
+    path.
+
+    The qualified name has no dots, because pickle splits it there; `__getattr__` below finds the class again.
+    """
+    cls = type(base.__name__, (base,), {**namespace, "farskip_base": base})
+    cls.__module__ = __name__
+    cls.__qualname__ = f"{kind}:{base.__module__.replace('.', '>')}:{base.__qualname__}"
+    return cls
+
+
+class _SharedOutput:
+    """A shared expert's output on its way into the block's sum: what the family makes of it is kept, not made twice."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = self.sum = output
+
+    @classmethod
+    def __torch_function__(cls, multiply: Any, types: Any, args: Any, kwargs: Any = None) -> torch.Tensor:
+        """Multiply by the gate. torch asks for this first; before `__rmul__` it throws, which takes 20 microseconds."""
+        gate, shared = args
+        shared.output = multiply(gate, shared.output)
+        return shared.output
+
+    def add_(self, routed: torch.Tensor) -> "_SharedOutput":
+        self.sum = (self.output + routed).to(self.output.dtype)
+        return self
+
+
+@functools.cache
+def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> type:
+    """Return the MoE block that returns (the family's own output, output of its shared expert).
+
+    The shared expert's output is caught on its way into the sum. `in_place`: the family adds the routed output
+    into it. `gate`: its sigmoid multiplies it. Eager code without gradients makes nothing twice for that. With
+    gradients the gated product is made twice, because one product for both sums would add them up in another
+    order; a compiler cannot follow the stand-in, and finds what is double by itself.
+    """
+    base_forward: Any = base.forward  # type: ignore[attr-defined]
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.farskip_split:
+            return base_forward(self, hidden_states, *args, **kwargs)
+        shared_output: Any = None
+        gate_output: Any = None
+        stand_in = (in_place or gate) and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+        def shared_expert(x: torch.Tensor) -> Any:
+            nonlocal shared_output
+            shared_output = getattr(self, shared)(x)
+            if stand_in:
+                shared_output = _SharedOutput(shared_output)
+                return shared_output
+            return shared_output.clone() if in_place else shared_output
+
+        def shared_gate(x: torch.Tensor) -> torch.Tensor:
+            nonlocal gate_output
+            gate_output = getattr(self, str(gate))(x)
+            return gate_output
+
+        twice = gate and not stand_in
+        overrides: dict[str, Any] = {shared: shared_expert} | ({str(gate): shared_gate} if twice else {})
+        out = base_forward(View(self, overrides), hidden_states, *args, **kwargs)
+        if stand_in:
+            return (shared_output.sum, *out[1:]) if in_place else out, shared_output.output
+        return out, torch.sigmoid(gate_output) * shared_output if twice else shared_output
+
+    # A hub kernel chosen by this name would replace `forward`, and with it the split.
+    namespace = {"forward": forward, "farskip_split": True, "kernel_layer_name": "FarSkipNoHubKernel"}
+    return _generated(base, f"FarSkipBlock/{shared}/{gate or ''}/{int(in_place)}", namespace)
+
+
+class LayerPass:
+    """One forward pass of a rewired layer: the calls that its stand-in `self` answers."""
+
+    def __init__(
+        self, layer: Any, o: torch.Tensor, attention_input: torch.Tensor | None, arguments: dict[str, Any]
+    ) -> None:
+        self.layer = layer
+        self.arguments = arguments
+        self.plan: Any = layer.farskip_plan
+        self.family = self.plan.family
+        self.norms = getattr(layer, self.family.norms) if self.family.norms else layer
+        self.o = o
+        self.a = o if attention_input is None else attention_input
+        self.normed: Any = None
+        self.after_attention: Any = None
+        self.shared_output: Any = None
+
+    def norm(self, name: str | None, x: torch.Tensor) -> Any:
+        return getattr(self.norms, name)(x) if name else x
+
+    def kept(self, side: int, stream: torch.Tensor) -> torch.Tensor:
+        """Return what the residual connection of a side makes of `stream` when its branch gives nothing."""
+        rule, name = self.family.residual, self.family.residual_names[side]
+        if name is None:
+            return stream
+        value = getattr(self.layer, name)
+        if rule == "gate":
+            return value(stream, torch.zeros_like(stream))
+        return stream * (math.sqrt((value - 1) / value) if rule == "depth" else value)
+
+    def overrides(self) -> dict[str, Any]:
+        family, plan = self.family, self.plan
+        if family.layout == "post_norm":
+            sides = {family.attention: self.attention, family.moe: self.moe}
+            return sides | ({family.in_norm: self.in_norm} if family.in_norm else {})
+        norms: dict[str, Any] = {family.in_norm: self.in_norm}
+        if family.layout == "parallel":
+            return norms | {family.attention: self.attention, family.moe: self.moe}
+        for name in family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,):
+            norms[name] = functools.partial(self.mlp_norm, name)
+        if family.norms:
+            norms = {family.norms: functools.partial(type(self.norms).forward, View(self.norms, norms))}
+        if plan.carry and plan.layer_shared:
+            norms[family.layer_shared] = self.layer_shared
+        return norms | ({family.moe: self.moe} if plan.block_shared else {})
+
+    def in_norm(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.family.layout == "post_norm" else self.a
+        out = getattr(self.norms, self.family.in_norm)(x)
+        if x is self.o:
+            self.normed = out
+        return out
+
+    def normed_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Return in_norm of a stream, which is made once for all that read it; not so with gradients, whose sum
+        would be another."""
+        if x is self.o and self.normed is not None and not torch.is_grad_enabled():
+            return self.normed
+        return self.norm(self.family.in_norm, x)
+
+    def mlp_norm(self, name: str, h: torch.Tensor) -> Any:
+        if self.after_attention is None:
+            self.after_attention = h  # the residual connection after attention is already in it
+        norm = getattr(self.norms, name)
+        if not self.plan.outdated:
+            return norm(h)
+        stream = self.o if self.family.residual == "sum" else self.kept(0, self.o)
+        return norm(stream if stream.shape == h.shape else stream.reshape(h.shape))
+
+    def attention(self, *args: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if self.family.layout == "post_norm":
+            hidden_states = self.normed_stream(self.a)
+        out = getattr(self.layer, self.family.attention)(*args, hidden_states=hidden_states, **kwargs)
+        if self.family.layout == "parallel" and self.plan.carry:
+            self.after_attention = self.o + out[0]
+        return out
+
+    def moe(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        family = self.family
+        if family.layout == "parallel":
+            x = self.normed_stream(self.o)
+        if family.layout == "post_norm":
+            self.after_attention = x
+            if self.plan.outdated:
+                x = self.norm(family.mlp_norm, self.kept(0, self.normed_stream(self.o)))
+        if family.moe_argument:
+            args = (self.arguments.get(family.moe_argument),)
+        out = getattr(self.layer, family.moe)(x, *args, **kwargs)
+        if self.plan.block_shared:
+            out, self.shared_output = out
+        return out[0] if family.moe_argument else out
+
+    def layer_shared(self, x: torch.Tensor) -> torch.Tensor:
+        self.shared_output = getattr(self.layer, self.family.layer_shared)(x)
+        return self.shared_output
+
+    def partial(self) -> torch.Tensor:
+        """o_k - routed_k."""
+        rest = self.after_attention
+        if self.family.residual != "sum":
+            rest = self.kept(1, rest)
+        if self.shared_output is None:
+            return rest
+        shared_output = self.shared_output
+        if shared_output.shape != rest.shape:
+            shared_output = shared_output.reshape(rest.shape)
+        if self.plan.shared_scale != 1:
+            shared_output = shared_output * self.plan.shared_scale
+        if self.family.residual_multiplier:
+            shared_output = shared_output * getattr(self.layer, self.family.residual_multiplier)
+        return rest + shared_output
+
+
+@functools.cache
+def layer_class(base: type) -> type:
+    """Return the decoder layer that follows its `farskip_plan`; without one (an MTP layer, say) it is the regular
+    layer."""
+    base_forward: Any = base.forward  # type: ignore[attr-defined]
+    base_call: Any = base.__call__  # type: ignore[operator]
+
+    def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.farskip_plan is None:
+            return base_call(self, hidden_states, *args, **kwargs)
+        if self.farskip_runtime is not None:
+            return self.farskip_runtime.call(self, base_call, hidden_states, *args, **kwargs)
+        o, attention_input = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
+        side = self.farskip_plan.family.side_output
+        if side and isinstance(kwargs[side], tuple):
+            attention_input, kwargs[side] = kwargs[side]
+        out = base_call(self, o, attention_input, *args, **kwargs)
+        if side and self.farskip_plan.carry:
+            return out[0], (out[1], out[2])  # what the loop hands on by the name `side`
+        return out
+
+    def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan: Any = self.farskip_plan
+        if plan is None:
+            return base_forward(self, o, *args, **kwargs)
+        if self.farskip_runtime is not None:
+            return self.farskip_runtime.forward(self, base_forward, o, *args, **kwargs)
+        run = LayerPass(self, o, args[0], kwargs)
+        out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
+        if not plan.carry:
+            return out
+        # Flat also beside a second output: re-entrant checkpointing sees no tensors inside tuples.
+        return (out[0], run.partial(), out[1]) if isinstance(out, tuple) else (out, run.partial())
+
+    # What computes the layer in another order, with its communication beside it (`fcsd.parallel.overlap`).
+    namespace = {"__call__": __call__, "forward": forward, "farskip_plan": None, "farskip_runtime": None}
+    return _generated(base, "FarSkipLayer", namespace)
+
+
+def __getattr__(qualname: str) -> Any:
+    """Pickle looks generated classes up here by their qualified name."""
+    kind, _, path = qualname.partition(":")
+    module, _, name = path.partition(":")
+    if name:
+        base = getattr(importlib.import_module(module.replace(">", ".")), name)
+        if kind == "FarSkipLayer":
+            return layer_class(base)
+        if kind.startswith("FarSkipBlock/"):
+            _, shared, gate, in_place = kind.split("/")
+            return block_class(base, shared, gate or None, in_place == "1")
+    raise AttributeError(f"module {__name__!r} has no attribute {qualname!r}")

@@ -1,0 +1,235 @@
+"""Models and data that `FCSDTrainer` is given, made ready: models in memory, or paths of checkpoints; converted
+already, or not; data sets, streams and lists.
+
+Not covered: models and data of a recipe (`fcsd.pipeline.distill`, `fcsd.training.teachers.load`).
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import IterableDataset
+from transformers import PreTrainedModel
+
+from fcsd.base.errors import UserError
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.given import given_rows
+from fcsd.data.workers import default_workers
+from fcsd.model.connectivity import convert_model, unconvert_model
+from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.connectivity.spec import changed_by, field_text
+from fcsd.model.families import family_of, moe_mask
+from fcsd.model.load import find_model, load_tokenizer
+from fcsd.model.positions import check_positions
+from fcsd.parallel.engine import check_precision, engine_environment
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_launch
+from fcsd.training.arguments import refuse_what_cannot_be_sharded
+from fcsd.training.fcsd_config import FCSDConfig, is_loss
+from fcsd.training.prepare import Ready
+from fcsd.training.python_words import python_words
+
+TAGS = ("farskip", "fcsd")
+"""Of a model on the Hub."""
+
+
+def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
+    """Return the model to train, with its connectivity; one in memory is converted in place where that is asked for.
+
+    Raises:
+        UserError: it is not converted, and `layers` does not say how; it is converted otherwise than `layers` says;
+            what `load_model` and `convert_model` refuse.
+    """
+    if isinstance(model, str | Path):
+        return _loaded_student(str(model), args, launch)
+    if not isinstance(model, PreTrainedModel):
+        adapted = type(model).__name__.startswith("Peft")
+        raise UserError(
+            f"model: a {type(model).__name__}; a transformers model or the path of a checkpoint is needed"
+            + ("; adapters are a recipe's `lora` section" if adapted else "")
+        )
+    connectivity = args.connectivity()
+    own = getattr(model.config, "farskip", None)
+    if own is None:
+        if connectivity is None:
+            raise _not_converted(type(model).__name__)
+        convert_model(model, connectivity)
+    elif connectivity is not None:
+        wanted = connectivity.field(moe_mask(model.config, family_of(model.config)))
+        if wanted != own:
+            raise UserError(
+                f"{type(model).__name__}: this model is already converted with {field_text(own)}, but"
+                f" {field_text(wanted)} is asked for; leave layers out to train it as it is, or convert it first"
+            )
+    return model
+
+
+def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
+    found = find_model(args.model_config(path))
+    connectivity = args.connectivity()
+    if connectivity is None and read_config(found.folder)[2] is None:
+        raise _not_converted(path)
+    return load_for_launch(found, launch, connectivity, bf16=args.bf16)
+
+
+def _not_converted(what: str) -> UserError:
+    return UserError(
+        f"{what}: is not converted; set layers in FCSDConfig (for example layers='last:90%'), or convert it with"
+        " fcsd.convert (layers='none' trains the regular model)"
+    )
+
+
+def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
+    """Check, before anything is loaded or tokenized, what models and arguments say; the student may be its own teacher.
+
+    Raises:
+        UserError: rows do not fit the positions of a model; a copy of the student would not be the original.
+    """
+    for each, is_teacher in ((model, False), (teacher, True)):
+        if isinstance(each, str | Path):
+            source = find_model(args.model_config(str(each), teacher=is_teacher))
+            check_positions(source, args.max_length, tell=launch.first)
+        elif isinstance(each, PreTrainedModel):
+            check_positions(each, args.max_length, tell=launch.first)
+    if teacher is None and args.sections().objective.has_teacher:
+        _check_own_teacher(model, args)
+
+
+def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
+    name, config = type(model).__name__, getattr(model, "config", {})
+    if isinstance(model, str | Path):
+        name, config = str(model), read_config(find_model(args.model_config(str(model))).folder)[0]
+    if (how := changed_by(config)) is not None:
+        raise UserError(
+            f"teacher: {name} was {how} already, so that a copy of it is not the original; give the original as"
+            " teacher=, a model or its path"
+        )
+
+
+def teacher_of(teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch) -> Any:
+    """Return the model to compare with, or the `Teacher` that was given; of None a regular copy of the student.
+
+    Raises:
+        UserError: it is the student itself; what `load_model` refuses.
+    """
+    if teacher is None:
+        original = copy.deepcopy(student)
+        unconvert_model(original)
+        return original
+    if teacher is student:
+        raise UserError(
+            "teacher: is the model that is trained; leave it out, and a copy with the original connectivity is made"
+        )
+    if not isinstance(teacher, str | Path):
+        return teacher
+    found = find_model(args.model_config(str(teacher), teacher=True))
+    return load_for_launch(found, launch, any_family=True)
+
+
+class Given:
+    """What the constructor was given. bad_rows: with `args.on_bad_row` "skip" the examples that were left out.
+
+    Raises:
+        UserError: an engine that a training in a script cannot have.
+    """
+
+    def __init__(self, args: FCSDConfig, launch: Launch):
+        _check_launch(args, launch)
+        self.args, self.launch = args, launch
+        self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
+        self._tokenizer: Any = None
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Keep accelerate from sharding, and name arguments in errors; a recipe's run does the one, and has keys."""
+        with python_words(), engine_environment(self.launch.engine, self.launch.device):
+            yield
+
+    def ready(
+        self, model: Any, teacher: Any, data: tuple[Any, Any], tokenizer: Any, *, knows_metrics: bool
+    ) -> Ready:
+        """Load, convert and tokenize; data: to train on, held out. knows_metrics: more than losses are measured."""
+        args, launch = self.args, self.launch
+        has_teacher = args.sections().objective.has_teacher
+        check_models(model, teacher, args, launch)
+        # Of a path the data are checked before it is loaded.
+        student = None if isinstance(model, str | Path) else student_of(model, args, launch)
+        path: Any = model if student is None else student.config._name_or_path
+        self._tokenizer = tokenizer or _tokenizer_beside(path, args)
+        rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
+        heldout = self.heldout_rows(data[1])
+        if not knows_metrics:
+            _check_metric(args, heldout, teacher)
+        student = student if student is not None else student_of(model, args, launch)
+        student.add_model_tags([*TAGS])
+        if has_teacher or teacher is not None:
+            teacher = teacher_of(teacher, student, args, launch)
+        return Ready(student, teacher, self._tokenizer, rows, heldout)
+
+    def heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
+        """Return rows in order; of a dict of data sets a dict of them."""
+        if isinstance(data, Mapping):
+            return {key: self.heldout_rows(value, f"{name} {key!r}") for key, value in data.items()}
+        return self._rows(data, name, BadRows(setting=None), shuffle=False)
+
+    def _rows(self, data: Any, name: str, bad_rows: BadRows, *, shuffle: bool) -> Any:
+        if data is None:
+            return None
+        args = self.args
+        num_rows = None
+        if name == "train_dataset" and isinstance(data, IterableDataset):
+            if args.max_steps <= 0:
+                raise UserError("train_dataset: a stream does not say where it ends; set max_steps")
+            num_rows = args.max_steps * args.rows_of_a_step(self.launch)
+        return given_rows(
+            data,
+            self._tokenizer,
+            name=name,
+            max_length=args.max_length,
+            packing=args.packing,
+            loss_on=args.loss_on,
+            columns=args.columns,  # type: ignore[arg-type]
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=shuffle,
+            num_rows=num_rows,
+            num_proc=args.dataset_num_proc or max(1, default_workers() // self.launch.ranks.size),
+            bad_rows=bad_rows,
+        )
+
+
+@python_words()
+def _check_launch(args: FCSDConfig, launch: Launch) -> None:
+    sections = args.sections()
+    check_precision(sections.train, launch.engine)
+    if launch.engine.uses_deepspeed:
+        raise UserError(
+            "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or use a recipe"
+        )
+    refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
+
+
+def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
+    """Raise UserError where the best model is to be chosen by a loss that the evaluation of `heldout` does not give."""
+    metric = args.metric_for_best_model
+    if metric is None or heldout is None or not is_loss(metric):
+        return
+    losses = ["loss", "kl" if args.sections().objective.has_teacher else "ce"]
+    losses += ["kl"] if teacher is not None else []
+    names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]
+    measured = [f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)]
+    if f"eval_{metric.removeprefix('eval_')}" not in measured:
+        raise UserError(
+            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this training;"
+            f" allowed: {', '.join(measured)}"
+        )
+
+
+def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
+    if not path:
+        raise UserError(
+            "processing_class: is needed, the tokenizer of the model (it was not loaded from a checkpoint)"
+        )
+    found = find_model(args.model_config(str(path)))
+    return load_tokenizer(found.folder, trust_remote_code=args.trust_remote_code)

@@ -1,0 +1,247 @@
+"""What a training minimises, in nats per kept token: all that an objective is, so that one is added here alone.
+
+    y = logits of the model, scaled and capped as its family does (`fcsd.training.losses.fused`)
+    p = softmax(y / temperature)        of the student p_s, of the teacher p_t; m = (1-b) p_s + b p_t
+
+    kl          sum_v p_t log(p_t / p_s)                    d/d(y/T) = p_s - p_t            paper Eq. 4
+    reverse_kl  sum_v p_s log(p_s / p_t)                    p_s (log(p_s / p_t) - reverse_kl)
+    jsd         b KL(p_t || m) + (1-b) KL(p_s || m)         (1-b) p_s (log(p_s / m) - KL(p_s || m))
+    ce          -log p_s(label)                             p_s - one-hot                   paper Eq. 3
+
+The definitions are those of TRL (`generalized_jsd_loss`, GKD, https://huggingface.co/papers/2306.13649) for
+beta = 0, 1 and b. As there, the loss is the divergence at the temperature itself, in nats: it is not multiplied by T^2,
+as Hinton et al. do.
+
+Clipping. A token whose divergence d exceeds `clip` counts as min(d, clip): it adds `clip` to the loss and nothing to
+the gradient. So the gradient is that of the loss that is reported, a token is either taken as it is or left out, and
+those left out are the ones furthest from the teacher. This is the clamp of a token's loss of verl (`loss_max_clamp`);
+the clip of OPSD (`jsd_token_clip`) bounds the summands of a token one by one, which for forward KL turns off the very
+vocabulary entries that the teacher wants. It is no remedy for a student that starts far off: with every token above
+`clip` nothing is learnt.
+
+A `Measure` is the arithmetic of one loss, a record the keys that a recipe's `objective` section may have with it, which
+are arguments of `fcsd.FCSDConfig` as well. torch is loaded by the arithmetic alone: a recipe is read without it.
+
+Not covered: the distances inside the models (`fcsd.training.losses.hidden_terms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from fcsd.base.strict import Strict, option
+from fcsd.base.unions import one_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Compared = tuple[Tensor, Tensor, Tensor | None]
+    Compare = Callable[[Any, Tensor, Tensor, list[Tensor], bool], Compared]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One loss: what it is called in a figure, and its arithmetic on a chunk of n tokens.
+
+    compare(objective, s, target, work, wants_entropy): s is (n, V) log p_s, target (n, V) log p_t or (n, 1) labels, and
+    work the other tiles (n, V), the first of which holds p_t; all but the labels are overwritten. Returns: the gradient
+    of the logits (n, V), and of each token the loss and, where it is wanted, the teacher's entropy.
+    num_tiles: the (n, V) tiles that this takes, s and log p_t among them.
+
+    A log-sum-exp carries a rounding error, which moves all log-probabilities of a row by the same small number, and the
+    sum of the row's probabilities with them. Adding sum(p_s - p_t), 0 but for these errors, takes them out of both KLs
+    again: without it the KL of a converged student is rounding noise.
+    """
+
+    title: str
+    num_tiles: int
+    compare: Compare
+
+
+def _kl(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+    p, entropy = work[0], None
+    if wants_entropy:
+        t.mul_(p)
+        entropy = -t.sum(-1)
+        value = t.addcmul_(p, s, value=-1.0).sum(-1)
+    else:
+        value = t.sub_(s).mul_(p).sum(-1)
+    gradient = s.exp_().sub_(p)
+    value += gradient.sum(-1)
+    return gradient, value, entropy
+
+
+def _reverse_kl(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+    import torch
+
+    p = work[0]
+    teacher_sum = p.sum(-1)
+    entropy = -p.mul_(t).sum(-1) if wants_entropy else None
+    gradient = torch.sub(s, t, out=t)
+    p_s = s.exp_()
+    raw = torch.mul(p_s, gradient, out=p).sum(-1)
+    value = raw + (teacher_sum - p_s.sum(-1))
+    gradient.sub_(raw.unsqueeze(1)).mul_(p_s)
+    return gradient, value, entropy
+
+
+def _jsd(by: Any, s: Tensor, t: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+    import torch
+
+    # With u = log(p_t / p_s): log(m / p_s) = log(1 + b (e^u - 1)), exact for small u too. Above 80 the
+    # exponential overflows, and p_s is nothing beside p_t.
+    b, p, r = by.jsd_beta, work[0], work[1]
+    entropy = -torch.mul(p, t, out=r).sum(-1) if wants_entropy else None
+    u = t.sub_(s).clamp_(max=80.0)
+    p_s = s.exp_()
+    torch.expm1(u, out=r).mul_(b).log1p_()
+    student_part = u.sub_(r).mul_(p).mul_(b)  # of the teacher's KL to m, before the sum
+    value = student_part.addcmul_(p_s, r, value=b - 1.0).sum(-1)
+    mean = torch.mul(p_s, r, out=p).sum(-1, keepdim=True)
+    return r.sub_(mean).mul_(p_s).mul_(b - 1.0), value, entropy
+
+
+def _cross_entropy(by: Any, s: Tensor, labels: Tensor, work: list[Tensor], wants_entropy: bool) -> Compared:
+    value = -s.gather(1, labels).squeeze(1)
+    gradient = s.exp_()
+    return gradient.scatter_add_(1, labels, gradient.new_full(labels.shape, -1)), value, None
+
+
+MEASURES = {
+    "kl": Measure("KL to the teacher", 3, _kl),
+    "reverse_kl": Measure("reverse KL to the teacher", 3, _reverse_kl),
+    "jsd": Measure("JSD to the teacher", 4, _jsd),
+    "ce": Measure("cross-entropy", 2, _cross_entropy),
+}
+"""By the name under which a training logs them."""
+
+
+class ObjectiveBase(Strict):
+    """A class has the keys that its objective understands; of those of the others that all are asked for it has the
+    value that means "without"."""
+
+    name: str
+    vocab_size: int | None = option(None, "rows of a padded head that are tokens", gt=0)
+    freeze_embeddings_and_head: bool = option(False, "keep input embeddings and head as they are")
+    freeze_routers: bool = option(False, "keep the routers' weights as they are")
+
+    has_teacher: ClassVar[bool]  # the student is compared with a teacher, and not with the data alone
+    # By its name, how a model card begins; of what has a teacher the card knows.
+    trained: ClassVar[dict[str, str]] = {}
+
+    @property
+    def logged(self) -> str:
+        """The name of its measure."""
+        return self.name
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        """Whether something inside the models is compared, and not only what they give."""
+        return False
+
+
+class _WithoutL2:
+    l2_coefficient: ClassVar[None] = None
+    l2_relative: ClassVar[bool] = False
+    l2_points: ClassVar[None] = None
+    l2_until: ClassVar[None] = None
+
+
+class DivergenceObjectiveConfig(ObjectiveBase):
+    """A divergence between the distributions of teacher and student."""
+
+    temperature: float = option(1.0, "of both softmaxes", gt=0, allow_inf_nan=False)
+    clip: float | None = option(None, "nats; a token above it counts as this much, without gradient", gt=0)
+    router_kl_coefficient: float | None = option(
+        None, "of the routers' KL to the teacher's, mean of MoE layers", gt=0
+    )
+
+    has_teacher = True
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        return self.router_kl_coefficient is not None
+
+
+class KLObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
+    """Compare with a KL divergence.
+
+    kl          forward KL(teacher || student), paper Eq. 4
+    reverse_kl  KL(student || teacher)
+    """
+
+    name: Literal["kl", "reverse_kl"] = "kl"
+
+
+class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
+    """Compare both with a mixture m, which has jsd_beta of the teacher:
+    jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m).
+    """
+
+    name: Literal["jsd"]
+    # Its limits are called kl (0) and reverse_kl (1).
+    jsd_beta: float = option(0.5, "share of the teacher in the mixture", gt=0, lt=1)
+
+
+class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
+    """Add l2_coefficient times a distance inside the model to forward KL; as it stands paper Eq. 5, on the outputs of
+    all decoder layers (`fcsd.training.losses.hidden_terms`)."""
+
+    name: Literal["kl+l2"]
+    l2_coefficient: float = option(..., "of the distance between the hidden states", gt=0)
+    l2_relative: bool = option(
+        False, "each token's squared distance over the teacher's square, mean of points"
+    )
+    l2_points: Literal["blocks", "merges", "sublayers"] = option("blocks", "where hidden states are compared")
+    l2_until: float | None = option(
+        None, "the coefficient falls to 0 over this share of max_steps", gt=0, le=1
+    )
+
+    @property
+    def logged(self) -> str:
+        return "kl"
+
+    @property
+    def has_hidden_terms(self) -> bool:
+        return True
+
+
+class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
+    """Learn the data, without a teacher.
+
+    sft  cross-entropy on the data, paper Eq. 3: the baseline
+    ce   the same loss under its pre-training name
+    """
+
+    name: Literal["sft", "ce"]
+
+    has_teacher = False
+    trained: ClassVar[dict[str, str]] = {
+        "sft": "Fine-tuned on the answers of the data (SFT)",
+        "ce": "Trained from scratch with cross-entropy",
+    }
+    temperature: ClassVar[float] = 1.0
+    clip: ClassVar[None] = None
+    router_kl_coefficient: ClassVar[None] = None
+
+    @property
+    def logged(self) -> str:
+        return "ce"
+
+
+_CHOICE = one_of(
+    "name",
+    KLObjectiveConfig,
+    JSDObjectiveConfig,
+    KLWithL2ObjectiveConfig,
+    CrossEntropyObjectiveConfig,
+    default="kl",
+    name="objective",
+)
+ObjectiveConfig = Annotated[
+    KLObjectiveConfig | JSDObjectiveConfig | KLWithL2ObjectiveConfig | CrossEntropyObjectiveConfig, _CHOICE
+]
+OBJECTIVES: dict[str, Any] = _CHOICE.members
+"""By the name that a recipe gives them."""

@@ -1,0 +1,47 @@
+"""Objectives by their names, and the fused loss of plain tensors."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fcsd.base.strict import validate
+from fcsd.training.losses.fused import Head, TokenStatistics, fused_linear_loss
+from fcsd.training.losses.objectives import ObjectiveConfig
+
+
+def objective_of(name: str = "kl", **settings: Any) -> Any:
+    return validate(ObjectiveConfig, {"name": name, **settings}, "objective")
+
+
+def fused_divergence(
+    h: Tensor,
+    w: Tensor,
+    th: Tensor,
+    tw: Tensor,
+    *,
+    divergence: Any,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    scaling: tuple[float, float | None] = (1.0, None),
+    teacher_scaling: tuple[float, float | None] = (1.0, None),
+    **options: Any,
+) -> tuple[Tensor, TokenStatistics | None]:
+    """The sum of a divergence between teacher and student; scalings: logit scale and softcap."""
+    student, teacher = Head(h, w, bias, *scaling), Head(th, tw, teacher_bias, *teacher_scaling)
+    return fused_linear_loss(student, teacher, divergence, **options)
+
+
+def fused_kl(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, **options: Any) -> Tensor:
+    return fused_divergence(h, w, th, tw, divergence=objective_of("kl"), **options)[0]
+
+
+def fused_cross_entropy(
+    h: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scaling: tuple[float, float | None] = (1.0, None),
+    **options: Any,
+) -> Tensor:
+    return fused_linear_loss(Head(h, w, bias, *scaling), labels, objective_of("ce"), **options)[0]

@@ -1,0 +1,66 @@
+"""Tiny models of every family with every parameter randomised: a fresh norm is all ones, and hides a wrong one."""
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+
+from fcsd.model.connectivity.modeling import register
+from fcsd.model.families import FAMILIES
+from fcsd.pipeline.tiny.models import randomise
+from tests.reference.tiny import adapted, multimodal, standard
+
+TINY: dict[str, dict[str, Any]] = {**standard.TINY, **adapted.TINY, **multimodal.TINY}
+"""Model type -> config fields that the tiny configuration of each family adds to the common sizes."""
+
+VOCABULARY = 99
+_WRAPPER_VOCABULARY = 106  # the ids of images, videos and sounds are behind those of text
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    """Build a configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
+    config."""
+    if FAMILIES[model_type].like:
+        register(model_type)
+    fields = dict(TINY[model_type])
+    if "text_config" not in fields:
+        return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
+    fields["text_config"] = {
+        **_COMMON,
+        "vocab_size": _WRAPPER_VOCABULARY,
+        **fields["text_config"],
+        **overrides,
+    }
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
+    """Build a regular CausalLM or multimodal wrapper in eval mode, float32, all parameters and router bias buffers
+    random from `seed`.
+
+    `attn_implementation`, `experts_implementation` and `dtype` among the overrides go to the model, the rest
+    to `tiny_config`.
+    """
+    options = {
+        name: overrides.pop(name)
+        for name in ("attn_implementation", "experts_implementation", "dtype")
+        if name in overrides
+    }
+    config = tiny_config(model_type, **overrides)
+    model = getattr(transformers, FAMILIES[model_type].auto_model).from_config(config, **options)
+    randomise(model, seed)
+    return model.eval()
