@@ -1,4 +1,4 @@
-"""Commands on a checkpoint: inspect, convert, calibrate, unconvert, families."""
+"""Commands on a checkpoint: inspect, convert, calibrate, unconvert, export, families."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -21,7 +21,7 @@ with lazy_imports():
     from fcsd.data.config import DataConfig, source_option
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.model.config import ModelConfig
-    from fcsd.model.connectivity.export import convert_checkpoint, unconvert_checkpoint
+    from fcsd.model.connectivity.export import convert_checkpoint, export_checkpoint, unconvert_checkpoint
     from fcsd.model.families.table import families_facts, families_table
     from fcsd.model.inspect import inspect_model, report_table
     from fcsd.parallel.launch import join_launch
@@ -84,6 +84,11 @@ def _unconvert(arguments: Namespace) -> None:
     print(arguments.out)
 
 
+def _export(arguments: Namespace) -> None:
+    export_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
+    print(arguments.out)
+
+
 def _families(arguments: Namespace) -> None:
     print_result(arguments, families_facts(), families_table)
 
@@ -128,6 +133,11 @@ def _unconvert_options(parser: ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
 
 
+def _export_options(parser: ArgumentParser) -> None:
+    _unconvert_options(parser)
+    parser.add_argument("--format", choices=("amd",), required=True, help="whose keys say the connectivity")
+
+
 COMMANDS = {
     "inspect": Command(
         "What a checkpoint is, what would be rewired, and what that needs; weights are not loaded.",
@@ -153,6 +163,12 @@ COMMANDS = {
         "Undo a conversion: the checkpoint of the original family, same weights.",
         _unconvert_options,
         _unconvert,
+    ),
+    "export": Command(
+        "Write a checkpoint in another project's keys: AMD's, for its code of transformers 4.57 and its SGLang.",
+        _export_options,
+        _export,
+        "For Instella-MoE, DeepSeek-V3 and DeepSeek-V2. transformers alone loads the result as a regular model.",
     ),
     "families": Command(
         "List the model families that can be converted, and those that are refused.", json_argument, _families

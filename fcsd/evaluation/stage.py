@@ -174,7 +174,8 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     if evaluation.reference is None:
         _check_overlap(model, launch)
     if evaluation.bias is not None:
-        check_bias_model(evaluation.bias, read_json(model.folder / "config.json")["model_type"])
+        config, *_ = read_config(model.folder, any_family=True)
+        check_bias_model(evaluation.bias, config["model_type"])
     stage = Stage(folder, "evaluate", evaluation.settings(), launch.ranks.from_first(evaluation.inputs))
     if _begin(evaluation, stage, launch) == "finished":
         return stage

@@ -158,7 +158,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> "Pre
     if (folder / CONFIG).is_file():
         # AutoTokenizer reads it too, and would blame the tokenizer for its faults.
         model_type = str(read_checkpoint_json(folder / CONFIG).get("model_type"))
-        if model_type.startswith(PREFIX) and base_model_type(model_type) in FAMILIES:
+        row = FAMILIES.get(base_model_type(model_type))
+        if row is not None and (row.like or model_type.startswith(PREFIX)):
             register(model_type)  # the tokenizer's class may follow from the model type
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

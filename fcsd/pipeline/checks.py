@@ -18,7 +18,7 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import base_model_class, register
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
@@ -175,6 +175,8 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
         # transformers would answer with a list of hundreds of model types
         family = family_of({"model_type": config["model_type"]})
         cls, name = base_model_class(family).config_class, family.model_type
+        if family.like:
+            register(name)
         built: PreTrainedConfig = config_object(cls, raw, name, name)
         family_of(built)
     except UserError as error:

@@ -163,6 +163,7 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "qwen2_moe": _qwen2_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "instella_moe": _deepseek_v3,
     "glm4_moe": _deepseek_v3,
     "mixtral": _mixtral,
     "olmoe": _qwen3_moe,

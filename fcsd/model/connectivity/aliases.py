@@ -20,9 +20,11 @@ Here the routed output of a regular layer is never in flight. With `attn_only_fa
 ours, with the selection begun one layer earlier (whose attention and MLP then both read what a regular
 layer reads). With both sides it has no counterpart and is refused. No published checkpoint sets the start.
 
-Not covered: Instella's attention gate (`gated_attention`), which transformers' deepseek_v3 does not have, so
-that AMD's own weights cannot be loaded; `fcsd inspect` shows them. AMD's code calls `DeepseekV3MoE.moe`, which
-transformers 5 no longer has.
+`gated_attention` on a deepseek_v3 is the attention gate of the family instella_moe, with or without the keys above.
+Of such a config every key must be one that is described (`_DESCRIBED`); of others, every key with `farskip` in its
+name: what an unknown one would change, nobody knows. `to_instella` is the other direction.
+
+Not covered: AMD's own code, which calls `DeepseekV3MoE.moe`; transformers 5 no longer has it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +32,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import FAMILIES, PREFIX, Family, moe_mask
+from fcsd.base.strict import did_you_mean
+from fcsd.model.connectivity.spec import CALIBRATED, TRAINED, Connectivity
+from fcsd.model.families import FAMILIES, PREFIX, base_model_type, moe_mask
 from fcsd.model.families.family import MOE_LAYERS
 
 INSTELLA_KEYS = (
@@ -43,10 +46,49 @@ INSTELLA_KEYS = (
 )
 
 
+GATE = "gated_attention"
+GATED = {"deepseek_v3": "instella_moe"}
+"""Model type in a `config.json` with the gate -> the family that it is."""
+
+_DESCRIBED = {
+    CALIBRATED, TRAINED,
+    "_name_or_path", "architectures", "attention_bias", "attention_dropout", "auto_map", "aux_loss_alpha",
+    "bos_token_id", "dtype", "eos_token_id", "ep_size", "first_k_dense_replace", "gated_attention", "head_dim",
+    "hidden_act", "hidden_size", "initializer_range", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
+    "model_type", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts",
+    "norm_topk_prob", "num_attention_heads", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "q_lora_rank",
+    "qk_head_dim", "qk_layernorm", "qk_nope_head_dim", "qk_rope_head_dim", "quantization_config", "rms_norm_eps",
+    "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
+    "seq_aux", "tie_word_embeddings", "topk_group", "topk_method", "torch_dtype", "transformers_version", "use_cache",
+    "v_head_dim", "vocab_size",
+}  # fmt: skip
+"""Keys of DeepSeek-V3, of every config, and of Instella beside `INSTELLA_KEYS`."""
+
+
 def has_instella_keys(config: Mapping[str, Any]) -> bool:
-    """Return whether the connectivity of a `config.json` is written in Instella's keys. In ours, `farskip` is a
-    mapping."""
+    """Return whether a `config.json` says connectivity or gate in Instella's keys. In ours, `farskip` is a mapping."""
+    if config.get("model_type") in GATED and config.get(GATE):
+        return True
     return isinstance(config.get("farskip"), bool) or any(key in config for key in INSTELLA_KEYS[1:])
+
+
+def instella_type(config: Mapping[str, Any]) -> str:
+    """Return the model type that a `config.json` means: a deepseek_v3 with Instella's gate is an instella_moe."""
+    model_type = str(config.get("model_type") or "")
+    return GATED.get(model_type, model_type) if config.get(GATE) else model_type
+
+
+def check_described(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a key of a config with Instella's keys that nobody has described."""
+    gated = config.get("model_type") in GATED and bool(config.get(GATE))
+    known = _DESCRIBED.union(INSTELLA_KEYS)
+    for key in config:
+        if key not in known and (gated or "farskip" in key):
+            raise UserError(
+                f"{where}: {key}: unknown key{did_you_mean(key, sorted(known))}; what it changes in an Instella"
+                " model is not known, so it is not passed over; take it out if it changes nothing"
+            )
 
 
 def from_instella(
@@ -90,31 +132,26 @@ def from_instella(
     )
 
 
-def no_gate(family: Family) -> str:
-    """Explain why AMD's own weights, which have the attention gate, cannot be used."""
-    return (
-        f"gated_attention: transformers' {family.causal_lm} has no attention gate, so these weights"
-        " (self_attn.gate_proj) cannot be loaded as it; the checkpoint already is FarSkip, and runs with AMD's own code"
-        " under transformers 4.57"
-    )
-
-
 def translate_instella(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
     """Return a `config.json` with Instella's keys, rewritten in fcsd's own format: `farskip_<base>` with a `farskip`
     field, or the base family's where nothing is rewired.
 
     Raises:
-        UserError: as `from_instella`; a family that is not supported, or the attention gate.
+        UserError: as `from_instella`; a family that is not supported, the gate on another than deepseek_v3, or a key
+            that is not described.
     """
-    model_type = str(config.get("model_type") or "")
+    model_type = instella_type(config)
     family = FAMILIES.get(model_type)
     if family is None or family.multimodal:
         raise UserError(
             f"{where}: farskip: Instella's keys are read on text models of a supported family, not on model"
             f" type '{model_type}'; `fcsd families` lists the supported ones"
         )
-    if config.get("gated_attention"):
-        raise UserError(f"{where}: {no_gate(family)}")
+    check_described(config, where)
+    if _flag(config, GATE, where) and model_type not in GATED.values():
+        raise UserError(
+            f"{where}: {GATE}: the gate is known on model type {' and '.join(GATED)}, not on '{model_type}'"
+        )
     try:
         mask = moe_mask(SimpleNamespace(**config), family)
     except (AttributeError, TypeError):
@@ -124,10 +161,101 @@ def translate_instella(config: Mapping[str, Any], where: str = "config.json") ->
         ) from None
     field = from_instella(config, mask, where).field(mask)
     left = {key: value for key, value in config.items() if key not in (*INSTELLA_KEYS, "auto_map")}
+    if family.like:
+        left["num_nextn_predict_layers"] = 0  # 1 in some, whose files hold no such layer
     if not field["layers"]:
-        return left | {"architectures": [family.causal_lm]}
+        return left | {"model_type": model_type, "architectures": [family.causal_lm]}
     names = {"model_type": PREFIX + model_type, "architectures": [f"FarSkip{family.causal_lm}"]}
     return left | names | {"farskip": field}
+
+
+AMDS_CODE = "amd/Instella-MoE-16B-A3B-Think"
+"""Repository whose code an exported config names: it is not copied."""
+_AUTO = {
+    "AutoConfig": "configuration_instella_moe.InstellaMoEConfig",
+    "AutoModel": "modeling_instella_moe.InstellaMoEModel",
+    "AutoModelForCausalLM": "modeling_instella_moe.InstellaMoEForCausalLM",
+}
+_REWRITTEN = ("farskip", "auto_map", "dtype", "rope_parameters")
+
+
+def to_instella(
+    config: Mapping[str, Any], field: Mapping[str, Any], mask: Sequence[bool], where: str
+) -> dict[str, Any]:
+    """Return a `config.json` in Instella's keys, which `translate_instella` reads as the same model.
+
+    AMD's code for transformers 4.57 has DeepSeek-V3's router and reads the keys. AMD's SGLang knows all layers with
+    both sides or none, by variables of its environment, and has DeepSeek-V2's router, too.
+
+    Args:
+        config: the `config.json` of a checkpoint of fcsd, or in Instella's keys but translated.
+        field: its `farskip` field; `layers: []` for a regular model.
+        mask: one entry a decoder layer, True for an MoE layer.
+        where: what an error names.
+
+    Raises:
+        UserError: the family or the connectivity cannot be said in these keys; a key is none that is described.
+    """
+    family = base_model_type(str(config["model_type"]))
+    written = {own: theirs for theirs, own in GATED.items()}
+    if family not in (*written, "deepseek_v2", "deepseek_v3"):
+        raise UserError(
+            f"{where}: AMD's keys are read by AMD's code for DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for"
+            f" '{family}'"
+        )
+    keys = _keys_of(field, mask, where)
+    if family == "deepseek_v2" and field["layers"] != [] and set(keys) != {"farskip"}:
+        raise UserError(
+            f"{where}: AMD's code for transformers has DeepSeek-V3's router, and AMD's SGLang, which has DeepSeek-V2's,"
+            " wires all layers with both sides; convert the original with `--layers all`"
+        )
+    left = {key: value for key, value in config.items() if key not in _REWRITTEN}
+    left |= _rope_before_5(config) | {
+        "torch_dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    }
+    names: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"]}
+    if family != "deepseek_v2":
+        names = {
+            "architectures": ["InstellaMoEForCausalLM"],
+            "auto_map": {auto: f"{AMDS_CODE}--{place}" for auto, place in _AUTO.items()},
+            GATE: family in GATED.values(),
+            "num_nextn_predict_layers": 0,
+        }
+    result = left | names | {"model_type": written.get(family, family)} | keys
+    check_described(result, where)
+    return result
+
+
+def _keys_of(field: Mapping[str, Any], mask: Sequence[bool], where: str) -> dict[str, Any]:
+    """Return the keys that `from_instella` reads as this field."""
+    layers = field["layers"]
+    if not layers:
+        return {"farskip": False}
+    sides = {"attn_only_farskip": field["mlp"] == "full", "mlp_only_farskip": field["attention"] == "full"}
+    last = {"farskip_end_idx": layers[-1]} if layers[-1] < len(mask) - 1 else {}
+    # With attention alone AMD's range begins one layer later; the first one computes what a regular layer does.
+    for first in (layers[0], layers[0] + 1):
+        keys = {"farskip": True, **({"farskip_start_idx": first} if first else {}), **last}
+        keys |= {name: True for name, value in sides.items() if value}
+        try:
+            if from_instella(keys, mask).field(mask) == dict(field):
+                return keys
+        except UserError:
+            continue
+    raise UserError(
+        f"{where}: farskip: AMD's keys have one range of layers, which begins at a dense layer or the first MoE layer"
+        f" where both sides are rewired; they cannot say layers {layers}, attention {field['attention']},"
+        f" mlp {field['mlp']}"
+    )
+
+
+def _rope_before_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` of transformers 5 as the two fields that 4.57 and 5 read."""
+    rope = dict(config.get("rope_parameters") or {})
+    if not rope:
+        return {}
+    theta, kind = rope.pop("rope_theta", 10_000.0), rope.pop("rope_type", "default")
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"type": kind, **rope}}
 
 
 def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:

@@ -116,8 +116,6 @@ def read_config(
     where = str(folder / CONFIG)
     model_type = str(config.get("model_type") or "")
     if has_instella_keys(config) and not model_type.startswith(PREFIX):
-        if any_family and "auto_map" in config:
-            return config, None, None  # the code in its repository wires it
         config = translate_instella(config, where)
         model_type = config["model_type"]
     is_farskip = model_type.startswith(PREFIX)

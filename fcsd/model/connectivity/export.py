@@ -9,6 +9,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.model.connectivity import rewire
+from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.carried import carry_over
 from fcsd.model.connectivity.checkpoint import CONFIG, INDEX, Checkpoint, find_folder, read_checkpoint
 from fcsd.model.connectivity.load import check_tensors, config_and_class, load_config
@@ -74,7 +75,7 @@ def convert_checkpoint(
 
 def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
     """Write the base family's checkpoint with the weights of a FarSkip checkpoint: regular connectivity, no
-    own code.
+    own code but that of classes which transformers does not have (`Family.like`).
 
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
@@ -89,6 +90,27 @@ def unconvert_checkpoint(source: str | Path, destination: str | Path, *, revisio
     config = checkpoint.config | {"model_type": family.model_type, "architectures": [family.causal_lm]}
     del config["farskip"]
     config.pop("auto_map", None)
+    if family.like:
+        config["auto_map"] = auto_map(family, farskip=False)
+    with new_folder(Path(destination), replaces=False) as folder:
+        if family.like:
+            (folder / MODELING_FILE).write_text(modeling_source(family), encoding="utf-8")
+        _write(source, checkpoint, folder, config)
+
+
+def export_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> None:
+    """Write a checkpoint with AMD's keys for FarSkip, which AMD's own code reads: same weights, same names.
+
+    transformers without that code loads the result as a regular model, without a word, as it does AMD's own.
+
+    Raises:
+        UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
+    """
+    checkpoint = _checked(find_folder(source, revision))
+    family, own = checkpoint.family, checkpoint.connectivity or Connectivity("none")
+    assert family is not None
+    mask = moe_mask(load_config(checkpoint), family)
+    config = to_instella(checkpoint.config, own.field(mask), mask, str(source))
     with new_folder(Path(destination), replaces=False) as folder:
         _write(source, checkpoint, folder, config)
 

@@ -1,6 +1,7 @@
 """Loading: one function for base and FarSkip checkpoints, which checks everything it can before it reads
 weights."""
 
+import copy
 import functools
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,7 +187,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
     config_class = farskip_config_class(family) if farskip else base_model_class(family).config_class
     try:
         if checkpoint.foreign:
-            config = config_class.from_dict(checkpoint.config)
+            config = config_class.from_dict(copy.deepcopy(checkpoint.config))  # it writes into rope_scaling
         else:
             config = config_class.from_pretrained(checkpoint.folder)
     except Exception as error:  # transformers' strict configs raise many kinds for a wrong field

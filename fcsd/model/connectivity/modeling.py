@@ -1,7 +1,8 @@
 """`FarSkip<Family>ForCausalLM`: the source that is shipped in checkpoints, and the same source as a module
 of fcsd. A multimodal wrapper's class is `FarSkip<Family>ForConditionalGeneration`.
 
-One text a family: `layer.py` and `rewire.py`, the family's names as a literal, and static classes. fcsd imports it as
+One text a family: `layer.py` and `rewire.py`, the family's names as a literal, and static classes; before these the
+family's own (`fcsd.model.connectivity.classes`) where transformers has none. fcsd imports it as
 `fcsd.model.connectivity.generated.<model_type>`; `save_pretrained` writes it as `modeling_farskip.py`.
 """
 
@@ -50,8 +51,7 @@ try:
         register_checkpoint_conversion_mapping,
     )
     from transformers.models.auto import processing_auto, tokenization_auto
-    from transformers.models.{folder}.configuration_{folder} import {config}
-    from transformers.models.{folder}.modeling_{folder} import {classes}
+{imports}
 except ImportError as error:
     raise ImportError(f"{{_NEEDS}} ({{error}})") from error
 
@@ -59,8 +59,8 @@ FAMILY = SimpleNamespace(
 {names}
 )
 
-AUTO_MAP = {{
-{auto_map}
+AUTO_CLASSES = {{
+{auto_classes}
 }}
 
 
@@ -70,17 +70,21 @@ def _own_source():
     return loader.get_source(__name__) if loader is not None else Path(__file__).read_text(encoding="utf-8")
 
 
+def _save_pretrained(self, save_directory, *args, **kwargs):
+    """Write the config, and beside it this file, which it names."""
+    farskip = "FarSkip" if self.model_type.startswith("farskip_") else ""
+    self.auto_map = {{auto: f"modeling_farskip.{{farskip}}{{name}}" for auto, name in AUTO_CLASSES.items()}}
+    os.makedirs(save_directory, exist_ok=True)
+    temporary = Path(save_directory, f"modeling_farskip.py.{{os.getpid()}}-{{os.urandom(4).hex()}}.tmp")
+    temporary.write_text(_own_source(), encoding="utf-8")
+    os.replace(temporary, Path(save_directory, "modeling_farskip.py"))
+    transformers.PreTrainedConfig.save_pretrained(self, save_directory, *args, **kwargs)
+
+{own}
 class FarSkip{config}({config}):
     model_type = "farskip_{model_type}"
     farskip: dict | None = None
-
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        self.auto_map = dict(AUTO_MAP)
-        os.makedirs(save_directory, exist_ok=True)
-        temporary = Path(save_directory, f"modeling_farskip.py.{{os.getpid()}}-{{os.urandom(4).hex()}}.tmp")
-        temporary.write_text(_own_source(), encoding="utf-8")
-        os.replace(temporary, Path(save_directory, "modeling_farskip.py"))
-        super().save_pretrained(save_directory, *args, **kwargs)
+    save_pretrained = _save_pretrained
 
 
 {models}
@@ -89,17 +93,17 @@ class FarSkip{config}({config}):
 # Checkpoints hold the weights as the base family's do (per-expert tensors, say). transformers looks
 # conversions up by class name, then by model type; a class from outside it needs its own entry.
 for _own, _base in (
-    ("farskip_{model_type}", "{model_type}"),
 {conversions}
 ):
     if (_mapping := get_checkpoint_conversion_mapping(_base)) is not None:
         register_checkpoint_conversion_mapping(_own, _mapping, overwrite=True)
 
 # The tokenizer is found as the base's is.
-if (_class := tokenization_auto.TOKENIZER_MAPPING_NAMES.get("{model_type}")) is not None:
-    tokenization_auto.TOKENIZER_MAPPING_NAMES["farskip_{model_type}"] = _class
-if "{model_type}" in (_wrong := getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())):
-    _wrong.add("farskip_{model_type}")
+for _own, _base in ({types}):
+    if (_class := tokenization_auto.TOKENIZER_MAPPING_NAMES.get(_base)) is not None:
+        tokenization_auto.TOKENIZER_MAPPING_NAMES[_own] = _class
+    if _base in (_wrong := getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())):
+        _wrong.add(_own)
 if (_class := tokenization_auto.TOKENIZER_MAPPING.get({config}, None)) is not None:
     tokenization_auto.TOKENIZER_MAPPING.register(FarSkip{config}, _class, exist_ok=True)
 
@@ -113,8 +117,9 @@ except ImportError:
 # PEFT reads here that `gate_proj` and the like mean the fused experts; its table is a copy of transformers'.
 for _name in ("transformers.conversion_mapping", "peft.utils.transformers_weight_conversion"):
     _table = getattr(sys.modules.get(_name), "_MODEL_TO_CONVERSION_PATTERN", {{}})
-    if (_pattern := {{"mixtral": "mixtral", **_table}}.get("{model_type}")) is not None:
-        _table["farskip_{model_type}"] = _pattern
+    for _own, _base in ({types}):
+        if (_pattern := {{"mixtral": "mixtral", **_table}}.get(_base)) is not None:
+            _table[_own] = _pattern
 '''
 
 _MODEL = """class FarSkip{name}({name}):
@@ -157,20 +162,42 @@ def modeling_source(family: Family) -> str:
     rewiring, values = rewiring_source(), asdict(family)
     read = set(re.findall(r"\bfamily\.(\w+)", rewiring))
     names = "\n".join(f"    {name}={value!r}," for name, value in values.items() if name in read)
-    folder = family.upstream.split("/")[1]
     classes = list(dict.fromkeys((family.base_model, family.causal_lm)))  # Llama4: one class is both
+    types = [(PREFIX + family.model_type, family.model_type)]
+    if family.like:
+        types.insert(0, (family.model_type, family.like))
+    conversions = [*types, *((f"FarSkip{name}", name) for name in classes)]
     footer = _FOOTER.format(
-        folder=folder,
         range=supported_transformers(family),
         lowest=tuple(map(int, family.since.split("."))),
         names=names,
-        classes=", ".join(classes),
-        auto_map="\n".join(f'    "{auto}": "{place}",' for auto, place in auto_map(family).items()),
+        imports="" if family.like else _imports(family, classes),
+        own=_own_classes(family),
+        types=", ".join(map(repr, types)) + ",",
+        auto_classes="\n".join(f'    "{auto}": "{name}",' for auto, name in _auto_classes(family).items()),
         models="\n\n\n".join(_MODEL.format(name=name, config=family.config) for name in classes),
-        conversions="\n".join(f'    ("FarSkip{name}", "{name}"),' for name in classes),
+        conversions="\n".join(f"    {pair!r}," for pair in conversions),
         **values,
     )
     return _HEADER.format(**values) + rewiring + footer
+
+
+def _imports(family: Family, classes: list[str]) -> str:
+    folder = family.upstream.split("/")[1]
+    place = f"    from transformers.models.{folder}"
+    return (
+        f"{place}.configuration_{folder} import {family.config}\n"
+        f"{place}.modeling_{folder} import {', '.join(classes)}"
+    )
+
+
+def _own_classes(family: Family) -> str:
+    """Return the text of the classes that transformers does not have, which a checkpoint with them brings, too."""
+    if family.like is None:
+        return ""
+    file = Path(__file__).parent / "classes" / f"{family.model_type}.py"
+    text = re.sub(r"^from fcsd\..*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return f"\n{text}\n\n{family.config}.save_pretrained = _save_pretrained\n\n"
 
 
 def supported_transformers(family: Family) -> str:
@@ -183,14 +210,18 @@ def modeling_module(family: Family) -> ModuleType:
     return importlib.import_module(f"fcsd.model.connectivity.generated.{family.model_type}")
 
 
-def auto_map(family: Family) -> dict[str, str]:
-    """Return the `auto_map` field of a FarSkip checkpoint: Auto class -> class in `modeling_farskip.py`."""
-    classes = {
+def auto_map(family: Family, *, farskip: bool = True) -> dict[str, str]:
+    """Return the `auto_map` field of a checkpoint: Auto class -> class in `modeling_farskip.py`."""
+    prefix = "FarSkip" if farskip else ""
+    return {auto: f"modeling_farskip.{prefix}{name}" for auto, name in _auto_classes(family).items()}
+
+
+def _auto_classes(family: Family) -> dict[str, str]:
+    return {
         "AutoConfig": family.config,
         "AutoModel": family.base_model,
         **dict.fromkeys(auto_models(family), family.causal_lm),
     }
-    return {auto: f"modeling_farskip.FarSkip{name}" for auto, name in classes.items()}
 
 
 def auto_models(family: Family) -> tuple[str, ...]:
@@ -240,7 +271,7 @@ def without_farskip(config: Any, family: Family) -> Any:
 
 def register(model_type: str | None = None) -> None:
     """Make transformers' Auto classes load FarSkip checkpoints with fcsd's classes, without the remote-code
-    flag.
+    flag; where the family's own classes are fcsd's as well, its regular checkpoints, too.
 
     Args:
         model_type: one family, given as `qwen3_moe` or `farskip_qwen3_moe`; None registers all (it imports
@@ -261,8 +292,10 @@ def register(model_type: str | None = None) -> None:
         raise UserError(f"model type '{model_type}' is not supported; `fcsd families` lists those that are")
     for family in families:
         module = modeling_module(family)
-        config = farskip_config_class(family)
-        AutoConfig.register(PREFIX + family.model_type, config, exist_ok=True)
-        AutoModel.register(config, getattr(module, f"FarSkip{family.base_model}"), exist_ok=True)
-        for auto in auto_models(family):
-            getattr(transformers, auto).register(config, farskip_model_class(family), exist_ok=True)
+        for prefix in ("FarSkip", "") if family.like else ("FarSkip",):
+            config = getattr(module, prefix + family.config)
+            AutoConfig.register(config.model_type, config, exist_ok=True)
+            AutoModel.register(config, getattr(module, prefix + family.base_model), exist_ok=True)
+            for auto in auto_models(family):
+                model = getattr(module, prefix + family.causal_lm)
+                getattr(transformers, auto).register(config, model, exist_ok=True)

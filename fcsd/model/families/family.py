@@ -92,6 +92,9 @@ class Family:
     runs on through the row, or its forward makes positions of its own, so that it trains on padded rows."""
     folding: Folding = USUAL
     """Which weights read what a branch is given and write what it adds, where their names are others than in most."""
+    like: str | None = None
+    """Model type whose classes of transformers the family's own are made of, where transformers has none: they are in
+    `fcsd/model/connectivity/classes`. Weights are converted and tokenizers found as for that type."""
     reference: Literal["written", "generic"] = "written"
     """What the contract tests compare with: forward passes written by hand down to the routing, or the layer
     equations on the family's own modules."""

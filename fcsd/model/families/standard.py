@@ -39,6 +39,23 @@ ROWS = (
         moe_layers="first_k_dense_replace",
     ),
     Family(
+        model_type="instella_moe",
+        like="deepseek_v3",
+        upstream="models/deepseek_v3/modeling_deepseek_v3.py",
+        config="InstellaMoEConfig",
+        decoder_layer="DeepseekV3DecoderLayer",
+        moe_block="DeepseekV3MoE",
+        block_shared="shared_experts",
+        moe_layers="first_k_dense_replace",
+        requires=(
+            ("gated_attention", True, "without the gate it is a deepseek_v3"),
+            ("qk_layernorm", True, "the norm of the latents is always there"),
+            ("scoring_func", "sigmoid", "transformers' DeepSeek-V3 has no other router"),
+            ("topk_method", "noaux_tc", "transformers' DeepSeek-V3 has no other router"),
+            ("moe_layer_freq", 1, "every layer behind the dense ones is an MoE layer"),
+        ),
+    ),
+    Family(
         model_type="glm4_moe",
         since="5.5",
         config="Glm4MoeConfig",

@@ -92,15 +92,3 @@ def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
 
 def _all(part: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
     yield from ((part, parameter, False) for parameter in (module.parameters() if module is not None else ()))
-
-
-def add_to(parameters: dict[str, Any], part: str, number: int) -> dict[str, Any]:
-    """Return the same numbers with `number` more parameters in `part`, which every token uses."""
-    old = parameters["parts"].get(part, {"total": 0, "active": 0})
-    more = {"total": old["total"] + number, "active": old["active"] + number}
-    active = parameters["active"]
-    return {
-        "total": parameters["total"] + number,
-        "active": None if active is None else active + number,
-        "parts": parameters["parts"] | {part: more},
-    }

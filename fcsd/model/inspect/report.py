@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.aliases import from_instella, has_instella_keys, no_gate
+from fcsd.model.connectivity.aliases import check_described, from_instella, has_instella_keys, instella_type
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.model.families import (
     FAMILIES,
@@ -34,7 +34,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
 
     Returns:
         JSON data: model, revision, model_type, architecture, quantization, serve_command, family,
-        can_be_converted, reason, connectivity, connectivity_keys, layers, experts, selections, parameters,
+        can_be_converted, reason, connectivity, connectivity_keys, needs, layers, experts, selections, parameters,
         files, memory. Unknown values are None.
 
     Raises:
@@ -59,7 +59,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         "quantization": _quantization(raw),
         "serve_command": serve_command(model_type, str(path)),
     }
-    family = FAMILIES.get(base_model_type(model_type))
+    family = FAMILIES.get(base_model_type(instella_type(raw)))
     if family is None:
         facts |= _of_another_family(raw, source)
     else:
@@ -77,7 +77,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
 
 def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict[str, Any]:
     from fcsd.model.connectivity.modeling import base_model_class
-    from fcsd.model.inspect.parameters import add_to, count_parameters
+    from fcsd.model.inspect.parameters import count_parameters
 
     cls = base_model_class(family)
     config = config_object(cls.config_class, raw, family.model_type, source.where)
@@ -90,11 +90,6 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
         family_of(config)
     except UserError as error:
         reason = _reason(error)
-    if raw.get("gated_attention") and has_instella_keys(raw):
-        # One square gate a layer, from hidden size to all heads' values (AMD's modeling_instella_moe.py).
-        gate = text.hidden_size * text.num_attention_heads * text.v_head_dim
-        parameters = add_to(parameters, "attention", len(mask) * gate)
-        reason = no_gate(family)
     connectivity, problem = _connectivity(raw, mask, source)
     keys = "instella" if has_instella_keys(raw) else "fcsd"
     shared = bool(parameters["parts"].get("shared_experts"))
@@ -104,6 +99,7 @@ def _of_a_family(raw: Mapping[str, Any], family: Family, source: Source) -> dict
         "reason": reason or problem,
         "connectivity": connectivity,
         "connectivity_keys": None if connectivity is None else keys,
+        "needs": _needs(raw, family),
         "layers": {
             "total": len(mask),
             "moe": [index for index, is_moe in enumerate(mask) if is_moe],
@@ -138,6 +134,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         "reason": reason,
         "connectivity": None,
         "connectivity_keys": None,
+        "needs": None,
         "layers": {"total": num_layers, "moe": None, "dense": None},
         "experts": {"routed": experts, "per_token": per_token, "shared": None},
         "selections": {},
@@ -187,11 +184,24 @@ def _connectivity(
         if is_farskip:
             own = Connectivity.from_field(raw["farskip"], source.where)
         else:
+            check_described(raw, source.where)
             own = from_instella(raw, mask, source.where)
         field = own.field(mask)
     except UserError as error:
         return None, str(error)
     return (field if field["layers"] else None), None
+
+
+def _needs(raw: Mapping[str, Any], family: Family) -> str | None:
+    """Return what runs a model whose classes transformers does not have; None for all others."""
+    from fcsd.model.connectivity.modeling import supported_transformers
+
+    if family.like is None:
+        return None
+    flag = f"transformers {supported_transformers(family)} and trust_remote_code=True"
+    if instella_type(raw) == raw["model_type"]:
+        return f"fcsd, or {flag}"
+    return f"fcsd, as it is; without it what `fcsd convert` writes, {flag}; transformers alone drops the gate"
 
 
 def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -27,12 +27,14 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     layers, experts, connectivity = facts["layers"], facts["experts"], facts["connectivity"]
     rows = [
         ("model", facts["model"] + (f" @ {facts['revision']}" if facts["revision"] else "")),
-        ("family", f"{facts['model_type']}, {facts['architecture'] or 'architecture not named'}"),
+        ("family", f"{_family(facts)}, {facts['architecture'] or 'architecture not named'}"),
         ("conversion", _conversion(facts)),
         ("layers", _layers(layers)),
         ("experts", _experts(experts)),
-        ("connectivity", _connectivity(connectivity)),
+        ("connectivity", _connectivity(connectivity, layers["total"])),
     ]
+    if facts["needs"]:
+        rows.append(("to run it", facts["needs"]))
     if facts["serve_command"]:
         rows.append(("serving", f"{facts['serve_command']}   (vLLM with `pip install fcsd-serving`)"))
     if facts["quantization"]:
@@ -43,6 +45,14 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
             text += f"; {len(files['missing'])} MISSING, the first is {files['missing'][0]}"
         rows.append(("weights", text))
     return [f"{name:<13} {text}" for name, text in rows]
+
+
+def _family(facts: Mapping[str, Any]) -> str:
+    """Return the model type, and the family where the file calls it otherwise (AMD's Instella-MoE)."""
+    model_type, family = facts["model_type"], facts["family"]
+    return (
+        model_type if family is None or model_type.endswith(family) else f"{family} (written as {model_type})"
+    )
 
 
 def _conversion(facts: Mapping[str, Any]) -> str:
@@ -71,10 +81,10 @@ def _experts(experts: Mapping[str, Any]) -> str:
     return f"{experts['routed']} routed, {experts['per_token'] or '?'} a token, {shared[experts['shared']]}"
 
 
-def _connectivity(field: Mapping[str, Any] | None) -> str:
+def _connectivity(field: Mapping[str, Any] | None, total: int) -> str:
     if field is None:
         return "regular"
-    layers = f"{len(field['layers'])} layers ({ranges(field['layers'])})"
+    layers = f"{len(field['layers'])} of {total} layers ({ranges(field['layers'])})"
     return f"FarSkip in {layers}, attention {field['attention']}, mlp {field['mlp']}"
 
 

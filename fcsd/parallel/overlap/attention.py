@@ -39,7 +39,8 @@ def _calling_back(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable  # compiled attention is cut in two there: the exchanges are no part of either graph
-def _call_back(module: nn.Module) -> None:
+def _call_back(module: Any) -> None:
+    module = getattr(module, "_module", module)  # a family's own class calls it with a stand-in for itself
     callback = module.__dict__.pop(_CALLBACK, None)
     if callback is not None:
         callback()
@@ -69,7 +70,9 @@ def asks_registry(attention: nn.Module) -> bool:
     config = getattr(attention, "config", None)
     if getattr(config, "_attn_implementation", "eager") == "eager":
         return False
-    kind: Any = type(attention)
+    # A class that transformers does not have calls the one that it is made of.
+    kinds = (one for one in type(attention).__mro__ if one.__module__.startswith("transformers."))
+    kind: Any = next(kinds, type(attention))
     return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
 
 

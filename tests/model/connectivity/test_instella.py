@@ -1,4 +1,7 @@
-"""AMD's Instella keys mean what AMD's modeling file does, written down here as equations on the regular model."""
+"""AMD's Instella keys mean what AMD's modeling file does, written down here as equations on the regular model.
+
+The attention gate is in `tests/model/connectivity/test_instella_published.py`.
+"""
 
 import json
 
@@ -14,7 +17,8 @@ from fcsd.model.connectivity import (
     load_model,
     unconvert_checkpoint,
 )
-from fcsd.model.connectivity.aliases import from_instella
+from fcsd.model.connectivity.aliases import INSTELLA_KEYS, from_instella
+from fcsd.model.connectivity.export import export_checkpoint
 from tests.float64 import BOUND, in_float64
 from tests.reference.parts import layer_arguments
 from tests.reference.reference import reference_forward
@@ -127,6 +131,63 @@ def test_a_checkpoint_with_instellas_keys_computes_amds_equations(base, checkpoi
     assert (actual - amd_forward(base, one_less)).abs().max() > 0.02
 
 
+@pytest.mark.parametrize("case", [*CASES, "nothing"])
+def test_an_export_has_amds_keys_for_what_the_model_computes(base, tmp_path, case, capsys):
+    """Read back by AMD's equations, and by fcsd."""
+    _, layers, attention, mlp = CASES.get(case, ({}, [], "partial", "outdated"))
+    base.save_pretrained(tmp_path / "base")
+    source = tmp_path / "base"
+    if layers:
+        convert_checkpoint(source, tmp_path / "ours", Connectivity(layers, attention, mlp))
+        source = tmp_path / "ours"
+    assert main(["export", str(source), str(tmp_path / "amd"), "--format", "amd"]) == 0
+    capsys.readouterr()
+    config = json.loads((tmp_path / "amd" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("deepseek_v3", ["InstellaMoEForCausalLM"])
+    assert config["farskip"] is bool(layers) and config["gated_attention"] is False
+    assert (
+        config["torch_dtype"] == "float64" and config["rope_theta"] == 10000.0 and not config["rope_scaling"]
+    )
+    assert "rope_parameters" not in config and not (tmp_path / "amd" / "modeling_farskip.py").exists()
+    keys = {name: config[name] for name in INSTELLA_KEYS if name in config}
+    model, source_model = load_model(tmp_path / "amd"), load_model(source)
+    with torch.no_grad():
+        assert (source_model(X).logits - amd_forward(base, keys)).abs().max() < BOUND
+        assert (model(X).logits - amd_forward(base, keys)).abs().max() < BOUND
+    assert farskip_layers(model) == layers
+
+
+@pytest.mark.parametrize(
+    ("family", "connectivity", "message"),
+    [
+        ("deepseek_v3", Connectivity([1, 3]), "they cannot say layers [1, 3], attention partial, mlp outdated"),
+        ("deepseek_v3", Connectivity([3, 4]), "they cannot say layers [3, 4]"),
+        ("deepseek_v2", Connectivity([1, 2]), "AMD's SGLang, which has DeepSeek-V2's, wires all layers"),
+        ("qwen3_moe", Connectivity("all"), "DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for 'qwen3_moe'"),
+    ],
+)  # fmt: skip
+def test_what_amds_keys_cannot_say_is_refused_with_the_reason(family, connectivity, message, tmp_path):
+    tiny_model(family, num_hidden_layers=LAYERS).save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "ours", connectivity)
+    with pytest.raises(UserError) as caught:
+        export_checkpoint(tmp_path / "ours", tmp_path / "amd")
+    assert message in str(caught.value)
+    assert not (tmp_path / "amd").exists()
+
+
+def test_a_deepseek_v2_with_all_layers_is_exported_for_amds_sglang(tmp_path):
+    model = tiny_model("deepseek_v2")
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "ours", Connectivity("all"))
+    export_checkpoint(tmp_path / "ours", tmp_path / "amd")
+    config = json.loads((tmp_path / "amd" / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"] and "auto_map" not in config
+    assert (config["model_type"], config["farskip"]) == ("deepseek_v2", True)
+    with torch.no_grad():
+        expected = reference_forward(model, X, [0, 1, 2, 3])[0]
+        assert (load_model(tmp_path / "amd")(X).logits - expected).abs().max() < BOUND
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -200,7 +261,12 @@ def test_a_conversion_writes_our_format_with_what_the_keys_say(base, checkpoint,
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"farskip": True, "gated_attention": True}, "gated_attention: transformers' DeepseekV3ForCausalLM has"),
+        ({"farskip": True, "gated_attention": True}, "5 tensors are missing, the first is 'model.layers.0.self_attn"),
+        ({"farskip": True, "gated_attention": "yes"}, "gated_attention: must be true or false, got 'yes'"),
+        ({"farskip": True, "gated_attention": True, "model_type": "deepseek_v2"}, "on model type deepseek_v3, not"),
+        ({"farskip": True, "farskip_stride": 2}, "farskip_stride: unknown key; did you mean 'farskip_"),
+        ({"gated_attention": True, "gate_rank": 2}, "gate_rank: unknown key"),
+        ({"gated_attention": True, "qk_layernorm": False}, "qk_layernorm: False is not supported, only True, because"),
         ({"farskip": True, "attn_only_farskip": 1}, "attn_only_farskip: must be true or false, got 1"),
         ({"farskip": True, "farskip_start_idx": 0.5}, "farskip_start_idx: must be the index of a layer, got 0.5"),
         ({"farskip": True, "farskip_end_idx": True}, "farskip_end_idx: must be the index of a layer, got True"),
@@ -214,22 +280,12 @@ def test_keys_that_cannot_be_read_are_refused_before_weights_are(checkpoint, key
     with pytest.raises(UserError) as caught:
         load_model(checkpoint(**keys))
     assert message in str(caught.value)
-    assert "config.json: " in str(caught.value)
+    assert "config.json: " in str(caught.value) or "tensors" in message or "qk_layernorm" in message
 
 
-def test_code_of_its_own_is_left_to_transformers_where_remote_code_is_allowed(checkpoint, monkeypatch):
-    import transformers
-
-    folder = checkpoint(farskip=True, gated_attention=True, auto_map={"AutoConfig": "configuration_x.X"})
-    seen = {}
-
-    def from_pretrained(path, **options):
-        seen.update(options, path=path)
-        raise UserError("stop")
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    with pytest.raises(UserError, match="stop"):
-        load_model(folder, trust_remote_code=True)
-    assert seen["trust_remote_code"] is True and seen["path"] == folder
-    with pytest.raises(UserError, match="gated_attention"):
-        load_model(folder)
+def test_amds_code_is_not_run_where_remote_code_is_allowed_because_transformers_5_cannot(base, checkpoint):
+    folder = checkpoint(farskip=True, auto_map={"AutoConfig": "configuration_x.X"})
+    model = load_model(folder, trust_remote_code=True)
+    assert type(model).__name__ == "FarSkipDeepseekV3ForCausalLM"
+    with torch.no_grad():
+        assert (model(X).logits - amd_forward(base, {"farskip": True})).abs().max() < BOUND

@@ -6,7 +6,7 @@ import torch
 from fcsd.model.connectivity import Connectivity, convert_model
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "gpt_oss", "llama4_text")
+FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "instella_moe", "gpt_oss", "llama4_text")
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 TOLERANCE = 5e-5
 

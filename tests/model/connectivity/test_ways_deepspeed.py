@@ -15,7 +15,7 @@ from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
+FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "instella_moe", "gpt_oss", "llama4_text")
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 pytestmark = pytest.mark.skipif(

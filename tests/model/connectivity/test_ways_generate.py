@@ -11,7 +11,16 @@ from tests.float64 import BOUND
 from tests.reference.reference import reference_forward
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+    "mixtral",
+)
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,7 +10,16 @@ from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+    "mixtral",
+)
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 

@@ -10,7 +10,16 @@ from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+)
 EXPERTS = {family: f"{FAMILIES[family].moe}.experts.down_proj" for family in FAMILY_NAMES}
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(3))
 

@@ -18,7 +18,16 @@ from tests.float64 import BOUND
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "llama4_text")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "mixtral",
+    "llama4_text",
+)
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
 

@@ -15,7 +15,16 @@ from fcsd.model.connectivity import (
 from tests.float64 import ROUNDINGS, logits_in_float64
 from tests.reference.tiny import tiny_model
 
-FAMILY_NAMES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text", "mixtral")
+FAMILY_NAMES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "instella_moe",
+    "gpt_oss",
+    "llama4_text",
+    "mixtral",
+)
 X = torch.randint(3, 99, (8, 32), generator=torch.Generator().manual_seed(3))
 FAR = Connectivity("all")
 

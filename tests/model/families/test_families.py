@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import register
+from fcsd.model.connectivity.modeling import modeling_module
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import (
     EXPERTS,
@@ -28,6 +29,9 @@ NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimoda
 
 
 def upstream(family):
+    """transformers' modeling file, or the classes of the family that transformers does not have."""
+    if FAMILIES[family].like:
+        return modeling_module(FAMILIES[family])
     path = FAMILIES[family].upstream.removesuffix(".py").replace("/", ".")
     return importlib.import_module(f"transformers.{path}")
 
@@ -40,7 +44,8 @@ def several(names):
 def test_every_name_exists_upstream_and_on_the_layers(name):
     family, module, model = FAMILIES[name], upstream(name), tiny_model(name)
     layer_classes = several(family.decoder_layer)
-    classes = (family.causal_lm, family.base_model, family.moe_block, *layer_classes)
+    inner = () if family.like else (family.moe_block, *layer_classes)
+    classes = (family.causal_lm, family.base_model, *inner)
     assert all(hasattr(module, one) for one in classes)
     assert type(model).__name__ == family.causal_lm
     assert any(type(part).__name__ == family.base_model for part in model.modules())

@@ -212,7 +212,7 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
     for key in ("layers", "experts", "selections", "parameters", "memory"):
         assert far[key] == base[key]
     text = report_table(far)
-    assert "FarSkip in 2 layers (2-3), attention partial, mlp full" in text
+    assert "FarSkip in 2 of 4 layers (2-3), attention partial, mlp full" in text
     assert "is FarSkip already; `fcsd convert` can choose other layers" in text
     assert f"vllm serve {tmp_path / 'far'}   (vLLM with `pip install fcsd-serving`)" in text
     assert far["serve_command"] == f"vllm serve {tmp_path / 'far'}" and base["serve_command"] is None
@@ -229,9 +229,21 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     facts = inspect_model(real_folder("Instella-MoE-16B-A3B-Think", tmp_path))
     assert facts["connectivity"]["layers"] == list(range(27))
     assert (facts["connectivity"]["attention"], facts["connectivity"]["mlp"]) == ("partial", "outdated")
-    assert not facts["can_be_converted"] and "gated_attention" in facts["reason"]
+    assert facts["can_be_converted"] and (facts["family"], facts["model_type"]) == (
+        "instella_moe",
+        "deepseek_v3",
+    )
     # The report on the checkpoint counts 26 router biases of 64 with them.
     assert facts["parameters"]["total"] + 26 * 64 == 15_862_789_248
+    assert facts["parameters"]["active"] == 2_817_453_568
+    text = report_table(facts)
+    for line in (
+        "family        instella_moe (written as deepseek_v3), InstellaMoEForCausalLM",
+        "connectivity  FarSkip in 27 of 27 layers (0-26), attention partial, mlp outdated",
+        "to run it     fcsd, as it is; without it what `fcsd convert` writes, transformers >=5.23,<6 and"
+        " trust_remote_code=True; transformers alone drops the gate",
+    ):
+        assert line in text.splitlines()
 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -241,12 +253,14 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     assert plain["can_be_converted"]
     assert plain["connectivity"]["layers"] == [0, 1, 2, 3] and plain["connectivity"]["attention"] == "full"
     assert plain["connectivity_keys"] == facts["connectivity_keys"] == "instella"
-    assert "is FarSkip already, in AMD's keys" in report_table(plain)
-    late = {"gated_attention": False, "farskip_start_idx": 9}
+    assert "is FarSkip already, in AMD's keys" in report_table(plain) and plain["needs"] is None
+    late = {"farskip_start_idx": 9}
     (tmp_path / "config.json").write_text(json.dumps(config | late))
     unreadable = inspect_model(tmp_path)
     assert not unreadable["can_be_converted"] and unreadable["connectivity"] is None
     assert "farskip_start_idx: 9 follows the regular MoE layer 8" in report_table(unreadable)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"gate_rank": 9}))
+    assert "gate_rank: unknown key" in report_table(inspect_model(tmp_path))
 
 
 @pytest.mark.parametrize(

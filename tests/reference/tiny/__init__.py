@@ -5,6 +5,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig
 
+from fcsd.model.connectivity.modeling import register
 from fcsd.model.families import FAMILIES
 from fcsd.pipeline.tiny.models import randomise
 from tests.reference.tiny import adapted, multimodal, standard
@@ -33,6 +34,8 @@ _COMMON: dict[str, Any] = {
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """Build a configuration of 4 layers of width 32; `overrides` are config fields, in a wrapper those of its text
     config."""
+    if FAMILIES[model_type].like:
+        register(model_type)
     fields = dict(TINY[model_type])
     if "text_config" not in fields:
         return AutoConfig.for_model(model_type, **{**_COMMON, **fields, **overrides})
