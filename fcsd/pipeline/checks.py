@@ -33,7 +33,7 @@ from fcsd.pipeline.steer import links_of
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.stopping import TaskStoppingConfig
 from fcsd.steering.routing.placement import contiguous
-from fcsd.training.arguments import accumulation_steps, check_reporters, refuse_what_cannot_be_sharded
+from fcsd.training.arguments import check_reporters, micro_batches, refuse_what_cannot_be_sharded
 from fcsd.training.calibration.checkpoint import calibratable
 from fcsd.training.config import TrainConfig
 
@@ -157,7 +157,7 @@ def check_settings(train: TrainConfig, data: DataConfig, launch: Launch, where: 
     try:
         check_precision(train, launch.engine)
         check_reporters(train)
-        accumulation_steps(train, data.max_length, launch.ranks.size)
+        micro_batches(train, data.max_length, launch.ranks.size)
         for source in [*data.train, *([data.heldout] if data.heldout is not None else [])]:
             check_source(source)
     except UserError as error:

@@ -47,20 +47,24 @@ class TrainingRun:
     left: Callable[[float], str] | None = None
 
 
-def accumulation_steps(train: TrainConfig, max_length: int, world_size: int) -> int:
-    """Micro-batches in one optimiser step.
+def micro_batches(train: TrainConfig, max_length: int, world_size: int) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the micro-batches of one optimiser step, on each rank.
+
+    A batch that is smaller than one forward pass of all ranks is one micro-batch, of fewer rows.
 
     Raises:
         UserError: the batch is not a whole number of micro-batches over all ranks.
     """
-    micro_tokens = train.per_device_train_batch_size * max_length * world_size
-    if train.batch_size_tokens % micro_tokens:
+    rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
+    if train.batch_size_tokens < rows * row_tokens and train.batch_size_tokens % row_tokens == 0:
+        return train.batch_size_tokens // row_tokens, 1
+    if train.batch_size_tokens % (rows * row_tokens):
         raise UserError(
-            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of {micro_tokens}"
-            f" (per_device_train_batch_size {train.per_device_train_batch_size} x data.max_length {max_length}"
-            f" x {world_size} processes); change one of them"
+            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of {rows * row_tokens}"
+            f" (per_device_train_batch_size {rows} x data.max_length {max_length} x {world_size} processes);"
+            " change one of them"
         )
-    return train.batch_size_tokens // micro_tokens
+    return rows, train.batch_size_tokens // (rows * row_tokens)
 
 
 def refuse_what_cannot_be_sharded(

@@ -22,7 +22,7 @@ from fcsd.model.config import ConnectivityConfig, ModelConfig
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import connectivity_of
 from fcsd.parallel.launch import Launch
-from fcsd.training.arguments import accumulation_steps
+from fcsd.training.arguments import micro_batches
 from fcsd.training.config import SafetyConfig, TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig, ObjectiveConfig
 from fcsd.training.python_words import python_words, with_known_names
@@ -272,7 +272,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
         """Set what the engine and the batch of a step decide; train: what the arguments say, as a section."""
         if self.batch_size_tokens is not None:
-            self.gradient_accumulation_steps = accumulation_steps(train, self.max_length, launch.ranks.size)
+            self.per_device_train_batch_size, self.gradient_accumulation_steps = micro_batches(
+                train, self.max_length, launch.ranks.size
+            )
         if launch.engine.shards:
             self.bf16, self.mixed_precision = False, "no"  # there it is in the parameters, not in autocast
         # Otherwise FSDP2 would hold whole gradients between the micro-batches of a step.

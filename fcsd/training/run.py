@@ -30,7 +30,7 @@ from fcsd.model.load import to_dtype
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
-from fcsd.training.arguments import TrainingRun, check_reporters, refuse_what_cannot_be_sharded
+from fcsd.training.arguments import TrainingRun, check_reporters, micro_batches, refuse_what_cannot_be_sharded
 from fcsd.training.best import ScoreFailure, StopWhenScoreStalls, best_folder
 from fcsd.training.callbacks import NoCheckpointAtTheEnd, ProgressBar, replace_output
 from fcsd.training.checkpoints import checkpoints, newest_usable
@@ -146,7 +146,7 @@ def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
 
 def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
     before = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).train_batch_size
-    now = run.train.per_device_train_batch_size
+    now, _ = micro_batches(run.train, run.max_length, run.launch.ranks.size)
     if before in (None, now):
         return ""
     return f", with {now} instead of {before} rows in a forward pass, which changes the order of float sums"

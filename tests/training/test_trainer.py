@@ -547,6 +547,14 @@ def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> 
         train(make(tmp_path, teacher, per_device_train_batch_size=3))
 
 
+def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(tmp_path: Path, teacher: Any) -> None:
+    one, other = (make(tmp_path / str(rows), teacher, per_device_train_batch_size=rows) for rows in (4, 32))
+    for run in (one, other):
+        train(run)
+    assert weights(one.student).keys() == weights(other.student).keys()
+    assert all(torch.equal(value, weights(other.student)[name]) for name, value in weights(one.student).items())
+
+
 def test_a_process_that_sees_several_gpus_trains_on_one(
     teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

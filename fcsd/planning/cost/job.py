@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from fcsd.planning.cost.roofline import Precision, Roofline
 from fcsd.planning.cost.times import Step, step_time
 from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.training import Training, built, micro_batch_setting, spread, tracer
-from fcsd.training.arguments import accumulation_steps
+from fcsd.training.arguments import micro_batches
 from fcsd.training.losses.objectives import ObjectiveConfig
 
 SHARES = ("gemm", "grouped", "core", "fused_core")
@@ -132,7 +132,7 @@ def job_of(training: Training, hardware: Hardware) -> Job:
             a model whose step needs data.
     """
     machine, ranks = machine_of(hardware), hardware.expert_parallel
-    micro_batches = accumulation_steps(training.train, training.max_length, hardware.num_gpus)
+    rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
     layout = Layout(
         hardware.sharding,
         hardware.num_gpus,
@@ -140,7 +140,7 @@ def job_of(training: Training, hardware: Hardware) -> Job:
         averages=training.train.ema_decay is not None,
         expert_parallel=ranks,
     )
-    setting = micro_batch_setting(training, layout, micro_batches)
+    setting = replace(micro_batch_setting(training, layout, number), num_rows=rows)
     trace_of = tracer(training)
     trace_of(setting)
     family, build = built(training)
@@ -153,7 +153,7 @@ def job_of(training: Training, hardware: Hardware) -> Job:
         trace_of = spread(trace_of, training, work, ranks)
     else:
         work = as_run(work)
-    return Job(training, hardware, machine, layout, setting, micro_batches, trace_of, work)
+    return Job(training, hardware, machine, layout, setting, number, trace_of, work)
 
 
 def _prepares_whole_steps(objective: ObjectiveConfig) -> bool:
