@@ -552,7 +552,9 @@ def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(tmp_path:
     for run in (one, other):
         train(run)
     assert weights(one.student).keys() == weights(other.student).keys()
-    assert all(torch.equal(value, weights(other.student)[name]) for name, value in weights(one.student).items())
+    assert all(
+        torch.equal(value, weights(other.student)[name]) for name, value in weights(one.student).items()
+    )
 
 
 def test_a_process_that_sees_several_gpus_trains_on_one(
