@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,26 +96,34 @@ class Stream:
             )
         self.stream = torch.cuda.Stream()
         self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self.inputs: dict[str, torch.Tensor] = {}
+        self.inputs: dict[str, Any] = {}
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Begin when the computing stream has made `x`."""
-        if tag not in self.events:
-            self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
-        ready, done = self.events[tag]
         summed = torch.empty_like(x)
-        ready.record()
-        self.stream.wait_event(ready)
-        self.communicator.all_reduce(x, summed, stream=self.stream)
-        done.record(self.stream)
-        self.inputs[tag] = x  # not to be freed, and its memory given to another tensor, while it is read
+        self.begin(lambda communicator, stream: communicator.all_reduce(x, summed, stream=stream), x, tag)
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Let the computing stream wait; the process does not."""
+        self._end(tag)
+        return x
+
+    def begin(self, run: Callable[[Any, Any], object], inputs: Any, tag: str) -> Callable[[], None]:
+        """Queue collectives, given communicator and stream, behind what the computing stream has; return what waits."""
+        if tag not in self.events:
+            self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
+        ready, done = self.events[tag]
+        ready.record()
+        self.stream.wait_event(ready)
+        run(self.communicator, self.stream)
+        done.record(self.stream)
+        self.inputs[tag] = inputs  # not to be freed, and the memory given to another tensor, while it is read
+        return lambda: self._end(tag)
+
+    def _end(self, tag: str) -> None:
         torch.cuda.current_stream().wait_event(self.events[tag][1])
         self.inputs.pop(tag, None)
-        return x
 
 
 @dataclass
@@ -140,7 +149,8 @@ class Times:
 class _Turn:
     """One collective in the queue of `Timed`, and when all ranks had come to it and it ended."""
 
-    x: torch.Tensor
+    run: Callable[[], object]
+    bytes: int
     done: threading.Event = field(default_factory=threading.Event)
     met: float = 0.0
     ended: float = 0.0
@@ -166,22 +176,27 @@ class Timed:
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Put a copy of `x` in the queue; a small one is waited for at once."""
         summed = x.clone(memory_format=torch.contiguous_format)
-        self.pending[tag] = _Turn(summed)
-        self.queue.put(self.pending[tag])
-        self.times.collectives += 1
-        self.times.bytes += x.nbytes
-        if x.nbytes < self.settings.min_overlap_bytes:
-            self._join(tag)
+        self.begin(lambda: dist.all_reduce(summed, group=self.group), x.nbytes, tag)
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Wait for the thread."""
-        if tag in self.pending:
-            self._join(tag)
+        self._join(tag)
         return x
 
+    def begin(self, run: Callable[[], object], num_bytes: int, tag: str) -> Callable[[], None]:
+        """Put a collective in the queue, which is waited for at once where it is small; return what waits."""
+        self.pending[tag] = _Turn(run, num_bytes)
+        self.queue.put(self.pending[tag])
+        self.times.collectives += 1
+        self.times.bytes += num_bytes
+        if num_bytes < self.settings.min_overlap_bytes:
+            self._join(tag)
+        return lambda: self._join(tag)
+
     def _join(self, tag: str) -> None:
-        turn = self.pending.pop(tag)
+        if (turn := self.pending.pop(tag, None)) is None:
+            return
         asked = time.perf_counter()
         turn.done.wait()
         exposed = max(0.0, turn.ended - max(asked, turn.met))
@@ -198,9 +213,9 @@ class Timed:
                 continue
             dist.barrier(group=self.group)
             turn.met = time.perf_counter()
-            dist.all_reduce(turn.x, group=self.group)
+            turn.run()
             speed = self.settings.bandwidth_gb_per_s * 1e9
-            network_s = self.settings.latency_ms / 1e3 + (turn.x.nbytes / speed if speed else 0.0)
+            network_s = self.settings.latency_ms / 1e3 + (turn.bytes / speed if speed else 0.0)
             time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
             turn.ended = time.perf_counter()
             turn.done.set()

@@ -10,6 +10,7 @@ from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.field import read_field
 from fcsd_vllm.rewire import rewire
 from fcsd_vllm.settings import Settings, read_settings, shown
+from fcsd_vllm.transports import make_transport
 
 
 def _stock_class(name: str) -> Any:
@@ -34,13 +35,18 @@ def make_model_class(family: Family) -> Any:
 
 def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     import vllm
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_tp_group
     from vllm.logger import init_logger
 
     config = vllm_config.model_config.hf_config
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     settings = _chosen(vllm_config)
-    model.farskip_communication = make_communication(settings, get_tp_group())
+    exchanging = vllm_config.parallel_config.data_parallel_size > 1
+    model.farskip_communication = (
+        make_transport(settings, get_dp_group())
+        if exchanging
+        else make_communication(settings, get_tp_group())
+    )
     stack = reduce(getattr, family.stack.split("."), model)
     rewired = rewire(
         stack,
@@ -51,10 +57,11 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
         vllm.__version__,
     )
     init_logger("vllm.fcsd").info(
-        "FarSkip: rewired %d of %d layers of %s, all-reduces %s, vLLM %s",
+        "FarSkip: rewired %d of %d layers of %s, %s %s, vLLM %s",
         len(rewired),
         num_layers,
         family.causal_lm,
+        "exchanges" if exchanging else "all-reduces",
         shown(settings),
         vllm.__version__,
     )

@@ -33,6 +33,19 @@ def _attention_input_fake(
     return torch.empty_like(stream), torch.empty_like(stream)
 
 
+def layer_input(
+    stream: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ExchangeSchedule.layer_input`."""
+    return _schedule(layer).layer_input(stream, routed)
+
+
+def _layer_input_fake(
+    stream: torch.Tensor, routed: torch.Tensor | None, layer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(stream), torch.empty_like(stream)
+
+
 def after_attention(
     attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +88,7 @@ def _finish_fake(
 
 for _op, _fake in (
     (attention_input, _attention_input_fake),
+    (layer_input, _layer_input_fake),
     (after_attention, _after_attention_fake),
     (after_attention_in_flight, _after_attention_in_flight_fake),
     (finish, _finish_fake),
