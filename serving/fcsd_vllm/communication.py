@@ -154,6 +154,7 @@ class _Turn:
     done: threading.Event = field(default_factory=threading.Event)
     met: float = 0.0
     ended: float = 0.0
+    error: Exception | None = None
 
 
 class Timed:
@@ -199,6 +200,8 @@ class Timed:
             return
         asked = time.perf_counter()
         turn.done.wait()
+        if turn.error is not None:
+            raise turn.error
         exposed = max(0.0, turn.ended - max(asked, turn.met))
         self.times.exposed_s += exposed
         self.times.behind_s += time.perf_counter() - asked - exposed
@@ -211,14 +214,21 @@ class Timed:
             except queue.Empty:
                 self._tell()
                 continue
-            dist.barrier(group=self.group)
-            turn.met = time.perf_counter()
-            turn.run()
-            speed = self.settings.bandwidth_gb_per_s * 1e9
-            network_s = self.settings.latency_ms / 1e3 + (turn.bytes / speed if speed else 0.0)
-            time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
-            turn.ended = time.perf_counter()
+            try:
+                self._take(turn)
+            except Exception as error:  # a rank that is gone, mostly; told where it is waited for
+                turn.error = error
             turn.done.set()
+
+    @torch.inference_mode()
+    def _take(self, turn: _Turn) -> None:
+        dist.barrier(group=self.group)
+        turn.met = time.perf_counter()
+        turn.run()
+        speed = self.settings.bandwidth_gb_per_s * 1e9
+        network_s = self.settings.latency_ms / 1e3 + (turn.bytes / speed if speed else 0.0)
+        time.sleep(max(0.0, network_s - (time.perf_counter() - turn.met)))
+        turn.ended = time.perf_counter()
 
     def _tell(self) -> None:
         """Write what was measured, when there is more than was written; under another name first."""

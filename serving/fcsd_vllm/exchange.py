@@ -124,10 +124,8 @@ class Exchange:
         self.transport = transport
         self.kernel: Any = None
         self.halves: Any = None
-        self.scale, runner.routed_scaling_factor = (
-            runner.routed_scaling_factor,
-            1.0,
-        )  # it would scale too early
+        self.scale: float = runner.routed_scaling_factor
+        runner.routed_scaling_factor = 1.0  # it would scale before there is anything
         self.call: dict[str, Any] = {}
         self.begun: Any = None
         self.output: Any = None

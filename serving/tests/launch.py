@@ -16,9 +16,10 @@ ENVIRONMENT = {
 }
 
 
-def start_two_ranks(script: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
+def start_two_ranks(script: Path, *words: str, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
     """Start a script on two ranks, where engines take the executor `external_launcher`; `options` are Popen's."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *words]
+    number = ["--nproc-per-node", str(ranks)]
+    command = ["-m", "torch.distributed.run", "--standalone", *number, str(script), *words]
     return subprocess.Popen(
         [sys.executable, *command], env={**ENVIRONMENT, **os.environ}, text=True, **options
     )
