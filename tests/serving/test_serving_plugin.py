@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.aliases import from_instella
-from fcsd.model.families import FAMILIES, PREFIX
+from fcsd.model.families import FAMILIES, PREFIX, SERVED
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
@@ -35,6 +35,7 @@ def plugin() -> Any:
 
 
 def test_every_family_is_named_as_in_fcsd(plugin: Any) -> None:
+    assert sorted(plugin.families.FAMILIES) == list(SERVED)
     for name, row in plugin.families.FAMILIES.items():
         family = FAMILIES[name]
         config = FAMILIES[family.like].config if family.like else family.config
