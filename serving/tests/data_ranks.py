@@ -6,7 +6,9 @@ A case is CHECKPOINT:LAYOUT[:MUTANT]: a layout of `LAYOUTS`, a mutant of `MUTANT
 `data_parallel.npz` in turn, so their numbers of tokens differ; the third step of a short prompt meets a prefill.
 """
 
+import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "small_at_once": {"comm": "c10d", "min_overlap_bytes": 2**16},
     "idle": {"comm": "c10d"},
     "few": {"comm": "c10d"},
+    "abort": {"comm": "c10d"},
 }
-"""In `idle` the last rank has no prompt, in `few` there are fewer prompts than ranks, of a token each step."""
+"""In `idle` the last rank has no prompt, in `few` there are fewer prompts than ranks, of a token each step; in `abort`
+the first client of each rank goes after four steps."""
 
 
 def wait_at_start(llm: Any) -> None:
@@ -82,6 +86,12 @@ def add_shared_twice(llm: Any) -> None:
         schedule.shared = lambda read, shared=shared: 2 * shared(read)
 
 
+def die(llm: Any) -> None:
+    """The last rank is killed in the middle of a layer."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        engine.exchanging(llm)[2].exchange.experts = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def leave_dense_stock(llm: Any) -> None:
     """A selected dense layer is the stock layer."""
     for schedule in engine.schedules_of(llm):
@@ -98,6 +108,7 @@ MUTANTS = {
         attend_to_routed,
         forget_scale,
         add_shared_twice,
+        die,
         leave_dense_stock,
     )
 }
@@ -109,6 +120,20 @@ def prompts_of(layout: str, rank: int, ranks: int) -> list[int]:
         return [0] if rank == 0 else []
     busy = ranks - 1 if layout == "idle" else ranks
     return [k for k in range(8) if k % busy == rank]
+
+
+def generate_and_abort(llm: Any, reference: Path, which: list[int]) -> list[Any]:
+    """Return what `engine.generate` does, without the first prompt, which is taken back while the others go on."""
+    serving = llm.llm_engine
+    step, steps = serving.step, itertools.count()
+
+    def step_and_abort() -> Any:
+        if next(steps) == 4:
+            serving.abort_request([min(serving.output_processor.external_req_ids, key=int)])
+        return step()
+
+    serving.step = step_and_abort
+    return engine.generate(llm, reference, which=which)
 
 
 def run(case: str, models: Path) -> dict[str, Any]:
@@ -132,7 +157,10 @@ def run(case: str, models: Path) -> dict[str, Any]:
         for mutant in mutants:
             MUTANTS[mutant](llm)
         recorder = engine.record_exchange(llm)
-        outputs = engine.generate(llm, reference, which=which)
+        if layout == "abort":
+            outputs, which = generate_and_abort(llm, reference, which), which[1:]
+        else:
+            outputs = engine.generate(llm, reference, which=which)
         recorder.forget()
         result: dict[str, Any] = {"case": case, "prompts": len(which), "events": recorder.events}
         if layout == "chunks":

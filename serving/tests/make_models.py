@@ -102,7 +102,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
-DATA_PARALLEL = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+DATA_PARALLEL = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe")
 """Families whose checkpoints have prompts for data-parallel ranks, too."""
 
 _HALF, _GAP = [2, 3], [0, 1, 3]

@@ -1,5 +1,11 @@
 """Data-parallel attention, experts over all ranks: right and in order, however uneven the ranks; mutants are not."""
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +13,8 @@ import exchange_orders
 import orders
 import pytest
 from engine import BOUND
-from test_parallel import HERE, run_ranks
+from launch import ENVIRONMENT
+from test_parallel import HERE, PATIENCE_S, run_ranks
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
@@ -15,7 +22,11 @@ CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 RIGHT = [
     *(f"{family}-{layers}:async" for family in FAMILIES for layers in CONNECTIVITIES),
     *(f"{family}-all:blocking" for family in FAMILIES),
-    *(f"qwen2_moe-all:{layout}" for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few")),
+    *(
+        f"qwen2_moe-all:{layout}"
+        for layout in ("timed", "no_ep", "small_at_once", "chunks", "idle", "few", "abort")
+    ),
+    "instella_moe-all:async",
     "glm4_moe-all:chunks",
     "deepseek_v3-all:idle",
     "qwen3_moe-all:compiled",
@@ -67,7 +78,7 @@ def steps_of(case: str) -> list[str]:
 @pytest.mark.parametrize("case", RIGHT)
 def test_data_parallel_ranks_compute_what_load_model_computes(case: str, results: dict[str, Any]) -> None:
     layout = case.split(":")[1]
-    check(results[case], {"chunks": 16, "few": 1}.get(layout, 8))
+    check(results[case], {"chunks": 16, "few": 1, "abort": 6}.get(layout, 8))
     if layout == "chunks":
         assert all(result["cached"] >= 32 for result in results[case])
 
@@ -109,3 +120,31 @@ def test_a_mutant_is_seen(case: str, results: dict[str, Any]) -> None:
             assert result["equal"] == result["prompts"]
         else:
             assert wrong_numbers
+
+
+@pytest.mark.parametrize("layout", ["async", "timed"])
+def test_the_other_rank_ends_with_an_error_when_one_is_killed_in_the_middle_of_a_layer(
+    layout: str, models: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [str(models), str(tmp_path / "results"), f"qwen2_moe-all:{layout}:die"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "data_ranks.py"), *words],
+            env={
+                **ENVIRONMENT, **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [rank.wait(timeout=PATIENCE_S) for rank in ranks] == [1, -signal.SIGKILL]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    (result,) = [json.loads(line) for line in (tmp_path / "results.0").read_text().splitlines()]
+    assert "onnection" in result["error"]
