@@ -2,7 +2,8 @@
 
 All have the two methods of `Communication`. A tag names a collective of the model, such as `attention.3`, and is the
 same on every rank and in every step. `start` leaves its argument alone and gives memory of its own back, so that a
-compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag.
+compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag. An argument may be a
+view, as `[:, :hidden]` of a kernel's padded output: collectives read memory without its strides, so each takes a whole one.
 """
 
 import dataclasses
@@ -57,7 +58,9 @@ class Blocking:
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Sum `x`; on CPUs the engine sums in place."""
-        return self.group.all_reduce(x.clone() if x.device.type == "cpu" else x)
+        if x.device.type == "cpu":
+            return self.group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+        return self.group.all_reduce(x.contiguous())
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Return `x`."""
@@ -102,6 +105,7 @@ class Stream:
         if tag not in self.events:
             self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
         ready, done = self.events[tag]
+        x = x.contiguous()
         summed = torch.empty_like(x)
         ready.record()
         self.stream.wait_event(ready)
