@@ -2,8 +2,8 @@
 
 All have the two methods of `Communication`. A tag names a collective of the model, such as `attention.3`, and is the
 same on every rank and in every step. `start` leaves its argument alone and gives memory of its own back, so that a
-compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag. An argument may be a
-view, as `[:, :hidden]` of a kernel's padded output: collectives read memory without its strides, so each takes a whole one.
+compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag. It may be a view, as
+`[:, :hidden]` of a kernel's padded output: collectives do not read strides, so each gets whole memory.
 """
 
 import dataclasses

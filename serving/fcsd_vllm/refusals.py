@@ -29,8 +29,8 @@ def _method(*names: str) -> Callable[[Any, Family], bool]:
 # Sequence-parallel MoE needs data parallelism above one too; the more general sentence comes last.
 _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
-        _parallel("enable_dbo"),
-        "dual batch overlap (--enable-dbo) splits the step that FarSkip layers overlap; leave it off",
+        _parallel("use_ubatching"),
+        "dual batch overlap (--enable-dbo, --ubatch-size) splits the step that FarSkip layers overlap; leave it off",
     ),
     (
         _parallel("use_sequence_parallel_moe"),
@@ -47,8 +47,18 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
         "context-parallel prefill splits the sums of a layer; leave it off",
     ),
     (
-        _method("eagle3", "dflash"),
-        "this draft model reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
+        _above_one("decode_context_parallel_size"),
+        "context-parallel decoding (--decode-context-parallel-size) moves queries and sums between the ranks within"
+        " attention, beside the sums in flight; leave it off",
+    ),
+    (
+        _parallel("enable_elastic_ep"),
+        "elastic expert parallelism (--enable-elastic-ep) changes the groups of ranks of a running server; leave it"
+        " off",
+    ),
+    (
+        _method("eagle3", "dflash", "dspark", "extract_hidden_states"),
+        "this speculation reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
     ),
     (_float16, "vLLM rescales the stream of this family in float16; use --dtype bfloat16"),
 )
