@@ -27,7 +27,7 @@ _QUIET_S = 0.1
 
 
 class Communication(Protocol):
-    """A back end."""
+    """A back end; one whose collectives are complete when they have begun has `at_once`."""
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Begin to sum `x` over the ranks; the result is complete after `wait`."""
@@ -41,6 +41,8 @@ class Communication(Protocol):
 class Alone:
     """One rank: the sum is the summand."""
 
+    at_once = True
+
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Copy, because operators may not return their arguments."""
         return x.clone()
@@ -52,6 +54,8 @@ class Alone:
 
 class Blocking:
     """The engine's own all-reduce, with whatever it chooses for the size; complete at once."""
+
+    at_once = True
 
     def __init__(self, group: Any) -> None:
         self.group = group

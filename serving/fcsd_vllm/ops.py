@@ -13,7 +13,6 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from fcsd_vllm.communication import Alone, Blocking
 from fcsd_vllm.refusals import Refused
 
 _LIBRARY = Library("fcsd", "FRAGMENT")
@@ -28,9 +27,8 @@ def _schedule(name: str) -> Any:
     """
     context = get_forward_context()
     schedule = context.no_compile_layers[name]
-    if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not isinstance(
-        schedule.communication, Alone | Blocking
-    ):
+    at_once = getattr(schedule.communication, "at_once", False)
+    if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not at_once:
         raise Refused(
             "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has sums in flight (its attention"
             ' kernels, or speculation, have no whole ones); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
