@@ -2,7 +2,8 @@
 
 All have the two methods of `Communication`. A tag names a collective of the model, such as `attention.3`, and is the
 same on every rank and in every step. `start` leaves its argument alone and gives memory of its own back, so that a
-compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag.
+compiler may do with the argument what it likes; the sum is in it after `wait` with the same tag. It may be a view, as
+`[:, :hidden]` of a kernel's padded output: collectives do not read strides, so each gets whole memory.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _QUIET_S = 0.1
 
 
 class Communication(Protocol):
-    """A back end."""
+    """A back end; one whose collectives are complete when they have begun has `at_once`."""
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Begin to sum `x` over the ranks; the result is complete after `wait`."""
@@ -41,6 +42,8 @@ class Communication(Protocol):
 class Alone:
     """One rank: the sum is the summand."""
 
+    at_once = True
+
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Copy, because operators may not return their arguments."""
         return x.clone()
@@ -53,12 +56,16 @@ class Alone:
 class Blocking:
     """The engine's own all-reduce, with whatever it chooses for the size; complete at once."""
 
+    at_once = True
+
     def __init__(self, group: Any) -> None:
         self.group = group
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Sum `x`; on CPUs the engine sums in place."""
-        return self.group.all_reduce(x.clone() if x.device.type == "cpu" else x)
+        if x.device.type == "cpu":
+            return self.group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+        return self.group.all_reduce(x.contiguous())
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Return `x`."""
@@ -100,6 +107,7 @@ class Stream:
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
         """Begin when the computing stream has made `x`."""
+        x = x.contiguous()
         summed = torch.empty_like(x)
         self.begin(lambda communicator, stream: communicator.all_reduce(x, summed, stream=stream), x, tag)
         return summed

@@ -1,6 +1,8 @@
 """The model classes that vLLM loads: a stock class each, whose layers are rewired before weights are loaded."""
 
 import importlib
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -8,9 +10,10 @@ from typing import Any
 from fcsd_vllm.communication import make_communication
 from fcsd_vllm.families import FAMILIES, Family
 from fcsd_vllm.field import field_of, read_field
-from fcsd_vllm.rewire import rewire
+from fcsd_vllm.rewire import rewire, used_functions
 from fcsd_vllm.settings import Settings, read_settings, shown
 from fcsd_vllm.transports import make_transport
+from fcsd_vllm.versions import check_sources, needed_functions
 
 
 def _stock_class(name: str) -> Any:
@@ -20,6 +23,18 @@ def _stock_class(name: str) -> Any:
     module, class_name = {**_TEXT_GENERATION_MODELS, **_MULTIMODAL_MODELS}[name]
     module = module if "." in module else f"vllm.model_executor.models.{module}"
     return getattr(importlib.import_module(module), class_name)
+
+
+def forwards() -> Iterator[Callable[..., Any]]:
+    """Yield the forwards of all that the families' files name; the layers of a wrapper are those of its text model."""
+    rooms = ("vllm.model_executor.models.", "vllm.model_executor.layers.mamba.")
+    for family in FAMILIES.values():
+        if family.text_config:
+            continue
+        file = importlib.import_module(_stock_class(family.stock).__module__)
+        for each in vars(file).values():
+            if inspect.isclass(each) and each.__module__.startswith(rooms) and hasattr(each, "forward"):
+                yield each.forward
 
 
 def make_model_class(family: Family) -> Any:
@@ -76,6 +91,8 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
         vllm_config.compilation_config.static_forward_context,
         vllm.__version__,
     )
+    used = [*used_functions(stack, family, rewired), *needed_functions()] if rewired else []
+    check_sources(used, vllm.__version__, settings.looked_at)
     init_logger("vllm.fcsd").info(
         "FarSkip: rewired %d of %d layers of %s, %s %s, vLLM %s",
         len(rewired),

@@ -9,15 +9,31 @@ from typing import Any
 
 import torch
 from torch.library import Library
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
+
+from fcsd_vllm.refusals import Refused
 
 _LIBRARY = Library("fcsd", "FRAGMENT")
 
 
 def _schedule(name: str) -> Any:
-    """Return the layer that this engine knows by a name; two engines in a process have a table each."""
-    return get_forward_context().no_compile_layers[name]
+    """Return the layer that this engine knows by a name; two engines in a process have a table each.
+
+    Raises:
+        Refused: a piecewise graph is captured, which would end with sums in flight. vLLM chooses the kind of its graphs
+            once more when it knows its attention kernels, after `keep_whole_graphs`.
+    """
+    context = get_forward_context()
+    schedule = context.no_compile_layers[name]
+    at_once = getattr(schedule.communication, "at_once", False)
+    if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not at_once:
+        raise Refused(
+            "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has sums in flight (its attention"
+            ' kernels, or speculation, have no whole ones); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
+        )
+    return schedule
 
 
 def attention_input(

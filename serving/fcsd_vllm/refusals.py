@@ -49,8 +49,8 @@ def _unsplit(config: Any) -> bool:
 
 _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
-        _parallel("enable_dbo"),
-        "dual batch overlap (--enable-dbo) splits the step that FarSkip layers overlap; leave it off",
+        _parallel("use_ubatching"),
+        "dual batch overlap (--enable-dbo, --ubatch-size) splits the step that FarSkip layers overlap; leave it off",
     ),
     (
         _data_parallel(lambda config: config.parallel_config.tensor_parallel_size > 1),
@@ -70,16 +70,22 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
         "with data parallelism adapters travel with the tokens, which FarSkip's exchange does not do; merge them",
     ),
     (
-        _data_parallel(lambda config: config.parallel_config.enable_elastic_ep),
-        "elastic expert parallelism changes the ranks of a running exchange; leave it off",
-    ),
-    (
         _above_one("prefill_context_parallel_size"),
         "context-parallel prefill splits the sums of a layer; leave it off",
     ),
     (
-        _method("eagle3", "dflash"),
-        "this draft model reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
+        _above_one("decode_context_parallel_size"),
+        "context-parallel decoding (--decode-context-parallel-size) moves queries and sums between the ranks within"
+        " attention, beside the sums in flight; leave it off",
+    ),
+    (
+        _parallel("enable_elastic_ep"),
+        "elastic expert parallelism (--enable-elastic-ep) changes the groups of ranks of a running server; leave it"
+        " off",
+    ),
+    (
+        _method("eagle3", "dflash", "dspark", "extract_hidden_states"),
+        "this speculation reads the stream between layers, where FarSkip has sums in flight; use n-gram speculation",
     ),
     (_float16, "vLLM rescales the stream of this family in float16; use --dtype bfloat16"),
 )

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def rewire(
     is_moe = [here[k] and _runner(getattr(layer, family.moe)) is not None for k, layer in enumerate(layers)]
     rewired = [k for k in field.layers if here[k]]
     for k in rewired:
+        _check_forward(layers[k], k)
         begins_stage = k > 0 and not here[k - 1]
         ends_stage = k + 1 < len(layers) and not here[k + 1]
         receives = k - 1 in selected and field.partial
@@ -79,6 +81,25 @@ def rewire(
         run = functools.partial(_forward, schedule, attention, family.arguments, tuple(sorted(takes)))
         layers[k].forward = run
     return rewired
+
+
+def used_functions(stack: nn.Module, family: Family, rewired: list[int]) -> list[Callable[..., Any]]:
+    """Return the forwards that rewired layers replace or call, and that of the loop around them."""
+    layers: list[Any] = [stack.layers[k] for k in rewired]  # type: ignore[index]
+    parts = [
+        part for layer in layers for part in (layer, _attention(layer, family), getattr(layer, family.moe))
+    ]
+    return [type(part).forward for part in (stack, *parts)]
+
+
+def _check_forward(layer: nn.Module, k: int) -> None:
+    """Refuse a layer whose forward is wrapped: what the wrapper does, such as to fetch weights, would be left out."""
+    if (wrapper := vars(layer).get("forward")) is not None:
+        raise Refused(
+            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has put a forward of its own in the layer's"
+            " place, which FarSkip layers would leave out; switch that off (offloading of weights: --cpu-offload-gb,"
+            " --offload-group-size)"
+        )
 
 
 def _attention(layer: nn.Module, family: Family) -> Any:

@@ -42,6 +42,7 @@ class Transport:
     def __init__(self, group: Any, settings: Settings) -> None:
         self.group = group.device_group
         self.settings = settings
+        self.at_once = settings.comm == "blocking"  # then nothing comes here
 
     def gather(
         self, tensors: list[torch.Tensor], sizes: list[int], tag: str
