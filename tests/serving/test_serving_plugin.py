@@ -157,12 +157,23 @@ def test_no_function_of_the_plugin_is_longer_than_eighty_lines() -> None:
                 assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
 
 
-def engine_config(dtype: str = "torch.bfloat16", method: str | None = None, **parallel: Any) -> Any:
+def engine_config(
+    dtype: str = "torch.bfloat16",
+    method: str | None = None,
+    lora: Any = None,
+    comm: str = "",
+    **parallel: Any,
+) -> Any:
     """What the refusals read of a vLLM config."""
+    sizes = {f"{name}_parallel_size": 1 for name in ("data", "tensor", "pipeline")}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
+        parallel_config=SimpleNamespace(
+            **{**sizes, "all2all_backend": "allgather_reducescatter", **parallel},
+        ),
         model_config=SimpleNamespace(dtype=dtype),
         speculative_config=SimpleNamespace(method=method) if method else None,
+        lora_config=lora,
+        additional_config={"fcsd": {"comm": comm}} if comm else {},
     )
 
 
@@ -172,10 +183,25 @@ def engine_config(dtype: str = "torch.bfloat16", method: str | None = None, **pa
         ("qwen3_moe", engine_config(use_ubatching=True), "--enable-dbo, --ubatch-size"),
         (
             "qwen3_moe",
-            engine_config(use_sequence_parallel_moe=True, data_parallel_size=2),
-            "sequence-parallel MoE",
+            engine_config(tensor_parallel_size=2, data_parallel_size=2),
+            "use --tensor-parallel-size 1, or --data-parallel-size 1",
         ),
-        ("qwen3_moe", engine_config(data_parallel_size=2), "one server a replica"),
+        (
+            "qwen3_moe",
+            engine_config(pipeline_parallel_size=2, data_parallel_size=2),
+            "use --pipeline-parallel-size 1",
+        ),
+        ("qwen3_moe", engine_config(lora="LoRA", data_parallel_size=2), "merge them"),
+        (
+            "qwen3_moe",
+            engine_config(all2all_backend="mori_low_latency", data_parallel_size=2),
+            "use --all2all-backend allgather_reducescatter, deepep_high_throughput, deepep_low_latency",
+        ),
+        (
+            "qwen3_moe",
+            engine_config(all2all_backend="deepep_low_latency", data_parallel_size=2, comm="timed"),
+            "the last two with comm: stream",
+        ),
         ("qwen3_moe", engine_config(prefill_context_parallel_size=2), "context-parallel prefill"),
         ("deepseek_v3", engine_config(decode_context_parallel_size=2), "--decode-context-parallel-size"),
         ("qwen3_moe", engine_config(enable_elastic_ep=True), "--enable-elastic-ep"),
@@ -221,6 +247,14 @@ def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
     rows = plugin.families.FAMILIES
     plugin.refusals.check_engine(
         engine_config(data_parallel_size=1, use_ubatching=False), rows["deepseek_v3"]
+    )
+    for back_end in plugin.refusals.SPLITTABLE:
+        plugin.refusals.check_engine(
+            engine_config(data_parallel_size=8, all2all_backend=back_end), rows["deepseek_v3"]
+        )
+    plugin.refusals.check_engine(
+        engine_config(data_parallel_size=8, all2all_backend="mori_low_latency", comm="blocking"),
+        rows["qwen3_moe"],
     )
     plugin.refusals.check_engine(engine_config(method="ngram"), rows["qwen3_moe"])
     plugin.refusals.check_engine(engine_config(dtype="torch.float16"), rows["qwen3_moe"])
