@@ -52,15 +52,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
-# Wider, and with a shared expert, as models that are served so are: a dispatch has attention from its kernel on to run
-# beside, a combine the shared expert and attention up to its kernel.
+# With a shared expert, as models that are served so have: a dispatch has attention from its kernel on to run beside, a
+# combine the shared expert and attention up to its kernel.
 DATA_PARALLEL_CONFIG: dict[str, Any] = {
     **CONFIG,
     "architectures": ["FarSkipQwen2MoeForCausalLM"],
     "model_type": "farskip_qwen2_moe",
-    "hidden_size": 2048,
     "num_key_value_heads": 16,
-    "shared_expert_intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
 }
 
 
