@@ -3,6 +3,7 @@
     state-00001-of-00008.safetensors   of each rank that writes; what is above 4 GB in …00008.1.safetensors and so on
         NAME                  (n,) the rank's part of a trained parameter, flat, as the optimiser has it (float32)
         NAME|exp_avg, …       (n,) the same part of each state of the optimiser
+        NAME|average          (n,) the same part of the moving average of the weights, float32
         metadata: `starts`    NAME -> where the part begins in the flattened parameter; `sizes` NAME -> its whole size
     optimizer.json            the settings of each parameter group, and what the optimiser counts (`step`)
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.shard import reshard
 
 OPTIMIZER = "optimizer.json"
+AVERAGE = "average"  # what no optimiser calls a state
 PART_OF = "part_of"  # in a parameter group of the optimiser: see `_groups`
 FILE_BYTES = (
     1 << 32
@@ -47,7 +49,7 @@ _FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The run [start, stop) of a parameter of `size` numbers; on this rank at `offset` of the flattened `slot`.
 
     slot: what the optimiser updates: the parameter itself, or ZeRO's flat float32 partition of many.
@@ -68,23 +70,28 @@ class _Part:
 
 
 def write_state(
-    folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, weights_only: bool = False
+    folder: Path,
+    model: nn.Module,
+    optimizer: Any,
+    ranks: Ranks,
+    *,
+    weights_only: bool = False,
+    average: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write this rank's part below `folder`. All ranks call this; `check_state` tells whether all have.
 
     model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer: accelerate's, of that model.
-    weights_only: leave the optimiser's states out.
+    weights_only: leave the optimiser's states out. average: of each trained parameter this rank's part, flat.
     """
-    reshard(model)
+    parts = parts_of(model, optimizer, ranks)
     folder.mkdir(parents=True, exist_ok=True)
     writers, index = _writers(model, ranks)
-    parts = list(_parts(model, optimizer, ranks))
     states = {} if weights_only else _inner(optimizer).state
     if index is not None:
         path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
-        files = _cut(parts, states)
+        files = _cut(parts, states, average or {})
         for number, entries in enumerate(files):
-            tensors = {key: part.of(source).to("cpu", copy=True) for key, part, source in entries}
+            tensors = {key: run.to("cpu", copy=True) for key, _, run in entries}
             metadata = {
                 "files": str(len(files)),
                 "starts": json.dumps({part.name: part.start for _, part, _ in entries}),
@@ -128,21 +135,26 @@ def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None
     scheduler.load_state_dict(state | lists)
 
 
-def _cut(parts: list[_Part], states: Any) -> list[list[tuple[str, _Part, Any]]]:
-    """Return (name in the file, part, tensor that holds it) of all that is stored, by file."""
-    files: list[list[tuple[str, _Part, Any]]] = [[]]
+def _cut(
+    parts: list[Part], states: Any, average: Mapping[str, Tensor]
+) -> list[list[tuple[str, Part, Tensor]]]:
+    """Return (name in the file, part, its numbers) of all that is stored, by file."""
+    files: list[list[tuple[str, Part, Tensor]]] = [[]]
     size = 0
     for part in parts:
-        others = {f"{part.name}|{key}": value for key, value in states.get(part.slot, {}).items()}
-        for key, source in {part.name: part.slot, **others}.items():
-            if _is_number(source):
-                continue
-            number = (part.stop - part.start) * source.element_size()
-            if files[-1] and size + number > FILE_BYTES:
+        own = {
+            f"{part.name}|{key}": part.of(value)
+            for key, value in states.get(part.slot, {}).items()
+            if not _is_number(value)
+        }
+        if part.name in average:
+            own[f"{part.name}|{AVERAGE}"] = average[part.name]
+        for key, run in {part.name: part.of(part.slot), **own}.items():
+            if files[-1] and size + run.nbytes > FILE_BYTES:
                 files.append([])
                 size = 0
-            files[-1].append((key, part, source))
-            size += number
+            files[-1].append((key, part, run))
+            size += run.nbytes
     return files
 
 
@@ -161,15 +173,26 @@ def read_state(
     Raises:
         UserError: a file is missing or damaged, or the checkpoint is of other trainable parameters.
     """
-    reshard(model)
-    parts = list(_parts(model, optimizer, ranks))
+    parts = parts_of(model, optimizer, ranks)
     with ExitStack() as stack, torch.no_grad():
         stored = _Stored(folder, stack)
         for part in parts:
             stored.read(part.name, part, part.of(part.slot))
         if optimizer is not None and not weights_only:
             _read_optimizer(folder, stored, parts, _inner(optimizer))
-    _use(parts, optimizer)
+    compute_with(parts, optimizer)
+
+
+def read_average(folder: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> dict[str, Tensor]:
+    """Return this rank's part of the average that `write_state` was given; raises as `read_state`."""
+    average = {}
+    with ExitStack() as stack:
+        stored = _Stored(folder, stack)
+        for part in parts_of(model, optimizer, ranks):
+            run = torch.empty(part.stop - part.start, dtype=torch.float32, device=part.slot.device)
+            stored.read(f"{part.name}|{AVERAGE}", part, run)
+            average[part.name] = run
+    return average
 
 
 def check_state(folder: Path) -> None:
@@ -178,7 +201,7 @@ def check_state(folder: Path) -> None:
         _Stored(folder, stack)
 
 
-def _read_optimizer(folder: Path, stored: _Stored, parts: list[_Part], inner: torch.optim.Optimizer) -> None:
+def _read_optimizer(folder: Path, stored: _Stored, parts: list[Part], inner: torch.optim.Optimizer) -> None:
     record = read_json(folder / OPTIMIZER)
     groups, own = record["groups"], _groups(inner)
     if len(groups) != (number := len({index for index, _ in own})):
@@ -239,13 +262,15 @@ class _Stored:
 
     def states(self, name: str) -> list[str]:
         """Return names of the optimiser's states of a parameter."""
-        return [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
+        keys = [key.split("|")[1] for key in self.runs if key.startswith(f"{name}|")]
+        return [key for key in keys if key != AVERAGE]
 
-    def read(self, name: str, part: _Part, into: Tensor) -> None:
+    def read(self, name: str, part: Part, into: Tensor) -> None:
         """Copy the run of `part` of a stored tensor into the flat `into`."""
-        if name not in self.runs or self.sizes[part.name] != part.size:
+        held = self.sizes[part.name] if name in self.runs else "no"
+        if held != part.size:
             raise UserError(
-                f"{self.folder}: holds {self.sizes.get(part.name, 'no')} numbers of '{name}', needed are {part.size};"
+                f"{self.folder}: holds {held} numbers of '{name}', needed are {part.size};"
                 " it is the checkpoint of another model, or of other trainable parameters"
             )
         missing = part.stop - part.start
@@ -292,8 +317,13 @@ def _writers(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
     return 1, 0 if rank == 0 else None
 
 
-def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_Part]:
-    """Yield this rank's part of every trained parameter, in the model's order."""
+def parts_of(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> list[Part]:
+    """Return this rank's part of every trained parameter, in the model's order, after freeing what was gathered."""
+    reshard(model)
+    return list(_parts(model, optimizer, ranks))
+
+
+def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Part]:
     for name, parameter in model.named_parameters():
         p: Any = parameter
         if not p.requires_grad:
@@ -307,12 +337,12 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[_P
                 zero = _zero(optimizer)
                 group, offset, _ = zero.grad_position[zero.get_param_id(p)]
                 slot = zero.fp32_partitioned_groups_flat[group]
-            yield _Part(name, p, p.ds_numel, start, stop, slot, int(offset))
+            yield Part(name, p, p.ds_numel, start, stop, slot, int(offset))
         elif hasattr(p, "device_mesh"):
             start = _first_row(p) * (p.numel() // p.shape[0])
-            yield _Part(name, p, p.numel(), start, start + p.to_local().numel(), p)
+            yield Part(name, p, p.numel(), start, start + p.to_local().numel(), p)
         else:
-            yield _Part(name, p, p.numel(), 0, p.numel(), p)
+            yield Part(name, p, p.numel(), 0, p.numel(), p)
 
 
 def _first_row(parameter: Any) -> int:
@@ -331,8 +361,8 @@ def _first_row(parameter: Any) -> int:
     return first + min(index * -(-rows // ranks), rows)
 
 
-def _use(parts: list[_Part], optimizer: Any | None) -> None:
-    """ZeRO-3 computes with copies of what was read."""
+def compute_with(parts: list[Part], optimizer: Any | None) -> None:
+    """Let an engine compute with what was written to its parts: ZeRO-3 has copies of them. All ranks call this."""
     if optimizer is None or not parts or not hasattr(parts[0].parameter, "ds_id"):
         return
     for part in parts:

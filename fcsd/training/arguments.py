@@ -75,10 +75,8 @@ def refuse_what_cannot_be_sharded(
     if not engine.shards:
         return
     wrong = {
-        "train.optimizer: muon orthogonalises whole matrices, which no rank has under FSDP or DeepSpeed; launch data"
-        " parallel copies": train.optimizer == "muon",
-        "train.ema_decay: an average is kept of whole weights, which no rank has under FSDP or DeepSpeed; launch data"
-        " parallel copies": train.ema_decay is not None,
+        "train.optimizer: muon orthogonalises whole matrices, and ZeRO-3's optimiser has flat runs of them; launch"
+        " FSDP2 (configs/fsdp2_8.yaml)": engine.uses_deepspeed and train.optimizer == "muon",
         "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
             engine.spreads_experts and train.layer_lr_ratio != 1
         ),

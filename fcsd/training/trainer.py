@@ -76,7 +76,7 @@ class DistillTrainer(Trainer):
         self.settings = sections.train
         self.average: WeightAverage | None = None
         if (decay := self.settings.ema_decay) is not None:
-            self.average = WeightAverage(model, decay, skipped=lambda: self.guarded.verdict != "go")
+            self.average = WeightAverage(self, decay, skipped=lambda: self.guarded.verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which is added later
         self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
 
@@ -209,7 +209,7 @@ class DistillTrainer(Trainer):
             self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
         optimizer = super().create_optimizer(model)
         # The Trainer has one group a mesh of those that decay, and of the others.
-        if self.engine.spreads_experts:
+        if self.engine.spreads_experts and plain:
             note_parts(optimizer, trained, decayed)
         return optimizer
 
@@ -269,11 +269,10 @@ class DistillTrainer(Trainer):
     # FSDP and DeepSpeed it writes formats that only the same engine reads.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks)
+        average = self.average.average if self.average is not None else None
+        write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks, average=average)
         if self.args.should_save:
             torch.save(schedule_state(self.lr_scheduler, self.optimizer), Path(output_dir) / _SCHEDULE)
-            if self.average is not None:
-                self.average.save(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing: `restore` does it, once there is an optimiser."""

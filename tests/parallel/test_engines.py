@@ -653,8 +653,6 @@ def test_a_rank_holds_whole_experts_of_its_own(tmp_path: Path, world: int, size:
 def test_what_expert_parallel_ranks_cannot_train_is_refused(bench: Bench) -> None:
     train = yaml.safe_load(bench.recipe().read_text())["train"]
     cases: dict[str, dict[str, Any]] = {
-        "muon orthogonalises whole matrices": {"train": train | {"optimizer": "muon"}},
-        "an average is kept of whole weights": {"train": train | {"ema_decay": 0.9}},
         "layer_lr_ratio: does not work with --expert-parallel": {"train": train | {"layer_lr_ratio": 0.9}},
         "lora: adapters on weights that are sharded over ranks": {"lora": {"r": 4}},
     }

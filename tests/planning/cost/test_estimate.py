@@ -282,6 +282,8 @@ def test_an_average_of_the_weights_takes_four_bytes_a_parameter(recipe: Callable
     path = few_layers(recipe(train={"ema_decay": 0.99}))
     facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=1, sharding="none"))
     assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"]
+    facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"))
+    assert facts["memory"]["parts"]["averaged weights"] == 4 * facts["parameters"]["total"] // 8
 
 
 def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable[..., Path]) -> None:
