@@ -1,7 +1,7 @@
 """An exponential moving average of the trained weights, which is what is scored and left.
 
 It is elementwise, so each rank averages its own part of each parameter, whatever engine has cut it
-(`fcsd.parallel.state`).
+(`fcsd.parallel.parts`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from fcsd.parallel.state import Part, compute_with, parts_of, read_average
+from fcsd.parallel.parts import Part, compute_with, parts_of
+from fcsd.parallel.state import read_average
 
 
 class WeightAverage(TrainerCallback):

@@ -12,7 +12,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, writing
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import known_to_all
-from fcsd.parallel.state import check_state, write_state
+from fcsd.parallel.state import check_state, write_weights
 from fcsd.training.arguments import Scorer, TrainingRun
 from fcsd.training.checkpoints import STOPPER_FILE, checkpoints
 from fcsd.training.early_stopping import EarlyStopper, Score
@@ -38,7 +38,7 @@ def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
         shutil.rmtree(beside, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     with writing(best), trainer.scored_weights():
-        write_state(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks, weights_only=True)
+        write_weights(beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
     trainer.accelerator.wait_for_everyone()
     if first:
         check_state(beside)

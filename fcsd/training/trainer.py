@@ -18,10 +18,11 @@ from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity.spec import TRAINED
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.state import load_schedule, read_state, schedule_state, write_state
+from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.callbacks import InStep
-from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE, write_checkpoint
+from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter
+from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps
@@ -31,8 +32,6 @@ from fcsd.training.safety import Guard
 from fcsd.training.schedule import learning_rate_schedule
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
-
-_SCHEDULE = "scheduler.pt"
 
 
 class DistillTrainer(Trainer):
@@ -57,7 +56,7 @@ class DistillTrainer(Trainer):
         **kwargs: Any,
     ):
         self.launch, self.engine = launch, launch.engine
-        self.is_writing_checkpoint = False  # beside its place
+        self.checkpoint_writer = CheckpointWriter(self)
         _use_one_device(args)
         if args.bf16:
             autocast_experts()
@@ -78,7 +77,6 @@ class DistillTrainer(Trainer):
         if (decay := self.settings.ema_decay) is not None:
             self.average = WeightAverage(self, decay, skipped=lambda: self.guarded.verdict != "go")
             self.add_callback(self.average)  # before the one that scores, which is added later
-        self._known_checkpoints: set[str] = set()  # written by this trainer, or gone on from
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # whose parts are where they belong
@@ -126,6 +124,8 @@ class DistillTrainer(Trainer):
             self.control.should_log = True  # the last step is on record whatever logging_steps is
         if self.guarded.rewind():
             return
+        if self.guarded.is_written:
+            self.checkpoint_writer.finish()
         self.guarded.heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -155,7 +155,7 @@ class DistillTrainer(Trainer):
             self.step_loss.terms.steps = max_steps
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
-            self._known_checkpoints.add(Path(resume_from_checkpoint).name)
+            self.checkpoint_writer.known.add(Path(resume_from_checkpoint).name)
         self.guarded.reset_meters()
         return prepared
 
@@ -171,8 +171,15 @@ class DistillTrainer(Trainer):
         """Train as the Trainer does; behind it no rank is in a step."""
         try:
             return super().train(*args, **kwargs)
+        except BaseException as error:
+            self.checkpoint_writer.leave(error)
+            raise
         finally:
             in_step(False)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        self.checkpoint_writer.close()
+        return super()._finalize_training(*args)
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's; its processes outlive a signal that the scheduler or Ctrl-C has sent to all."""
@@ -241,7 +248,7 @@ class DistillTrainer(Trainer):
     def restore(self, checkpoint: Path) -> None:
         """Weights, optimiser and schedule as they were, whatever engine and number of ranks wrote the checkpoint."""
         read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
-        schedule = torch.load(checkpoint / _SCHEDULE, map_location="cpu", weights_only=True)
+        schedule = torch.load(checkpoint / SCHEDULE, map_location="cpu", weights_only=True)
         load_schedule(self.lr_scheduler, self.optimizer, schedule)
         if self.average is not None:
             self.average.load(checkpoint)
@@ -254,25 +261,19 @@ class DistillTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return str(Path(folder) / PARTIAL) if self.is_writing_checkpoint else folder
+        return str(Path(folder) / PARTIAL) if self.checkpoint_writer.is_saving else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint beside, then rename it, then drop the oldest: a checkpoint that can be seen is whole."""
-        name = f"checkpoint-{self.state.global_step}"
-        if name not in self._known_checkpoints or not (Path(str(self.args.output_dir)) / name).is_dir():
-            save = super()._save_checkpoint
-            write_checkpoint(self, name, lambda: save(model, trial))
-            self._known_checkpoints.add(name)
+        save = super()._save_checkpoint
+        self.checkpoint_writer.write(f"checkpoint-{self.state.global_step}", lambda: save(model, trial))
 
     # The Trainer saves with `save_pretrained`, which writes per-expert tensor names, and loads a checkpoint with a
     # non-strict `load_state_dict`, which expects the fused names: the experts would silently stay as they are. Under
     # FSDP and DeepSpeed it writes formats that only the same engine reads.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        average = self.average.average if self.average is not None else None
-        write_state(Path(output_dir), self.plain_model, self.optimizer, self.launch.ranks, average=average)
-        if self.args.should_save:
-            torch.save(schedule_state(self.lr_scheduler, self.optimizer), Path(output_dir) / _SCHEDULE)
+        self.checkpoint_writer.save_state(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing: `restore` does it, once there is an optimiser."""

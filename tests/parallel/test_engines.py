@@ -24,9 +24,9 @@ from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.engine import Engine, check_precision, checkpoints_activations, requested_engine
 from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.parts import first_row
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.shard import shard_student, shard_teacher, zero_settings
-from fcsd.parallel.state import _first_row
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.prepare import freeze_embeddings_and_head
@@ -632,7 +632,7 @@ def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
         assert torch.equal(shard_teacher(model, launch).weight, whole.lm_head.weight)
     found = {}
     for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        local, start = parameter.to_local(), _first_row(parameter)
+        local, start = parameter.to_local(), first_row(parameter)
         assert torch.equal(local, expected[start : start + len(local)]), name
         found[name] = (start, len(local))
     return found
