@@ -20,6 +20,7 @@ parameter's shape; ZeRO-3 with its optimiser on a disk (nvme).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
@@ -63,20 +64,39 @@ class StateFile:
             into[key].copy_(run)
         return replace(self, runs={key: into[key] for key in self.runs})
 
-    def write(self, folder: Path) -> None:
-        """Write it.
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write it, and return what it has: `bytes` and `sha256`, of what was given to the disk.
 
-        Raises:
-            OSError: it is not on the disk, or does not hold what was written.
+        safetensors' own writer gives no hash (a pass over the file would take as long again), and puts the header's
+        metadata in any order.
         """
-        path = folder / self.name
-        save_file(self.runs, path, metadata=self.metadata)
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-        if shapes != {name: list(run.shape) for name, run in self.runs.items()}:
-            raise OSError(f"{path}: does not hold what was written to it")
+        runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))  # aligned
+        header: dict[str, Any] = {"__metadata__": self.metadata}
+        end = 0
+        for name, run in runs.items():
+            begin, end = end, end + run.nbytes
+            header[name] = {"dtype": _DTYPES[run.dtype], "shape": [*run.shape], "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        digest, number = hashlib.sha256(), 0
+        with (folder / self.name).open("wb") as file:
+            for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes_of, runs.values())):
+                for start in range(0, len(data), _PIECE):
+                    piece = data[start : start + _PIECE]
+                    number += file.write(piece)
+                    digest.update(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        return {"bytes": number, "sha256": digest.hexdigest()}
+
+
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
+_PIECE = 1 << 24
+
+
+def _bytes_of(run: Tensor) -> memoryview:
+    array: Any = run.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def state_files(

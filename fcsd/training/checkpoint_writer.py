@@ -32,7 +32,6 @@ from fcsd.training.checkpoints import (
     PARTIAL,
     STOPPER_FILE,
     checkpoints,
-    file_facts,
     note_files,
     retire,
 )
@@ -146,8 +145,7 @@ class CheckpointWriter:
                 for file in files if self._error is None else ():
                     if self._abandoned:
                         return
-                    file.write(beside)
-                    self._noted[file.name] = file_facts(beside / file.name)  # while it is in memory
+                    self._noted[file.name] = file.write(beside)
         except Exception as error:
             self._error = error
 

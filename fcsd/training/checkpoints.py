@@ -53,13 +53,13 @@ def note_files(checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any
     found = dict(noted or {})
     unknown = [name for name in names if name not in found]
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
-    for shares in ranks.share(lambda: {name: file_facts(checkpoint / name) for name in ranks.deal(unknown)}):
+    for shares in ranks.share(lambda: {name: _facts(checkpoint / name) for name in ranks.deal(unknown)}):
         found |= shares
     if ranks.first:
         write_json(checkpoint / _FILES, {name: found[name] for name in names})
 
 
-def file_facts(path: Path) -> dict[str, Any]:
+def _facts(path: Path) -> dict[str, Any]:
     """Bring a file to the disk and return its size and hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,14 +1,17 @@
 """Weights and optimiser on disk: what is read is what was written, or an error that says what is missing."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from fcsd.base.errors import UserError
 from fcsd.parallel.ranks import ALONE
-from fcsd.parallel.state import check_state, read_state, state_files, write_settings
+from fcsd.parallel.state import StateFile, check_state, read_state, state_files, write_settings
 from tests.reference.tiny import tiny_model
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -57,6 +60,26 @@ def test_a_training_goes_on_to_the_last_bit_from_several_files(tmp_path: Path, s
     assert fresh.param_groups[0]["lr"] == 1e-3
     go_on(other, fresh, 2)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_file_is_read_by_safetensors_and_has_the_bytes_that_were_noted(tmp_path: Path) -> None:
+    runs = {
+        "half": torch.arange(5, dtype=torch.bfloat16),
+        "ä|exp_avg": torch.randn(7),
+        "none": torch.empty(0),
+        "large": torch.randn(5_000_000),  # more than one piece
+    }
+    noted = StateFile("state.safetensors", runs, {"files": "1"}).write(tmp_path)
+    path = tmp_path / "state.safetensors"
+    assert noted == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    found = load_file(path)
+    assert found.keys() == runs.keys() and all(torch.equal(found[name], runs[name]) for name in runs)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"files": "1"}
+        assert torch.equal(file.get_slice("large")[10:4_000_000], runs["large"][10:4_000_000])
+    again = tmp_path / "again"
+    again.mkdir()
+    assert StateFile("state.safetensors", runs, {"files": "1"}).write(again) == noted
 
 
 @pytest.mark.parametrize(

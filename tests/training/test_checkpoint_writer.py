@@ -64,9 +64,9 @@ def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written
     opened, write = threading.Event(), StateFile.write
     seen: dict[int, tuple[bool, list[str]]] = {}  # when a step begins: at work, and what is there
 
-    def late(self: StateFile, folder: Path) -> None:
+    def late(self: StateFile, folder: Path) -> dict[str, Any]:
         assert opened.wait(60)
-        write(self, folder)
+        return write(self, folder)
 
     def look(trainer: Any) -> None:
         step, writer = trainer.state.global_step, trainer.checkpoint_writer
@@ -99,11 +99,11 @@ def test_the_next_checkpoint_and_the_end_wait_for_the_one_before(
     waits, write, finish = threading.Event(), StateFile.write, CheckpointWriter.finish
     seen: list[int | str] = []
 
-    def late(self: StateFile, folder: Path) -> None:
+    def late(self: StateFile, folder: Path) -> dict[str, Any]:
         assert waits.wait(60)
         waits.clear()
         seen.append(folder.name)
-        write(self, folder)
+        return write(self, folder)
 
     def waiting(self: CheckpointWriter) -> None:
         if self.at_work:

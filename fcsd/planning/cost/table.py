@@ -112,7 +112,7 @@ def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
 def _disk(disk: Mapping[str, int]) -> str:
     parts = [f"{disk['num_checkpoints']} checkpoints of {size(disk['checkpoint_bytes'])}"]
     if disk["best_bytes"]:
-        parts.append(f"{size(disk['best_bytes'])} for the best weights and those being written beside them")
+        parts.append(f"{size(disk['best_bytes'])} for the best weights, those before and those being written")
     parts.append(f"{size(disk['model_bytes'])} for the model")
     return f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
 
