@@ -12,10 +12,11 @@ from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.calibration import calibration_flops
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import SHARES, Hardware, Job, assumed_values, job_of, step_times
-from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
+from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, GPUS_PER_NODE, memory_parts
 from fcsd.planning.cost.tokens import tokenizing
 from fcsd.planning.cost.training import Training, distillation, only_pretrains, pretraining
 from fcsd.recipe.recipe import Recipe
+from fcsd.training.checkpoint_writer import BACKGROUND_FROM
 from fcsd.training.disk import disk_need
 
 
@@ -127,11 +128,19 @@ def _disk(job: Job) -> dict[str, int]:
     )
     return {
         "checkpoint_bytes": need.checkpoint,
+        "host_copy_bytes": _host_copy(job, need.checkpoint),
         "num_checkpoints": need.num_checkpoints,
         "best_bytes": need.best,
         "model_bytes": need.model,
         "total_bytes": need.total,
     }
+
+
+def _host_copy(job: Job, checkpoint: int) -> int:
+    """Return the bytes of a machine's memory that hold its ranks' parts of a checkpoint while that is written."""
+    ranks = job.layout.num_shards  # of replicas one writes
+    written_behind = job.trace.num_trainable >= BACKGROUND_FROM
+    return checkpoint * min(ranks, GPUS_PER_NODE) // ranks if written_behind else 0
 
 
 def _flops(job: Job) -> dict[str, Any]:

@@ -292,6 +292,10 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(recipe: Callable
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
+    assert disk["host_copy_bytes"] == 12 * number and "host memory   " in estimate_table(facts)
+    for sharding, machines in (("fsdp2", 2), ("hsdp", 1)):
+        facts = estimate(load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding=sharding))
+        assert facts["disk"]["host_copy_bytes"] == 12 * number // machines
 
 
 def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
